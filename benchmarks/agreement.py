@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.orders.chunks import begun, draw
+from ddp_patch.orders.chunks import draw, start_iterating
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.exchange import packed
@@ -106,7 +106,7 @@ def in_steps(loader: DataLoader[Any]) -> list[float]:
     spent: list[float] = []
     monitor.compare = timing(monitor.compare, spent)
     steps = monitor.steps(0, "")
-    steps.leave = timing(steps.leave, spent)
+    steps.post = timing(steps.post, spent)
     dist.barrier()
     for _ in loader:
         time.sleep(STEP_MS / 1000)
@@ -147,7 +147,7 @@ def fingerprinted(rank: int) -> float:
 def drawn_s(noted: PassFingerprint | None) -> float:
     """How many seconds it takes to draw whole numbers, noted or not."""
     start = time.perf_counter()
-    chunks = draw(begun(map(int, range(ITEMS))), PrivateRNG(0, 0), round_size=8, ahead=True, noted=noted)
+    chunks = draw(start_iterating(map(int, range(ITEMS))), PrivateRNG(0, 0), round_size=8, ahead=True, noted=noted)
     for _ in chunks:
         pass
     return time.perf_counter() - start

@@ -31,8 +31,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.costs import CostOf
 from ddp_patch.options import COST_WINDOW
-from ddp_patch.orders.random_states import dealing_key
-from ddp_patch.sharding.balancing import deal, deal_batch
+from ddp_patch.orders.random_states import balancing_key
+from ddp_patch.sharding.balancing import balance_batch, balance_window
 
 PAGE = Path(__file__).parents[1] / "docs" / "balance.md"
 BATCH, TOKENS = 16, 40  # samples of a batch; what a batch by tokens holds is that of so many samples of mean length
@@ -167,7 +167,7 @@ def dealt(costs: Costs, ranks: int, size: int, cost_of: CostOf, window: int) -> 
     items = window * ranks * size
     return np.concatenate(
         [
-            start + deal(costs[start : start + items], ranks, size, cost_of, dealing_key(0, 0, 0, number))
+            start + balance_window(costs[start : start + items], ranks, size, cost_of, balancing_key(0, 0, 0, number))
             for number, start in enumerate(range(0, len(costs), items))
         ]
     )
@@ -176,7 +176,7 @@ def dealt(costs: Costs, ranks: int, size: int, cost_of: CostOf, window: int) -> 
 def divided(costs: Costs, ranks: int) -> NDArray[np.int64]:
     """Return the order of a stream of which each batch is divided so that the parts cost alike."""
     begins = range(0, len(costs), BATCH * ranks)
-    orders = [deal_batch(costs[begin : begin + BATCH * ranks].tolist(), ranks) for begin in begins]
+    orders = [balance_batch(costs[begin : begin + BATCH * ranks].tolist(), ranks) for begin in begins]
     return np.concatenate([begin + np.array(order) for begin, order in zip(begins, orders, strict=True)])
 
 

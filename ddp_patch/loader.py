@@ -223,7 +223,7 @@ class OwnMethods:
         current = None if sampler is None else sampler.running
         if sampler is None or current is None:
             return
-        if current.handed_out and not current.is_exhausted and sampler.left(current.start) is None:
+        if current.batches_delivered and not current.loop_saw_end and sampler.left(current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
                 "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "

@@ -214,7 +214,7 @@ def patch_each(
             with error_context(place):
                 require_loader(operation, loader)
         options = choose()
-        has_others = world is not None and max(world.num_replicas, len(world.members or ())) > 1
+        has_others = world is not None and max(world.num_replicas, len(world.share_of_rank or ())) > 1
         device = device_here(options.device, is_one_of_several=has_others)
         options = replace(options, device=device)
         if world is None and not options.scalable_shuffle and device is None:
@@ -502,7 +502,7 @@ def _iterators_of(
         vars(patched).update(dict.fromkeys(facts.running, passes))
         return passes.begin_anew
     is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
-    if is_split and world.members is not None and world.num_replicas > 1:
+    if is_split and world.share_of_rank is not None and world.num_replicas > 1:
         from ddp_patch.streams.by_worker import EvenIterators  # most loaders do not need it
 
         # Ranks make equally many steps that read unequally much.

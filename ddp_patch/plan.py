@@ -8,7 +8,7 @@ from typing import Self, TypeAlias, TypeVar
 
 from ddp_patch.options import Layout, Options, Uneven, check_choice, check_rank
 
-__all__ = ["ITEMS", "Batching", "Consumed", "Plan", "Rest", "blocks"]
+__all__ = ["ONE_PER_STEP", "Batching", "Consumed", "Plan", "Rest", "blocks"]
 
 T = TypeVar("T")
 
@@ -74,11 +74,11 @@ class Plan:
         rounds = n // self.num_replicas if self.uneven == "drop" else -(-n // self.num_replicas)
         return rounds * self.num_replicas
 
-    def rounds(self, n: int) -> int:
+    def largest_share(self, n: int) -> int:
         """Return the size of the largest share of a stream of n items."""
         return -(-self.total(n) // self.num_replicas)
 
-    def least(self, n: int) -> int:
+    def smallest_share(self, n: int) -> int:
         """Return the size of the smallest share of a stream of n items."""
         return self.total(n) // self.num_replicas
 
@@ -107,7 +107,7 @@ class Plan:
         """Return what is left of a stream whose length is asked for only where it is needed."""
         return self.rest(length() if self.needs_length else sys.maxsize, done)
 
-    def sources(self, n: int) -> tuple[range, range]:
+    def own_and_repeated(self, n: int) -> tuple[range, range]:
         """Return the positions of this rank's own items, and of the items that its padding repeats.
 
         Both are positions below n, where ``share(n)`` gives padding as positions >= n.
@@ -116,11 +116,11 @@ class Plan:
         if not padding:
             return share, padding
         # One offset fits all padding: it is shorter than the stream, or this rank has a single item of it.
-        turn = padding.start // n * n
-        return share[: len(share) - len(padding)], range(padding.start - turn, padding.stop - turn, padding.step)
+        offset = padding.start // n * n
+        return share[: len(share) - len(padding)], range(padding.start - offset, padding.stop - offset, padding.step)
 
     def divide(self, n: int) -> tuple[range, range]:
-        """Return ``sources`` of a batch of n samples, of which every rank gets at least one.
+        """Return ``own_and_repeated`` of a batch of n samples, of which every rank gets at least one.
 
         A rank without a sample would make no step, and the others would wait for it.
 
@@ -128,10 +128,10 @@ class Plan:
             >>> [tuple(map(list, Plan(rank, 3, uneven="keep").divide(2))) for rank in range(3)]
             [([0], []), ([1], []), ([], [0])]
         """
-        own, repeated = self.sources(n)
+        own, repeated = self.own_and_repeated(n)
         return own, repeated if own or repeated else range(min(n, 1))
 
-    def part(self, start: int, size: int, n: int) -> slice:
+    def slice_of_chunk(self, start: int, size: int, n: int) -> slice:
         """Return where this rank's items lie in a chunk of the stream.
 
         Args:
@@ -145,6 +145,16 @@ class Plan:
             return slice(share.start, share.stop, share.step)
         share = self.share(n)
         return slice(max(0, share.start - start), max(0, share.stop - start))
+
+    def remaining(self, n: int, before: Consumed, skip: int) -> int:
+        """Return how many items of this rank's share are left.
+
+        Args:
+            n: How many items the stream has.
+            before: What other numbers of ranks have taken.
+            skip: How many items each of this many ranks took after that.
+        """
+        return max(0, len(self.share(len(self.rest(n, before)))) - skip)
 
     def rest(self, n: int, done: Consumed) -> "Rest":
         """Return what is left of a stream after some ranks have taken items from it.
@@ -168,7 +178,7 @@ class Plan:
         """
         length = len(before)
         plans = [Plan(rank, ranks, self.uneven, self.layout) for rank in range(ranks)]
-        ends = [plan.sources(length)[0][each:] for plan in plans]
+        ends = [plan.own_and_repeated(length)[0][each:] for plan in plans]
         left_out = range(min(length, plans[0].total(length)), length)
         return Rest(tuple(run for part in (*ends, left_out) for run in before.cut(part)), before.n)
 
@@ -189,7 +199,7 @@ class Batching:
         """Return how many batches a number of items make."""
         return items // self.size if self.drop_last else -(-items // self.size)
 
-    def loses_a_rank(self, plan: Plan, *lengths: int) -> bool:
+    def leaves_rank_without_step(self, plan: Plan, *lengths: int) -> bool:
         """Return whether a rank makes no step in an epoch in which one process makes some.
 
         With ``uneven="keep"`` and no ``drop_last``, such a rank loses nothing: others have all items.
@@ -200,11 +210,11 @@ class Batching:
         """
         if plan.uneven == "keep" and not self.drop_last:
             return False
-        return any(map(self.count, lengths)) and not any(self.count(plan.least(n)) for n in lengths)
+        return any(map(self.count, lengths)) and not any(self.count(plan.smallest_share(n)) for n in lengths)
 
 
 # Each item is a step: it is a whole batch, or nobody is known to make batches of it.
-ITEMS = Batching(1, drop_last=False)
+ONE_PER_STEP = Batching(1, drop_last=False)
 
 
 @dataclass(frozen=True, slots=True)

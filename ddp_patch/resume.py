@@ -10,7 +10,7 @@ from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.options import as_index
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
-from ddp_patch.sharding.batches import batches_given, patched_sampler, require_batches
+from ddp_patch.sharding.batches import batches_delivered, patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.streams.dataset import ShardedIterable
 
@@ -58,7 +58,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
     """
     done = None if batches_done is None else _checked(batches_done)
     sampler = _resumable(loader)
-    return sampler.state_after(batches_given(loader, sampler) if done is None else done)
+    return sampler.state_after(batches_delivered(loader, sampler) if done is None else done)
 
 
 def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
     sampler = _resumable(loader)
-    return sampler.state_after(batches_given(loader, sampler), as_found=True)
+    return sampler.state_after(batches_delivered(loader, sampler), as_found=True)
 
 
 def _resumable(loader: DataLoader[Any]) -> EpochSampler[Any]:
@@ -143,15 +143,14 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
                 "on the number of ranks that saved it, or leave the rest out: call "
                 f"set_epoch({position.epoch + 1}) on every rank."
             )
+    parts = position.parts
     sampler.agreed.compare(
         _RESTORING,
         {
             "seed": position.seed,
             "epoch to resume in": position.epoch,
             "done": json.dumps(position.done),
-            "done of each part": None
-            if position.parts is None
-            else json.dumps([position.parts.first, *position.parts.done]),
+            "done of each part": None if parts is None else json.dumps([parts.first, *parts.done]),
             "held": fingerprint([position.held.generators, position.held.samplers, position.held.attributes]),
         },
     )

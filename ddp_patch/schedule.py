@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar, get_args
 
 from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
-from ddp_patch.plan import ITEMS, Batching, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 
 __all__ = ["BatchRecord", "Part", "Schedule", "Sizes", "made_in_turn", "require_steps", "size_of", "turn_after"]
 
@@ -33,35 +33,33 @@ def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[i
     Raises:
         NoStepsError: One process makes at least one step of them.
     """
-    if not batching.loses_a_rank(plan, *lengths):
+    if not batching.leaves_rank_without_step(plan, *lengths):
         return
-    why = (
-        f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
-        if batching.drop_last
-        else ""
-    )
+    why = ""
+    if batching.drop_last:
+        why = f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
     parts = f" in {len(lengths)} parts, one for each worker" if len(lengths) > 1 else ""
     raise NoStepsError(
         f"A rank would make no step in an epoch: {name} has {_counted(sum(lengths), 'item')}{parts}, of which "
-        f"{plan.num_replicas} ranks take {sum(map(plan.least, lengths))} each with uneven={plan.uneven!r}{why}. One "
-        f"process makes {_counted(sum(map(batching.count, lengths)), 'step')} of them. Use one of these: "
-        f"{', '.join(_remedies(plan, batching, lengths, in_batches))}."
+        f"{plan.num_replicas} ranks take {sum(map(plan.smallest_share, lengths))} each with "
+        f"uneven={plan.uneven!r}{why}. One process makes {_counted(sum(map(batching.count, lengths)), 'step')} of "
+        f"them. Use one of these: {', '.join(_remedies(plan, batching, lengths, in_batches))}."
     )
 
 
 def _remedies(plan: Plan, batching: Batching, lengths: Sequence[int], in_batches: bool) -> Iterator[str]:
     """Yield each change that alone gives every rank a step, or loses nothing."""
-    if batching.drop_last and (most := max(map(plan.least, lengths))):
+    if batching.drop_last and (most := max(map(plan.smallest_share, lengths))):
         yield f"a batch_size of at most {most}"
-    if batching.drop_last and not Batching(batching.size, drop_last=False).loses_a_rank(plan, *lengths):
+    if batching.drop_last and not Batching(batching.size, drop_last=False).leaves_rank_without_step(plan, *lengths):
         yield "drop_last=False"
     for uneven in get_args(Uneven):
-        if not batching.loses_a_rank(replace(plan, uneven=uneven), *lengths):
+        if not batching.leaves_rank_without_step(replace(plan, uneven=uneven), *lengths):
             yield f"uneven={uneven!r}"
-    if in_batches and not ITEMS.loses_a_rank(plan, *map(batching.count, lengths)):
+    if in_batches and not ONE_PER_STEP.leaves_rank_without_step(plan, *map(batching.count, lengths)):
         yield "share='batches'"
     fewer = (Plan(0, ranks, plan.uneven) for ranks in range(plan.num_replicas - 1, 0, -1))
-    most = next(some.num_replicas for some in fewer if not batching.loses_a_rank(some, *lengths))
+    most = next(some.num_replicas for some in fewer if not batching.leaves_rank_without_step(some, *lengths))
     yield f"at most {_counted(most, 'rank')}"
 
 
@@ -104,7 +102,7 @@ class Sizes:
             self._sizes.append(size)
             self._ends.append(len(self) + batches)
 
-    def of(self, stream: Iterator[T]) -> Iterator[T]:
+    def recording(self, stream: Iterator[T]) -> Iterator[T]:
         """Pass a stream's items on, and add the size of each."""
         for item in stream:
             own = list(item) if isinstance(item, Iterator) else item
@@ -174,13 +172,13 @@ class Part:
         skip: How many items of each rank's share were taken before.
         length: How many items all ranks share, those before included; None while nobody has found the end.
         worker: Whose it is, by the number of the worker. A pass that resumes may begin with another one's turn.
-        given: How many items of each rank's share surely come, while nobody has found the end.
+        least_items: How many items of each rank's share surely come, while nobody has found the end.
     """
 
     skip: int = 0
     length: int | None = None
     worker: int = 0
-    given: int = 0
+    least_items: int = 0
 
     def batches(self, plan: Plan, batching: Batching) -> int | None:
         """Return how many batches a rank still makes of it; None while the end is unknown."""
@@ -188,7 +186,7 @@ class Part:
 
 
 class BatchRecord(NamedTuple):
-    """One batch of a rank. Padding comes after what is not.
+    """One batch of a rank: real items first, then padding.
 
     An item is what the ranks share: a sample, or a whole batch where they share or divide these.
 
@@ -285,11 +283,11 @@ class Schedule:
         ]
 
     def _end(self, part: Part, items: int) -> int:
-        return items if part.length is None else max(part.skip, min(items, self.plan.rounds(part.length)))
+        return items if part.length is None else max(part.skip, min(items, self.plan.largest_share(part.length)))
 
     def record(self, number: int) -> BatchRecord:
         """Return batch ``number``, from 0."""
-        place, made = self._turn(number)
+        place, made = self._part_of(number)
         record = self._record(number, *self._items(place, made))
         return record if self.division is not None else record._replace(total=self._total(number, place, made))
 
@@ -300,7 +298,7 @@ class Schedule:
         for number, (place, made) in enumerate(turns):
             yield self._record(number, *self._items(place, made, ends[place]))
 
-    def _turn(self, number: int) -> tuple[int, int]:
+    def _part_of(self, number: int) -> tuple[int, int]:
         """Return which part makes batch ``number``, and how many batches it has made before."""
         if len(self.parts) == 1:
             return 0, number
@@ -332,8 +330,8 @@ class Schedule:
     def knows_totals(self) -> bool:
         """Whether this rank alone knows how many samples each batch has on all ranks.
 
-        A worker whose part has ended is passed over. Where ranks come to that end at different steps, from then on a
-        step is another worker's on each.
+        A worker that has ended is skipped. If ranks skip it at different steps, the same step belongs to different
+        workers.
         """
         if self.division is not None:
             return True
@@ -366,7 +364,7 @@ class Schedule:
         return sum(sizes[position] for position in positions) if is_known else None
 
     def alike_until(self, number: int) -> int:
-        """Return up to which batch those from ``number`` on surely have the same numbers of samples, on every rank."""
+        """Return the first batch from ``number`` on whose sample count may differ on some rank."""
         if self.sizes is None:
             return number if len(self.parts) > 1 else max(number, self._alike(self.parts[0]))
         if self.division is not None:
@@ -379,9 +377,9 @@ class Schedule:
     def _alike(self, part: Part) -> int:
         """Return how many first batches of a part surely are full and without padding on every rank."""
         plan, length = self.plan, part.length
-        real = part.given if length is None else length // plan.num_replicas
+        real = part.least_items if length is None else length // plan.num_replicas
         if length is not None and plan.needs_length and plan.uneven == "pad":  # the last ranks' runs are padding
-            real = max(0, length - (plan.num_replicas - 1) * plan.rounds(length))
+            real = max(0, length - (plan.num_replicas - 1) * plan.largest_share(length))
         return max(0, real - part.skip) // self.batching.size
 
     def keys(self, records: Iterable[BatchRecord]) -> Iterator[range]:

@@ -83,7 +83,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
         **options: Unpack[SharingOptions],
     ) -> None:
         stream = StreamFacts.of(sampler)
-        agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
+        agreed = _agreed_here(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(stream, shuffle_samples_between_gpus, agreed)
 
     @property
@@ -147,7 +147,7 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
             _require_itself(self, batch_sampler, drops_last=cast(Any, options)["drop_last"])
             return
         stream = StreamFacts.of(batch_sampler)
-        agreed = _agree_alone(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
+        agreed = _agreed_here(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(stream, shuffle_samples_between_gpus, agreed)
 
     batch_size: int = _of_wrapped("batch_size")
@@ -205,7 +205,7 @@ def with_mesh(given: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, An
     return {**given} if mesh is None or not given.keys().isdisjoint(_WORLD) else {**given, "device_mesh": mesh}
 
 
-def _agree_alone(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:
+def _agreed_here(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:
     """Agree with the other ranks on a sampler that the user wraps by hand."""
     wrapper = wrapper_type.__name__
     where, chosen = split_options(wrapper, given, SharingOptions)

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
-from ddp_patch.sharding.held import Transparent
+from ddp_patch.sharding.sampler_states import AttributeProxy
 
 __all__ = ["OURS", "read", "set_elsewhere", "told_otherwise", "wrapped_part"]
 
@@ -49,7 +49,7 @@ def _read(value: object, name: str) -> Any:
 def told_otherwise(before: Mapping[str, Any], wrapper: Any) -> list[str]:
     """Return which attributes are others after the patch, but for those that are ours by design."""
     names = before.keys() - (OF_DATASETS if isinstance(wrapper, IterableDataset) else OURS)
-    if not isinstance(wrapper, Transparent):  # a copy of one that repeats another, of which this is the share
+    if not isinstance(wrapper, AttributeProxy):  # a copy of one that repeats another, of which this is the share
         names -= {"sampler"}
     return sorted(name for name in names if not _same(before[name], _read(wrapper, name)))
 

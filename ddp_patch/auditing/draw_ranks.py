@@ -36,7 +36,7 @@ from ddp_patch.compat.private_torch import made_worker_info, seed_as_worker, wor
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import Level, LoaderFacts
 from ddp_patch.loaders.samples import deep_copy, tell_epoch
-from ddp_patch.orders.chunks import begun, own
+from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.notices import unwatched
@@ -161,7 +161,7 @@ class _Worker:
         """Begin a pass over the dataset."""
         self.given = 0
         with self._at_work():
-            self.items = begun(self.dataset)
+            self.items = start_iterating(self.dataset)
 
     def batch(self, size: int, drop_last: bool) -> list[Any]:
         """Read the next batch; an empty one at the end."""
@@ -291,14 +291,14 @@ def _resident_bytes() -> int:
 
 def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     """Yield the items of every step, as the loader would ask its dataset for them."""
-    indices = begun(facts.iterated)
+    indices = start_iterating(facts.iterated)
     _base_seed(facts.loader)
     if facts.level is Level.SAMPLE:
         yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
     elif facts.level is Level.BATCH or made_of_batches(facts):
-        yield from (list(own(batch)) for batch in indices)
+        yield from (list(copy_item(batch)) for batch in indices)
     else:
-        yield from ([own(item)] for item in indices)
+        yield from ([copy_item(item)] for item in indices)
 
 
 # Seed simulated ranks with this and their rank, so that no two are seeded alike.

@@ -31,7 +31,7 @@ from ddp_patch.loaders.facts import Level
 from ddp_patch.loaders.moving import device_of
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.schedule import BatchRecord, Part, Schedule
-from ddp_patch.sharding.batches import Batches, batches_given
+from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
 
 __all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "placed_by_kind"]
@@ -65,12 +65,12 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
     """
     sampler, current = batches.sampler, batches.sampler.latest
     try:
-        number = batches_given(loader, sampler) - 1
+        number = batches_delivered(loader, sampler) - 1
     except DDPPatchError as error:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:
         raise Misfit("got no batch of the loader yet")
-    if current.is_exhausted:
+    if current.loop_saw_end:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     _require_one_pass(current)
     schedule = ends = current.schedule()
@@ -278,7 +278,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, p
     agreed, current = batches.sampler.agreed, batches.sampler.latest
     expect = partial(expected_of_step, loader) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
-    judged = partial(judge, operation, agreed.world.members or [0])
+    judged = partial(judge, operation, agreed.world.share_of_rank or [0])
     if len(members.ranks) == 1:
         agreement = judged({members.rank: said})[members.rank]
     else:
@@ -297,7 +297,7 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
     """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
-    if world.members is None:
+    if world.share_of_rank is None:
         if world.num_replicas > 1:
             raise WorldError(
                 f"{operation} cannot gather from {world.num_replicas} ranks: the loader's world was given by rank= "

@@ -262,7 +262,7 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         if ranks == 1:
             yield from _weighed(all_steps, ranks, like, weight_of, float)
             return
-        if world.members is None:
+        if world.share_of_rank is None:
             raise WorldError(
                 f"{_WEIGHING} cannot weigh the samples of {ranks} ranks here: they must exchange how much theirs "
                 "count, and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
@@ -271,7 +271,7 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
         timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
         with opened_sums(world.peer_ranks(), "Weighing samples", facts, timeout, stale) as sums:
-            yield from _weighed(all_steps, ranks, like, weight_of, sums.of)
+            yield from _weighed(all_steps, ranks, like, weight_of, sums.sum_over_ranks)
 
 
 def _weighed(

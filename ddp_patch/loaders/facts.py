@@ -31,7 +31,7 @@ from ddp_patch.loaders.samples import (
     or_unknown,
 )
 from ddp_patch.orders.generators import torch_generators
-from ddp_patch.plan import ITEMS, Batching
+from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
 __all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
@@ -221,7 +221,7 @@ class LoaderFacts(Generic[L]):
     def batching(self) -> Batching:
         """How the items that a rank gets become its batches."""
         if self.level in {Level.BATCH, Level.UNBATCHED}:
-            return ITEMS
+            return ONE_PER_STEP
         return Batching(self.batch_size or 1, self.drop_last)
 
     def in_whole_batches(self) -> "LoaderFacts[L]":

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
-from ddp_patch.orders.chunks import begun, own, returns_itself
+from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.generators import plain_attributes, random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import has_order, order_of, order_parameters
@@ -210,7 +210,7 @@ def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = 
                 order = order_of(drawn, epoch=0)
                 return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
             before = _attributes(drawn)
-            items = list(map(own, islice(begun(drawn), _TRIED if is_one_shot else COMPARED)))
+            items = list(map(copy_item, islice(start_iterating(drawn), _TRIED if is_one_shot else COMPARED)))
             return FirstOrder(None if is_one_shot else fingerprint(items), _changed(before, _attributes(drawn)))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         if not is_one_shot:
@@ -275,7 +275,7 @@ def is_one_shot(sampler: object, dataset: object = None) -> bool:
 def _first_items(sampler: Any) -> list[bytes]:
     """Begin a sampler, and return its first items, pickled: they may be of any class."""
     with PrivateRNG(seed=0, epoch=0):
-        return [pickle.dumps(own(item)) for item in islice(begun(sampler), _TRIED)]
+        return [pickle.dumps(copy_item(item)) for item in islice(start_iterating(sampler), _TRIED)]
 
 
 def _copied(sampler: Any, dataset: object) -> Any:

@@ -10,7 +10,7 @@ from enum import Enum
 from itertools import compress, islice, repeat
 from operator import length_hint
 from types import WrapperDescriptorType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ __all__ = [
     "MOST_AHEAD",
     "MOST_PLAIN",
     "Chunk",
+    "IterationState",
     "Progress",
-    "State",
-    "begun",
+    "copied_items",
+    "copy_item",
     "draw",
-    "own",
-    "owned",
     "returns_itself",
+    "start_iterating",
 ]
 
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 # About how many samples may be drawn ahead of the one in use, unless a round has more. Large chunks swap random states
 # less often, but a sampler that adapts during training must not be drawn far ahead.
 MOST_AHEAD = 8192
-# This many of a stream of indices, or of lists of them, if that is at most this part of what came before: then a chunk
-# takes no longer than that part of the time that the stream has taken, and how far it is ahead matters as little.
+# For plain indices, or lists of them, draw up to 1/64 of what was drawn before, at most 65536, so that one chunk takes
+# little of the stream's time.
 MOST_PLAIN, _PART_AHEAD = 65536, 64
 # A few items are noted of each of so many pieces of a chunk, where these have so many items: an order that differs only
 # late in a long chunk shows.
@@ -52,7 +52,7 @@ def returns_itself(iterator: object) -> bool:
     return isinstance(getattr(type(iterator), "__iter__", None), WrapperDescriptorType)
 
 
-def begun(iterable: Iterable[T]) -> Iterator[T]:
+def start_iterating(iterable: Iterable[T]) -> Iterator[T]:
     """Begin an iterable, and return what draws from it by ``next()`` alone.
 
     ``for``, ``islice`` and ``chain`` call ``iter()`` on what they draw from, and a sampler that is its own iterator may
@@ -69,6 +69,10 @@ def _by_next(iterator: Iterator[T]) -> Iterator[T]:
         except StopIteration:
             return
         yield item
+
+
+# Tells which of some items to keep, by the position of the first and their number.
+Selection: TypeAlias = Callable[[int, int], slice]
 
 
 class Chunk(NamedTuple, Generic[T]):
@@ -91,7 +95,7 @@ def draw(
     ahead: bool = False,
     rounds: Iterable[int] = repeat(1),
     copies: bool = True,
-    kept: Callable[[int, int], slice] = lambda _start, _size: slice(None),
+    selection: Selection = lambda _start, _size: slice(None),
     noted: "PassFingerprint | None" = None,
 ) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
@@ -100,9 +104,9 @@ def draw(
     depend only on the stream, so every rank draws the same ones at the same step.
 
     Args:
-        iterator: What to draw from, as ``begun`` returns it. If it raises an exception, the whole rounds that came
-            before are yielded first, and then the exception is raised unchanged.
-        rng: Entered for each chunk.
+        iterator: What to draw from, as ``start_iterating`` returns it. If it raises an exception, the whole rounds
+            that came before are yielded first, and then the exception is raised unchanged.
+        rng: ReentrantContext for each chunk.
         round_size: Items in a round: one for each rank.
         ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
             as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
@@ -110,10 +114,10 @@ def draw(
             each chunk.
         rounds: How many rounds each chunk has, where they may not grow.
         copies: Whether to copy the items that are kept, because their source may change them later.
-        kept: Tells which of some items to keep, by the position of the first and their number.
+        selection: Tells which of some items to keep, by the position of the first and their number.
         noted: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
     """
-    source = _Source(iterator, round_size, copies=copies)
+    source = _CountingIterator(iterator, round_size, copies=copies)
     sizes = iter(rounds)
     now = 1 if ahead else next(sizes)
     while not source.is_ended:
@@ -123,16 +127,16 @@ def draw(
         with rng:
             try:  # keep what comes before an exception
                 if looks := source.copies and (size > round_size or not start or noted is not None):
-                    source.look(items, kept(start, round_size), noted)
+                    source.inspect_round(items, selection(start, round_size), noted)
                     size = min(size, source.rounds_ahead() * round_size)
-                source.draw_to(start + size, items, kept, noted, is_begun=looks)
+                source.draw_to(start + size, items, selection, noted, is_begun=looks)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         length = source.drawn - start
         if failure is not None:
             length -= length % round_size  # an incomplete round would mean the end
         if length < size:
-            del items[len(range(length)[kept(start, length)]) :]
+            del items[len(range(length)[selection(start, length)]) :]
         if length:
             yield Chunk(length, items)
         if failure is not None:
@@ -148,7 +152,7 @@ def _ends(start: int, size: int, round_size: int, pieces: int) -> Iterable[int]:
     return (min(start + size, start + piece * number) for number in range(1, pieces + 1))
 
 
-class _Source:
+class _CountingIterator:
     """Draws from an iterator, and counts.
 
     Attributes:
@@ -175,33 +179,27 @@ class _Source:
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
 
     def draw_to(
-        self,
-        end: int,
-        items: list[Any],
-        part: Callable[[int, int], slice],
-        noted: "PassFingerprint | None",
-        *,
-        is_begun: bool,
+        self, end: int, into: list[Any], selection: Selection, noted: "PassFingerprint | None", *, is_begun: bool
     ) -> None:
         """Draw the rest of a chunk; see ``show``."""
         start = self.drawn - is_begun * self._round_size
         for until in _ends(start, end - start, self._round_size, 1 if noted is None else _PIECES):
             if noted is not None:
-                self.show(items, until, part, noted, is_begun=is_begun)
+                self.show(into, until, selection, noted, is_begun=is_begun)
                 is_begun = False
             if not self.is_ended:
                 at = self.drawn
-                self.take(items, until - at, part(at, until - at))
+                self.take(into, until - at, selection(at, until - at))
 
-    def look(self, kept: list[Any], part: slice, noted: "PassFingerprint | None") -> None:
+    def inspect_round(self, into: list[Any], selected: slice, noted: "PassFingerprint | None") -> None:
         """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
         items, is_lazy, start = [], False, self.drawn
         for item in islice(self._items, self._round_size):
             is_lazy |= isinstance(item, Iterator)
-            items.append(own(item))
+            items.append(copy_item(item))
         if is_lazy:  # read them all from now on: several may draw from the same source
-            self._items = map(own, self._items)
-        kept += items[part]
+            self._items = map(copy_item, self._items)
+        into += items[selected]
         if noted is not None:
             noted.add(start, items)
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
@@ -211,20 +209,14 @@ class _Source:
         self.is_ended = len(items) < self._round_size
 
     def show(
-        self,
-        kept: list[Any],
-        end: int,
-        part: Callable[[int, int], slice],
-        noted: "PassFingerprint",
-        *,
-        is_begun: bool,
+        self, into: list[Any], end: int, selection: Selection, noted: "PassFingerprint", *, is_begun: bool
     ) -> None:
         """Draw as many whole rounds before ``end`` as are to be noted, and keep a part of them.
 
         Args:
-            kept: What is kept of the chunk.
+            into: What is kept of the chunk.
             end: Where the chunk ends.
-            part: Tells which to keep, as in ``draw``.
+            selection: Tells which to keep, as in ``draw``.
             noted: Takes note of all of them.
             is_begun: Whether it has some of the chunk already.
         """
@@ -234,29 +226,29 @@ class _Source:
         if self.is_ended or size <= 0:
             return
         drawn = islice(self._items, size)
-        items = list(map(own, drawn) if self.copies else drawn)
-        kept += items[part(start, size)]
+        items = list(map(copy_item, drawn) if self.copies else drawn)
+        into += items[selection(start, size)]
         noted.add(start, items)
         self.is_ended = len(items) < size
 
-    def take(self, kept: list[Any], size: int, part: slice) -> None:
+    def take(self, into: list[Any], size: int, selected: slice) -> None:
         """Draw this many items and keep a part of them; those that are not kept are not copied."""
         before = self.drawn
-        first, last, step = part.indices(size)
+        first, last, step = selected.indices(size)
         items = islice(self._items, first, last, step)
-        kept.extend(map(own, items) if self.copies else items)
+        into.extend(map(copy_item, items) if self.copies else items)
         deque(islice(self._items, size - last), maxlen=0)
         self.is_ended = self.drawn - before < size
 
 
-def owned(stream: Iterator[T]) -> Iterator[T]:
+def copied_items(stream: Iterator[T]) -> Iterator[T]:
     """Yield copies of a stream's items; the items themselves where the first one shows that they are indices."""
     first = list(islice(stream, 1))
-    yield from map(own, first)
-    yield from stream if first and isinstance(first[0], _IMMUTABLE) else map(own, stream)
+    yield from map(copy_item, first)
+    yield from stream if first and isinstance(first[0], _IMMUTABLE) else map(copy_item, stream)
 
 
-def own(item: Any) -> Any:
+def copy_item(item: Any) -> Any:
     """Return a copy of a batch or key, because its sampler may reuse the object for the next one.
 
     Copy containers with their contents, clone tensors, read iterators into lists; return anything else as it is.
@@ -267,25 +259,25 @@ def own(item: Any) -> Any:
         case torch.Tensor():
             return item.clone()
         case Iterator():
-            return [own(part) for part in item]
+            return [copy_item(part) for part in item]
         case list() if type(item) is list:
-            return [own(part) for part in item]
+            return [copy_item(part) for part in item]
         case tuple() if type(item) is tuple:
-            return tuple(map(own, item))
+            return tuple(map(copy_item, item))
         case dict() if type(item) is dict:
-            return {key: own(value) for key, value in item.items()}
+            return {key: copy_item(value) for key, value in item.items()}
         case list() | dict() | set() | bytearray() | deque() | array() | np.ndarray():
             return copy.copy(item)
     return item
 
 
-class State(Enum):
+class IterationState(Enum):
     """The states of a pass, in the order in which it goes through them."""
 
     NOT_BEGUN = "not begun"  # nothing was asked for
     RUNNING = "running"
     ENDED = "ended"  # all items were given
-    LEFT = "left"  # broken off before
+    ABANDONED = "abandoned"  # broken off before
 
 
 class Progress:
@@ -295,46 +287,46 @@ class Progress:
         skip: How many items were taken before the pass, which continues after these.
 
     Attributes:
-        given: How many items were given, those before the pass included.
+        items_prepared: How many items were given, those before the pass included.
         state: Which state the pass is in.
     """
 
     def __init__(self, skip: int = 0) -> None:
         self.skip: int = skip
-        self.given: int = skip
-        self.state: State = State.NOT_BEGUN
+        self.items_prepared: int = skip
+        self.state: IterationState = IterationState.NOT_BEGUN
         self._run: Iterator[Any] = iter(())
 
     @property
-    def taken(self) -> int:
+    def items_pulled(self) -> int:
         """How many of the items given were taken, those before the pass included."""
-        return self.given - length_hint(self._run)
+        return self.items_prepared - length_hint(self._run)
 
     @property
     def is_ended(self) -> bool:
         """Whether all items were given."""
-        return self.state is State.ENDED
+        return self.state is IterationState.ENDED
 
     @property
-    def is_over(self) -> bool:
+    def is_inactive(self) -> bool:
         """Whether nothing more will be asked for."""
-        return self.state in {State.ENDED, State.LEFT}
+        return self.state in {IterationState.ENDED, IterationState.ABANDONED}
 
     def begin(self) -> None:
         """Record that the first item was asked for."""
-        self.state = State.RUNNING
+        self.state = IterationState.RUNNING
 
     def give(self, part: Sequence[T]) -> Iterator[T]:
         """Give the items that come next; return an iterator over them."""
-        self.given += len(part)
+        self.items_prepared += len(part)
         self._run = run = iter(part)
         return run
 
     def end(self) -> None:
         """Record that there are no more items."""
-        self.state = State.ENDED
+        self.state = IterationState.ENDED
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Record that nobody will ask for more; a pass that has ended stays so."""
-        if self.state is not State.ENDED:
-            self.state = State.LEFT
+        if self.state is not IterationState.ENDED:
+            self.state = IterationState.ABANDONED

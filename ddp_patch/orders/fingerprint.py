@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPARED",
+    "Checkpoint",
     "Fingerprint",
     "ItemHashes",
-    "Mark",
     "PassFingerprint",
+    "evenly_spread",
     "fingerprint",
     "hashes_if_any",
     "hashes_of",
@@ -97,6 +98,11 @@ def fingerprint(items: Iterable[Any]) -> str:
     running = Fingerprint()
     running.add(items)
     return running.hexdigest()
+
+
+def evenly_spread(length: int, about: int = COMPARED) -> range:
+    """Return about so many positions of a sequence, evenly spread."""
+    return range(0, length, max(1, length // about))
 
 
 def number_of(items: Iterable[Any]) -> int:
@@ -255,7 +261,7 @@ def _kept(parts: Iterable[tuple[Any, Any]], types: _Types) -> Any:
 
 
 # How many items had been drawn, and a hash of those that were looked at up to there.
-Mark: TypeAlias = tuple[int, int]
+Checkpoint: TypeAlias = tuple[int, int]
 
 # So many items are all looked at: of plain indices, of others, and of each later chunk of a stream.
 _FIRST_PLAIN, _FIRST, _OF_CHUNK = 1024, 256, 16
@@ -271,18 +277,18 @@ class PassFingerprint:
     Hashes of whole numbers are Python's own, which are the same in all processes and take the least time.
 
     Attributes:
-        marks: The fingerprints at growing counts, the last of them after the end once that was found.
+        checkpoints: The fingerprints at growing counts, the last of them after the end once that was found.
 
     Examples:
         >>> one, other = PassFingerprint(), PassFingerprint()
         >>> one.add(0, [3, 1, 2])
         >>> other.add(0, [3, 2, 1])
-        >>> one.marks[0][0], one.marks == other.marks
+        >>> one.checkpoints[0][0], one.checkpoints == other.checkpoints
         (3, False)
     """
 
     def __init__(self) -> None:
-        self.marks: list[Mark] = []
+        self.checkpoints: list[Checkpoint] = []
         self._hash, self._next, self._first = 0, 1, _FIRST_PLAIN
 
     def wanted(self, start: int, *, is_begun: bool) -> int:
@@ -301,26 +307,26 @@ class PassFingerprint:
         self._hash = hash((self._hash, start, plain))
         until = start + len(items)
         if until >= self._next or start < self._first:
-            self._mark(until)
+            self._add_checkpoint(until)
 
     def add_order(self, order: "Order") -> None:
         """Add some items of an order that can be looked up, evenly spread, and its length."""
         free = order.length if order.free is None else min(order.free, order.length)
-        self.add(0, list(order.at(range(0, free, max(1, free // COMPARED)))))
+        self.add(0, list(order.at(evenly_spread(free))))
         self.end(order.length)
 
     def add_window(self, start: int, order: "np.ndarray[Any, Any]") -> None:
         """Add the order of a balanced window."""
         self._hash = hash((self._hash, start, number_of([order])))
-        self._mark(start + len(order))
+        self._add_checkpoint(start + len(order))
 
     def end(self, count: int) -> None:
         """Add how many items the stream had."""
         self._hash = hash((self._hash, _END, count))
-        self._mark(count)
+        self._add_checkpoint(count)
 
-    def _mark(self, count: int) -> None:
-        self.marks.append((count, self._hash))
+    def _add_checkpoint(self, count: int) -> None:
+        self.checkpoints.append((count, self._hash))
         self._next = int(count * _GROWTH) + 1
 
 

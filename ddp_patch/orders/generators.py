@@ -19,18 +19,18 @@ from ddp_patch.walks import LOOKED_AT, elements, stored, walk
 
 __all__ = [
     "RandomGenerator",
-    "as_read",
     "generator_state",
     "generator_states",
     "is_stateful",
+    "native_state",
     "plain",
     "plain_attributes",
     "random_generators",
     "same_state",
     "seeded_anew",
-    "set_as_read",
     "set_generator_state",
     "set_generator_states",
+    "set_native_state",
     "torch_generators",
     "torch_seed",
     "unmoved",
@@ -151,7 +151,7 @@ def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[None]:
 
 def generator_state(generator: RandomGenerator) -> Any:
     """Return a generator's state, in numbers, strings, lists and dicts."""
-    state = as_read(generator)
+    state = native_state(generator)
     return base64.b64encode(state.numpy().tobytes()).decode() if isinstance(state, torch.Tensor) else plain(state)
 
 
@@ -162,10 +162,10 @@ def set_generator_state(generator: RandomGenerator, state: Any) -> None:
             state = torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
         case version, internal, gauss:
             state = version, tuple(internal), gauss
-    set_as_read(generator, state)
+    set_native_state(generator, state)
 
 
-def as_read(generator: RandomGenerator) -> Any:
+def native_state(generator: RandomGenerator) -> Any:
     """Return a generator's state as it says it, which takes the least time."""
     match generator:
         case torch.Generator():
@@ -178,8 +178,8 @@ def as_read(generator: RandomGenerator) -> Any:
             return generator.getstate()
 
 
-def set_as_read(generator: RandomGenerator, state: Any) -> None:
-    """Put a generator into a state that ``as_read`` returned for one of its kind."""
+def set_native_state(generator: RandomGenerator, state: Any) -> None:
+    """Put a generator into a state that ``native_state`` returned for one of its kind."""
     match generator:
         case np.random.Generator():
             generator.bit_generator.state = state
@@ -190,7 +190,7 @@ def set_as_read(generator: RandomGenerator, state: Any) -> None:
 
 
 def same_state(state: Any, other: Any) -> bool:
-    """Return whether two states that ``as_read`` returned are the same."""
+    """Return whether two states that ``native_state`` returned are the same."""
     match state:
         case torch.Tensor():
             return isinstance(other, torch.Tensor) and torch.equal(state, other)
@@ -212,7 +212,7 @@ def was_seeded(generator: RandomGenerator, before: Any) -> bool:
         if seed != other.set_state(before).initial_seed():
             return True
         return same_state(generator.get_state(), other.manual_seed(seed).get_state())
-    state = as_read(generator)
+    state = native_state(generator)
     if isinstance(state, tuple):
         return _is_as_seeded(state[1][0], state[1][1], state[1][-1])
     words = state["state"]

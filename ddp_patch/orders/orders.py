@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthError
-from ddp_patch.orders.fingerprint import COMPARED
+from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.random_states import Seed, shuffle_key
 from ddp_patch.plan import blocks
 
@@ -40,7 +40,7 @@ __all__ = [
     "ScalableShuffle",
     "has_computed_order",
     "has_order",
-    "in_turns",
+    "in_blocks",
     "is_always_alike",
     "is_random_access",
     "is_torch_sampler",
@@ -201,7 +201,7 @@ def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
 
 
 # Minimum items per turn, for orders that are drawn in turns.
-_TURN = 2**17
+_BLOCK = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +271,15 @@ def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Or
     dtype = _integers(n)
 
     def permuted(size: int) -> torch.Tensor:
-        schedule = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
-        return (schedule[0] if len(schedule) == 1 else torch.cat(schedule))[:size]
+        permutations = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
+        return (permutations[0] if len(permutations) == 1 else torch.cat(permutations))[:size]
 
     if sampler.replacement:
-        drawn = _Turns(num_samples, _TURN, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
-        return Order(num_samples, drawn.at, free=_TURN)
+        drawn = _Blocks(num_samples, _BLOCK, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
+        return Order(num_samples, drawn.at, free=_BLOCK)
     if num_samples > n:
-        turn = n * -(-_TURN // n)
-        return Order(num_samples, _Turns(num_samples, turn, permuted).at, free=turn)
+        block = n * -(-_BLOCK // n)
+        return Order(num_samples, _Blocks(num_samples, block, permuted).at, free=block)
     # After n samples torch draws once more and discards the result, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
@@ -333,8 +333,8 @@ def has_order(sampler: object) -> bool:
     sampler = _sampler_of_items(sampler)
     if type(sampler) is RandomSampler:
         # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
-        schedule = sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        return not (schedule and (sampler.generator is not None or len(sampler.data_source) == 0))
+        has_several_blocks = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        return not (has_several_blocks and (sampler.generator is not None or len(sampler.data_source) == 0))
     return is_torch_sampler(sampler) or has_computed_order(sampler)
 
 
@@ -414,10 +414,10 @@ def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
 
 def spread(values: Any) -> list[Any]:
     """Return some of the values, evenly spread over the sequence."""
-    return [values[position] for position in range(0, len(values), max(1, len(values) // COMPARED))]
+    return [values[position] for position in evenly_spread(len(values))]
 
 
-class _Turns:
+class _Blocks:
     """An order that is drawn turn by turn, with one turn in memory at a time.
 
     Args:
@@ -429,24 +429,24 @@ class _Turns:
     def __init__(self, length: int, size: int, draw: Callable[[int], torch.Tensor]) -> None:
         self._length, self._size, self._draw = length, size, draw
         self._number = 0
-        self._turn = draw(min(size, length))
+        self._block = draw(min(size, length))
 
     def at(self, positions: range) -> list[int]:
         """Return the items at some positions, which must increase, also from call to call."""
         items: list[int] = []
-        for number, places in in_turns(positions, self._size):
+        for number, places in in_blocks(positions, self._size):
             while self._number < number:
                 self._number += 1
-                self._turn = self._draw(min(self._size, self._length - self._number * self._size))
-            items += _read(self._turn, places)
+                self._block = self._draw(min(self._size, self._length - self._number * self._size))
+            items += _read(self._block, places)
         return items
 
 
-def in_turns(positions: range, size: int) -> Iterator[tuple[int, range]]:
+def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:
     """Cut positions where turns of a size begin; yield the number of each turn, and the positions within it.
 
     Examples:
-        >>> list(in_turns(range(3, 14, 4), size=10))
+        >>> list(in_blocks(range(3, 14, 4), size=10))
         [(0, range(3, 11, 4)), (1, range(1, 5, 4))]
     """
     while positions:

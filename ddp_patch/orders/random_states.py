@@ -23,15 +23,15 @@ from ddp_patch.options import Options
 from ddp_patch.orders.generators import plain, torch_seed
 
 __all__ = [
-    "Entered",
     "EpochCounter",
     "GlobalState",
     "PrivateRNG",
+    "ReentrantContext",
     "Seed",
     "WorkerSeeding",
     "ambient_state",
     "ambient_unmoved",
-    "dealing_key",
+    "balancing_key",
     "distributed_permutation",
     "epoch_generator",
     "epoch_seed",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 # What a seed is used for, so that no two uses draw the same numbers.
-_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _DEALING = range(7)
+_ORDER, _WORKER, _SHUFFLE, _LOADER, _READER, _PART, _BALANCING = range(7)
 
 
 def _derive(seed: int, *key: int) -> np.random.SeedSequence:
@@ -95,7 +95,7 @@ def shuffle_key(seed: int, epoch: int) -> np.random.SeedSequence:
     return _derive(seed, _SHUFFLE, epoch)
 
 
-def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
+def balancing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.SeedSequence:
     """Return the key of the random order of a balanced window of an epoch.
 
     Args:
@@ -104,7 +104,7 @@ def dealing_key(seed: int, epoch: int, stage: int, window: int) -> np.random.See
         stage: How many numbers of ranks have shared the epoch before.
         window: Which window.
     """
-    return _derive(seed, _DEALING, epoch, stage, window)
+    return _derive(seed, _BALANCING, epoch, stage, window)
 
 
 class Seed:
@@ -311,7 +311,7 @@ class PrivateRNG:
             self._first = self._at_first()
         return not self._was_moved and self._private.is_same(self._first)
 
-    def go_on_as(self, reader: int) -> None:
+    def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
         if self._is_entered:
             self._private = GlobalState.capture()
@@ -346,7 +346,7 @@ def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextMan
     return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch)
 
 
-class Entered(AbstractContextManager[None]):
+class ReentrantContext(AbstractContextManager[None]):
     """Several contexts as one that may be entered again and again, each made anew.
 
     Args:

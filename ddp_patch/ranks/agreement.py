@@ -97,7 +97,7 @@ class Agreed:
 
     def compare(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
         """Compare facts as ``check`` does, with or without ``verify``; do nothing in an explicit world."""
-        if self.world.members is None:
+        if self.world.share_of_rank is None:
             return
         record = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
         if "epoch" in facts:
@@ -110,7 +110,7 @@ class Agreed:
                 require_same(doing, {rank: {name: some[name]} for rank, some in by_some.items() if name in some})
             return dict.fromkeys(records)
 
-        exchange(list(self.world.members), doing, record, confirm, self.options.timeout)
+        exchange(list(self.world.share_of_rank), doing, record, confirm, self.options.timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,14 +216,14 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         InvalidOptionError: An option needs ranks that communicate.
         WorldError: An explicit world has more shares than the process group has ranks.
     """
-    if world.members is None:
+    if world.share_of_rank is None:
         return _agree_alone(world, options, subjects)
-    members = list(world.members)
+    members = list(world.share_of_rank)
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
     loaders = [_loader_report(options, *each) for each in zip(subjects, generators, strict=True)]
     report = RankReport(
         nest,
-        common=_common_facts(options, world.members),
+        common=_common_facts(options, world.share_of_rank),
         seed=options.seed,
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
         base_seed=torch.initial_seed() if len(members) == dist.get_world_size() else 0,
@@ -263,7 +263,7 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 
 def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
-    members, leader = list(world.members or ()), None
+    members, leader = list(world.share_of_rank or ()), None
     if options.agreement == "leader":
         from ddp_patch.ranks.leader import Leader  # most trainings do not need it
 
@@ -386,7 +386,7 @@ def _why_orders_differ(
                 whys[label] = why_orders_differ(orders, name, world.num_replicas, samples)
         return dict.fromkeys(reported, whys)
 
-    return exchange(list(world.members or ()), TELLING_APART, first_samples, judge_orders, options.timeout)
+    return exchange(list(world.share_of_rank or ()), TELLING_APART, first_samples, judge_orders, options.timeout)
 
 
 @contextmanager
@@ -395,8 +395,8 @@ def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[N
     try:
         yield
     except Exception as error:
-        if world is not None and world.members is not None:
-            refuse(list(world.members), doing, error)
+        if world is not None and world.share_of_rank is not None:
+            refuse(list(world.share_of_rank), doing, error)
         raise
 
 

@@ -42,7 +42,7 @@ def _cut_all() -> None:
     _lingering.clear()
 
 
-def gloo_between(name: str, index: int, members: int, timeout: float) -> Any:
+def gloo_between(name: str, index: int, count: int, timeout: float) -> Any:
     """Return a gloo group of some ranks alone, which sends from CPU to CPU, whatever the training's backend is.
 
     torch's ``new_group`` will not do: it needs all ranks, or names a group of some by how many groups a process is in,
@@ -51,20 +51,20 @@ def gloo_between(name: str, index: int, members: int, timeout: float) -> Any:
     Args:
         name: A name that no other group has.
         index: This rank's number among the members.
-        members: How many there are.
+        count: How many there are.
         timeout: How many seconds they wait for each other.
     """
     store = dist.PrefixStore(f"ddp_patch/gloo/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
-    group = gloo_group(store, index, members, timedelta(seconds=timeout))
+    group = gloo_group(store, index, count, timedelta(seconds=timeout))
     group.barrier().wait()  # when all have read the addresses, nobody needs them
     with suppress(RuntimeError):
         store.delete_key(f"0/{index}")  # gloo leaves every rank's address there
     return group
 
 
-def _cut(group: Any, members: int, index: int) -> None:
+def _cut(group: Any, count: int, index: int) -> None:
     """Break all connections of a group."""
-    for other in range(members):
+    for other in range(count):
         if other != index:
             # gloo breaks all connections when a time is over.
             with suppress(RuntimeError):
@@ -133,7 +133,7 @@ class ExitNotes:
             "same one on all, or iterate to the end."
         )
 
-    def wait(self, step: int) -> None:
+    def announce_waiting(self, step: int) -> None:
         """Write that this rank waits for a step."""
         self._store.set(f"{self._waits}/{self._index}", f"{step}")
         self._is_waiting = True
@@ -153,7 +153,7 @@ class ExitNotes:
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
 
-# What is gathered in the background may take long, because a step may: only who waits for it counts the seconds.
+# Gathering may wait a whole step: the timeout runs only in ``gathered``.
 _BACKGROUND = timedelta(days=1)
 
 
@@ -188,7 +188,7 @@ def opened(
     try:
         yield channel
     except GeneratorExit:
-        channel.leave("left", f"{channel.given} batches")
+        channel.leave("left", f"{channel.batches_delivered} batches")
         raise
     except BaseException as error:
         channel.leave("failed", f"{type(error).__name__}: {message_of(error)}")
@@ -208,12 +208,12 @@ class Channel:
 
     Attributes:
         index: This rank's number among the members.
-        given: How many batches this rank has given, for errors.
+        batches_delivered: How many batches this rank has given, for errors.
     """
 
     def __init__(self, members: Sequence[int], doing: str, notes: ExitNotes, timeout: float) -> None:
         self.index: int = members.index(dist.get_rank())
-        self.given: int = 0
+        self.batches_delivered: int = 0
         self._begun = self._gathered = 0  # how many steps' rows
         self._members, self._doing, self._notes, self._timeout = members, doing, notes, timeout
         self._work: Any = None
@@ -226,7 +226,7 @@ class Channel:
 
     def count_batch(self) -> None:
         """Count a batch that this rank has given."""
-        self.given += 1
+        self.batches_delivered += 1
 
     def begin_gather(self, row: Sequence[int]) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
@@ -244,7 +244,7 @@ class Channel:
         until, wait_s = monotonic() + self._timeout, min(_SLICE_S, self._timeout / 4)
         while not self._has_come(wait_s):
             with store_reached(self._doing):
-                self._notes.wait(self._gathered)
+                self._notes.announce_waiting(self._gathered)
                 self._notes.require_none(self._gathered)
                 if monotonic() > until:
                     missing = self._notes.not_waiting(self._gathered)
@@ -367,7 +367,7 @@ class StepSums:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def of(self, value: float) -> float:
+    def sum_over_ranks(self, value: float) -> float:
         """Return the sum of all ranks' values of this step.
 
         Raises:

@@ -4,35 +4,38 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
-    "Contradiction",
     "History",
     "NotesReport",
     "PassEntry",
+    "PassMismatch",
     "PassProgress",
     "PassRecord",
     "PassState",
     "ReadAhead",
-    "contradiction",
+    "pass_mismatch",
 ]
+
+# Returns how many items a long look takes at most: who takes no more may still be about to choose an epoch.
+LongLook: TypeAlias = Callable[[], int]
 
 # A history holds so many passes, as ``PassMonitor`` keeps notes of: those over the latest epochs.
 _MOST_PASSES = 16
 # Of so many attempts it says how far they came.
-_MOST_LEFT = 4
+_MOST_ATTEMPTS = 4
 
 
 class PassState(IntEnum):
     """What is known of a pass."""
 
     OPEN = 0  # it may continue
-    LEFT = 1  # broken off before its end
+    ABANDONED = 1  # broken off before its end
     ENDED = 2  # it came to its end
     UNKNOWN = 3  # how far it came is not known
-    WITHDRAWN = 4  # an epoch was chosen since: it counts no longer against ranks that chose it too
-    WHOLE = 5  # withdrawn, but it had come to its end, so it was no look
+    WITHDRAWN = 4  # another epoch was chosen since: it counts no longer against ranks that chose that, too
+    WITHDRAWN_COMPLETE = 5  # likewise, but the pass was complete
 
 
 _STATES = tuple(PassState)
@@ -67,9 +70,9 @@ class PassEntry(NamedTuple):
         """Whether it counts no longer against ranks that chose an epoch, too."""
         return self.state >= PassState.WITHDRAWN
 
-    def is_more_than(self, look: int) -> bool:
+    def is_more_than(self, look_items: int) -> bool:
         """Return whether this is more than a look that takes so many items."""
-        return self.items > look and not self.is_withdrawn
+        return self.items > look_items and not self.is_withdrawn
 
     def is_longer_than(self, long_look: int) -> bool:
         """Return whether this is surely no long look: it is whole, or takes more than so many items."""
@@ -79,8 +82,8 @@ class PassEntry(NamedTuple):
         """Return it as it counts once another epoch was chosen."""
         if self.state is PassState.UNKNOWN:
             return self._replace(items=0)
-        is_whole = self.state in {PassState.ENDED, PassState.WHOLE}
-        return self._replace(state=PassState.WHOLE if is_whole else PassState.WITHDRAWN)
+        is_whole = self.state in {PassState.ENDED, PassState.WITHDRAWN_COMPLETE}
+        return self._replace(state=PassState.WITHDRAWN_COMPLETE if is_whole else PassState.WITHDRAWN)
 
 
 class NotesReport(NamedTuple):
@@ -92,7 +95,7 @@ class NotesReport(NamedTuple):
         attempt: How often the rank had gone back to an epoch that was whole.
         is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
         first: The number of the first mark that is left.
-        marks: After how many items the fingerprint of what was drawn had which value.
+        checkpoints: After how many items the fingerprint of what was drawn had which value.
         rows: What each look at the dataset after the first showed for the first time, as a ``Row``, by its name.
     """
 
@@ -101,7 +104,7 @@ class NotesReport(NamedTuple):
     attempt: int
     is_more: bool
     first: int
-    marks: Sequence[Sequence[int]]
+    checkpoints: Sequence[Sequence[int]]
     rows: Sequence[Mapping[str, Sequence[Any]]]
 
 
@@ -114,18 +117,18 @@ class PassRecord:
         since: The epoch from which on all of them are here.
         share: Which share it takes, if the user gave it by rank= and num_replicas=.
         notes: What it noted of its latest passes.
-        left: Its latest attempts that are over, with the last epoch of which each took more than a long look.
+        past_attempts: Its latest attempts that are over, with the last epoch of which each took more than a long look.
     """
 
     passes: Mapping[int, PassEntry] = field(default_factory=dict)
     since: int = 0
     share: int | None = None
     notes: Sequence[NotesReport] = ()
-    left: Sequence[tuple[int, int]] = ()
+    past_attempts: Sequence[tuple[int, int]] = ()
 
     def encoded(self) -> str:
         """Return it as a short text."""
-        content = [self.since, self.share, list(self.passes.values()), self.notes, self.left]
+        content = [self.since, self.share, list(self.passes.values()), self.notes, self.past_attempts]
         return json.dumps(content, separators=(",", ":"))
 
     @classmethod
@@ -144,10 +147,10 @@ class PassRecord:
             tuple((attempt, top) for attempt, top in left),
         )
 
-    def top(self, look: int, attempt: int | None = None) -> int:
+    def top(self, look_items: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
         made = (entry for entry in self.passes.values() if attempt in {None, entry.attempt})
-        return max((entry.epoch for entry in made if entry.is_more_than(look)), default=-1)
+        return max((entry.epoch for entry in made if entry.is_more_than(look_items)), default=-1)
 
     def top_of_long(self, long_look: int) -> int:
         """Return the latest epoch of which more than a long look was taken; -1 if none."""
@@ -161,10 +164,11 @@ class PassRecord:
         """Return the latest epoch that ``set_epoch`` chose, up to this one; -1 if there is none."""
         return max((entry.epoch for entry in self.passes.values() if entry.chosen and entry.epoch <= epoch), default=-1)
 
-    def seen_by(self, other: "PassRecord") -> "PassRecord":
-        """Return it with passes that were withdrawn as left, if another rank did not choose what came after them.
+    def as_seen_by(self, other: "PassRecord") -> "PassRecord":
+        """Return it as another rank sees it.
 
-        They count, too, where one rank went through the epoch and the other through a part of it: the one trained.
+        Withdrawn passes count as abandoned for a rank that did not choose the following epoch. They count, too, where
+        only one of both ranks completed the epoch: that one trained.
         """
         if not any(entry.is_withdrawn for entry in self.passes.values()):
             return self
@@ -178,8 +182,8 @@ class PassRecord:
                 if is_common and not is_other:
                     passes[epoch] = entry._replace(items=0, state=PassState.UNKNOWN)
                 else:
-                    is_whole = is_common and entry.state is PassState.WHOLE
-                    passes[epoch] = entry._replace(state=PassState.ENDED if is_whole else PassState.LEFT)
+                    is_whole = is_common and entry.state is PassState.WITHDRAWN_COMPLETE
+                    passes[epoch] = entry._replace(state=PassState.ENDED if is_whole else PassState.ABANDONED)
             choice = epoch if entry.chosen else choice
         return replace(self, passes=passes)
 
@@ -243,7 +247,7 @@ class _Pass:
         elif self._at_next is None:
             self._at_next = entry.items
         elif next_state is PassState.ENDED and entry.items == self._at_next:
-            self._keep(entry._replace(state=PassState.LEFT))
+            self._keep(entry._replace(state=PassState.ABANDONED))
 
     def withdraw(self) -> None:
         """Let it no longer count against ranks that choose the same epoch."""
@@ -256,17 +260,17 @@ class _Pass:
 class History:
     """The passes that this rank made over one loader.
 
-    A pass over an epoch replaces what was there of that epoch and of later ones. What the rank did of its own accord
-    before it chose an epoch, by ``set_epoch`` or by resuming, no longer counts: the choice sets right what it skipped;
-    but for a part of an epoch through which another rank went.
+    A pass over an epoch replaces what was there of that epoch and of later ones. After ``set_epoch`` or a resume,
+    earlier passes no longer count as mismatches, unless another rank completed an epoch that this rank only partly
+    read.
 
     Args:
-        look: How many items a mere look takes at most: a batch.
+        look_items: How many items a mere look takes at most: a batch.
     """
 
-    def __init__(self, look: int = 1) -> None:
-        self._look = look
-        self._left: list[tuple[int, int]] = []
+    def __init__(self, look_items: int = 1) -> None:
+        self._look_items = look_items
+        self._past_attempts: list[tuple[int, int]] = []
         self._passes: list[_Pass] = []  # by epoch
         self._since = self._attempt = 0
         self._furthest = -1  # the latest epoch of this attempt of which more than a look was taken
@@ -277,24 +281,22 @@ class History:
         """How often this rank has started again at an epoch that it had trained."""
         return self._attempt
 
-    def set_look(self, look: int) -> None:
+    def set_look_items(self, look_items: int) -> None:
         """Set how many items a mere look takes at most, before the first pass."""
-        self._look = look
+        self._look_items = look_items
 
     def choose(self) -> None:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
-    def begin(
-        self, epoch: int, progress: Callable[[], PassProgress], long_look: Callable[[], int] | None = None
-    ) -> None:
+    def begin(self, epoch: int, progress: Callable[[], PassProgress], long_look: LongLook | None = None) -> None:
         """Add a pass.
 
         Args:
             epoch: The epoch that it is over.
             progress: Tells how far it has come.
-            long_look: Returns how many items a look takes at most that is still no attempt at an epoch that nobody
-                chose. Default: as many as a look.
+            long_look: Returns how many items a look takes at most that is still no attempt at an epoch that
+                nobody chose. Default: as many as a look.
         """
         chosen, self._is_chosen = self._is_chosen, False
         states = [before.entry.state for before in self._passes]
@@ -320,24 +322,24 @@ class History:
     def record(self, share: int | None = None, notes: Sequence[NotesReport] = ()) -> PassRecord:
         """Return this rank's history, to be compared, with what it noted of its latest passes."""
         passes = {known.epoch: known.entry for known in self._passes}
-        return PassRecord(passes, self._since, share, notes, tuple(self._left))
+        return PassRecord(passes, self._since, share, notes, tuple(self._past_attempts))
 
-    def _go_back_to(self, epoch: int, long_look: Callable[[], int] | None) -> None:
+    def _go_back_to(self, epoch: int, long_look: LongLook | None) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
         entries = [known.entry for known in self._passes if known.epoch > self._furthest]
-        made = [entry for entry in entries if entry.is_more_than(self._look)]
+        made = [entry for entry in entries if entry.is_more_than(self._look_items)]
         # What nobody chose may have been a look.
-        most = long_look() if long_look and any(not entry.chosen for entry in made) else self._look
+        most = long_look() if long_look and any(not entry.chosen for entry in made) else self._look_items
         trained = [entry.epoch for entry in made if entry.chosen or entry.is_longer_than(most)]
         self._furthest = max(trained, default=self._furthest)
         if self._furthest >= epoch:
-            self._left = [*self._left, (self._attempt, self._furthest)][-_MOST_LEFT:]
+            self._past_attempts = [*self._past_attempts, (self._attempt, self._furthest)][-_MOST_ATTEMPTS:]
             self._attempt, self._furthest = self._attempt + 1, epoch - 1
         self._passes = [known for known in self._passes if known.epoch < epoch]
         self._since = min(self._since, epoch)
 
 
-class Contradiction(NamedTuple):
+class PassMismatch(NamedTuple):
     """One rank left an epoch and continued to a later one; another took more of it.
 
     Attributes:
@@ -353,28 +355,30 @@ class Contradiction(NamedTuple):
     is_mine: bool
 
 
-def contradiction(
-    mine: PassRecord, theirs: PassRecord, look: int, slack: int = 0, long_look: Callable[[], int] | None = None
-) -> Contradiction | None:
+def pass_mismatch(
+    mine: PassRecord, theirs: PassRecord, look_items: int, slack: int = 0, long_look: LongLook | None = None
+) -> PassMismatch | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
     Args:
         mine: This rank's passes.
         theirs: Another rank's.
-        look: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still follow.
+        look_items: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still
+            follow.
         slack: How many items more one rank's share may have.
-        long_look: Returns how many items a look takes at most where the other rank has chosen an epoch, so that this
-            one may be about to. Default: as many as a look.
+        long_look: Returns how many items a look takes at most where the other rank has chosen an epoch, so that
+            this one may be about to. Default: as many as a look.
     """
-    at_most = (lambda: look) if long_look is None else long_look
+    at_most = (lambda: look_items) if long_look is None else long_look
     found = []
-    mine, theirs = mine.seen_by(theirs), theirs.seen_by(mine)
+    mine, theirs = mine.as_seen_by(theirs), theirs.as_seen_by(mine)
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
         for entry in further.passes.values():
             # Most passes went alike on both.
-            if entry.items > look and behind.passes.get(entry.epoch) != entry:
-                left = _went_on(behind, further, entry, look, slack, at_most) or _gone_back(behind, entry, at_most)
-                found += [] if left is None else [Contradiction(*left, is_mine)]
+            if entry.items > look_items and behind.passes.get(entry.epoch) != entry:
+                less = _went_on(behind, further, entry, look_items, slack, at_most)
+                less = less or _gone_back(behind, entry, at_most)
+                found += [] if less is None else [PassMismatch(*less, is_mine)]
     return min(found, default=None)
 
 
@@ -384,16 +388,16 @@ def contradiction(
 
 
 def _went_on(
-    behind: PassRecord, other: PassRecord, further: PassEntry, look: int, slack: int, long_look: Callable[[], int]
+    behind: PassRecord, other: PassRecord, further: PassEntry, look_items: int, slack: int, long_look: LongLook
 ) -> tuple[int, int, int] | None:
     """Return where a rank broke off or left out an epoch of which another took more."""
     epoch, own = further.epoch, behind.passes.get(further.epoch)
     if own is None:
-        is_less, top = epoch >= behind.since, behind.top(look, further.attempt)
+        is_less, top = epoch >= behind.since, behind.top(look_items, further.attempt)
     else:
-        is_known = own.state is PassState.LEFT and further.state is not PassState.UNKNOWN
+        is_known = own.state is PassState.ABANDONED and further.state is not PassState.UNKNOWN
         is_less = is_known and own.attempt == further.attempt and further.items > own.items + slack
-        top = behind.top(look)
+        top = behind.top(look_items)
     if not is_less or epoch >= top:
         return None
     following, chosen = behind.after(epoch), other.chosen_before(epoch)
@@ -402,9 +406,9 @@ def _went_on(
     return (epoch, 0 if own is None else own.items, following) if goes_on and has_left else None
 
 
-def _gone_back(behind: PassRecord, further: PassEntry, long_look: Callable[[], int]) -> tuple[int, int, int] | None:
+def _gone_back(behind: PassRecord, further: PassEntry, long_look: LongLook) -> tuple[int, int, int] | None:
     """Return where a rank started again before it came to an epoch of which another took more."""
-    top = dict(behind.left).get(further.attempt)
+    top = dict(behind.past_attempts).get(further.attempt)
     if top is None or further.epoch <= top or further.state is PassState.UNKNOWN:
         return None
     if not further.chosen and not further.is_longer_than(long_look()):

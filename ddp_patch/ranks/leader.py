@@ -40,14 +40,14 @@ class Leader:
     timeout: float
 
     @property
-    def draws(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank draws for all."""
         return dist.get_rank() == self.members[0]
 
     def send(
         self,
         of_all: Iterator[Sequence[Sequence[T]]],
-        turn: Mapping[str, object],
+        facts: Mapping[str, object],
         note: Callable[[bool], Any],
         first_piece: int,
         largest_piece: int = LARGEST_PIECE,
@@ -56,7 +56,7 @@ class Leader:
 
         Args:
             of_all: The stream in parts, each with one sequence for every member.
-            turn: Which pass this is.
+            facts: Which pass this is.
             note: Returns the note to send with a piece; called with whether the piece is the last.
             first_piece: How many items, all ranks' together, the first message should hold.
             largest_piece: How many items a later message may hold.
@@ -66,14 +66,14 @@ class Leader:
         """
         pieces = _pieces(of_all, len(self.members), first_piece, largest_piece)
         try:
-            for share, _ in self._shares(turn, ((piece, note(is_last), is_last) for piece, is_last in pieces)):
+            for share, _ in self._shares(facts, ((piece, note(is_last), is_last) for piece, is_last in pieces)):
                 yield share
             return
         except LeaderError as error:
             failure = error.__cause__ or error
         raise failure
 
-    def receive(self, turn: Mapping[str, object], take_note: Callable[[Any], object]) -> Iterator[list[Any]]:
+    def receive(self, facts: Mapping[str, object], take_note: Callable[[Any], object]) -> Iterator[list[Any]]:
         """Yield this rank's share of each piece, after passing the piece's note to ``take_note``.
 
         Raises:
@@ -81,21 +81,21 @@ class Leader:
             RankMismatchError: A rank is in another pass.
             MissingRanksError: A rank did not arrive in time or is gone.
         """
-        for share, note in self._shares(turn, iter(())):
+        for share, note in self._shares(facts, iter(())):
             take_note(note)
             yield share
 
-    def _shares(self, turn: Mapping[str, object], pieces: Iterator[_Piece]) -> Iterator[tuple[list[Any], Any]]:
+    def _shares(self, facts: Mapping[str, object], pieces: Iterator[_Piece]) -> Iterator[tuple[list[Any], Any]]:
         is_last = False
         while not is_last:
-            share, note, is_last = exchange(self.members, _SENDING, turn, partial(self._next, pieces), self.timeout)
+            share, note, is_last = exchange(self.members, _SENDING, facts, partial(self._next, pieces), self.timeout)
             yield unpacked(share), note
 
     def _next(
-        self, pieces: Iterator[_Piece], schedule: Mapping[int, Mapping[str, object]]
+        self, pieces: Iterator[_Piece], of_ranks: Mapping[int, Mapping[str, object]]
     ) -> dict[int, tuple[bytes, Any, bool]]:
         """Draw the next piece once every rank asks for it."""
-        require_same(_SENDING, schedule)
+        require_same(_SENDING, of_ranks)
         try:
             shares, note, is_last = next(pieces)
             return {rank: (packed(share), note, is_last) for rank, share in zip(self.members, shares, strict=True)}
@@ -107,7 +107,7 @@ class Leader:
 
 
 def _pieces(
-    of_all: Iterator[Sequence[Sequence[T]]], members: int, most: int, largest: int
+    of_all: Iterator[Sequence[Sequence[T]]], count: int, most: int, largest: int
 ) -> Iterator[tuple[list[list[T]], bool]]:
     """Join parts into pieces of about ``most`` items, doubling up to ``largest``; say with each if it is the last.
 
@@ -115,7 +115,7 @@ def _pieces(
     """
     ended = False
     while not ended:
-        piece: list[list[T]] = [[] for _ in range(members)]
+        piece: list[list[T]] = [[] for _ in range(count)]
         while not ended and (sum(map(len, piece)) < most or len(set(map(len, piece))) > 1):
             shares = next(of_all, None)
             ended = shares is None

@@ -123,7 +123,7 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
     number = counts[base]
     takes = (share, num_replicas), ranks // num_replicas
     peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
-    records = Mailbox(peers, "passes", PassRecord.decoded).exchange(PassRecord(share=share).encoded())
+    records = Mailbox(peers, "passes", PassRecord.decoded).post_and_read(PassRecord(share=share).encoded())
     peers.require_fair_shares(records)
     return peers
 
@@ -173,7 +173,7 @@ class Mailbox(Generic[V]):
         self._seen: set[int] = set()
         self._latest: dict[int, tuple[bytes, V]] = {}
 
-    def exchange(self, text: str | None, most: int | None = None) -> dict[int, V]:
+    def post_and_read(self, text: str | None, most: int | None = None) -> dict[int, V]:
         """Leave a text, unless it is None, and return what others left. Wait for none.
 
         Once the process group is gone, or its store, there is nobody to compare with.
@@ -197,7 +197,7 @@ class Mailbox(Generic[V]):
                 self._latest[rank] = left, self._decode(left)
         return {rank: self._latest[rank][1] for rank in came}
 
-    def leave_at_once(self, text: str) -> None:
+    def post_at_once(self, text: str) -> None:
         """Leave a text in the least time: neither the store nor the process group is asked anything."""
         store = None if self._store is None else self._store()
         try:
@@ -300,7 +300,7 @@ class StepCounts:
         self._others, self._slack = peers.others, slack
         self._mailbox = Mailbox(peers, "steps", _Count.decoded)
         self._epoch, self._which = -1, ""
-        self._left, self._left_s, self._cost_s = 0, 0.0, 0.0
+        self._posted, self._posted_s, self._cost_s = 0, 0.0, 0.0
         self._first_s = perf_counter()
 
     def begin(self, epoch: int, which: str) -> None:
@@ -312,17 +312,17 @@ class StepCounts:
         """
         self._epoch, self._which = epoch, which
 
-    def leave(self, batches: int) -> None:
+    def post(self, batches: int) -> None:
         """Leave how many batches this rank was given of the pass. It is called in each step, so it calls little."""
         now_s = perf_counter()
         if batches == 1:
             self._first_s = now_s
-        if self._left >= _FREE and now_s - self._left_s < _TIMES_THEIR_COST * self._cost_s:
+        if self._posted >= _FREE and now_s - self._posted_s < _TIMES_THEIR_COST * self._cost_s:
             return
-        self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|0")
-        self._left += 1
-        self._left_s = perf_counter()
-        self._cost_s = self._left_s - now_s
+        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|0")
+        self._posted += 1
+        self._posted_s = perf_counter()
+        self._cost_s = self._posted_s - now_s
 
     def longer(self, batches: int) -> Mapping[int, int]:
         """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.
@@ -333,9 +333,9 @@ class StepCounts:
         mine, now_s = _Count(self._epoch, self._which, batches, True), perf_counter()
         step_s = (now_s - self._first_s) / max(1, batches - 1)
         until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
-        self._mailbox.leave_at_once(f"{self._epoch}|{self._which}|{batches}|1")
+        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|1")
         while True:
-            counts = self._mailbox.exchange(None)
+            counts = self._mailbox.post_and_read(None)
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}
             found = {rank: given for rank, given in alike.items() if given > batches + self._slack}
             is_open = len(counts) < len(self._others) or any(count.may_grow_to(mine) for count in counts.values())

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlikeMarks",
-    "Divergence",
-    "Finding",
-    "OrderVerdict",
+    "OrderComparison",
     "PartMarks",
+    "StreamMismatch",
+    "Verdict",
     "alike_marks",
     "compare",
     "compare_parts",
     "compare_workers",
     "decoded",
-    "divergence",
     "encoded",
     "following",
     "position",
+    "stream_mismatch",
 ]
 
 
@@ -141,7 +141,7 @@ def decoded(text: str | bytes) -> dict[str, list[PartMarks]]:
     }
 
 
-class OrderVerdict(Enum):
+class Verdict(Enum):
     """What two readers' first items say about their orders."""
 
     ALIKE = "alike"
@@ -150,7 +150,7 @@ class OrderVerdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class OrderComparison:
     """How two readers' parts compare.
 
     Attributes:
@@ -160,33 +160,33 @@ class Finding:
         is_final: Whether nothing can change it, because both recorded all that they will.
     """
 
-    verdict: OrderVerdict
+    verdict: Verdict
     part: int = 0
     item: int = 0
     is_final: bool = True
 
 
-def compare_workers(parts: Sequence[PartMarks]) -> Finding:
+def compare_workers(parts: Sequence[PartMarks]) -> OrderComparison:
     """Compare the workers of one rank, which all read one stream; ``part`` is the one that differs from the first."""
     firsts = [parts[0]] * (len(parts) - 1)
     found = compare_parts(firsts, parts[1:])
-    return Finding(found.verdict, found.part + 1, found.item, found.is_final)
+    return OrderComparison(found.verdict, found.part + 1, found.item, found.is_final)
 
 
-def compare_parts(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> Finding:
+def compare_parts(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> OrderComparison:
     """Compare two readers' first items, part by part and all parts together; what only one has is not compared."""
     pairs = list(zip(mine, theirs, strict=False))
     is_final = all(ours.is_final and other.is_final for ours, other in pairs)
     verdicts = [compare(ours, other) for ours, other in pairs]
     # A shuffle of the files that workers share may give one reader's part to another worker of the other reader.
-    if OrderVerdict.UNKNOWN in verdicts and compare(*_pooled(pairs)) is OrderVerdict.OTHER_ORDER:
-        verdicts = [OrderVerdict.OTHER_ORDER if found is OrderVerdict.UNKNOWN else found for found in verdicts]
-    for verdict in (OrderVerdict.OTHER_ORDER, OrderVerdict.UNKNOWN):
+    if Verdict.UNKNOWN in verdicts and compare(*_pooled(pairs)) is Verdict.OTHER_ORDER:
+        verdicts = [Verdict.OTHER_ORDER if found is Verdict.UNKNOWN else found for found in verdicts]
+    for verdict in (Verdict.OTHER_ORDER, Verdict.UNKNOWN):
         if verdict in verdicts:
             part = verdicts.index(verdict)
             both = (parts[part].items for parts in (mine, theirs))
-            return Finding(verdict, part, _differing(*both)[0], is_final)
-    return Finding(OrderVerdict.ALIKE, is_final=is_final)
+            return OrderComparison(verdict, part, _differing(*both)[0], is_final)
+    return OrderComparison(Verdict.ALIKE, is_final=is_final)
 
 
 def _pooled(pairs: Sequence[tuple[PartMarks, PartMarks]]) -> list[PartMarks]:
@@ -201,7 +201,7 @@ def _pooled(pairs: Sequence[tuple[PartMarks, PartMarks]]) -> list[PartMarks]:
     return pooled
 
 
-def compare(mine: PartMarks, theirs: PartMarks) -> OrderVerdict:
+def compare(mine: PartMarks, theirs: PartMarks) -> Verdict:
     """Return whether two readers read a part in the same order, by its first items.
 
     Args:
@@ -215,27 +215,27 @@ def compare(mine: PartMarks, theirs: PartMarks) -> OrderVerdict:
         looks the same as a shuffle over a large range.
     """
     if mine.agrees_with(theirs):
-        return OrderVerdict.ALIKE
+        return Verdict.ALIKE
     are_whole = mine.end is not None and theirs.end is not None
     return _compare_items(mine.items, theirs.items, are_whole=are_whole)
 
 
-def _compare_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes], *, are_whole: bool) -> OrderVerdict:
+def _compare_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes], *, are_whole: bool) -> Verdict:
     differing = _differing(mine, theirs)
     if not differing:
-        return OrderVerdict.ALIKE
+        return Verdict.ALIKE
     pairs = [(mine[place], theirs[place]) for place in differing]
     if any(ours.is_keyed and other.is_keyed and ours.names != other.names for ours, other in pairs):
-        return OrderVerdict.OTHER_ORDER
+        return Verdict.OTHER_ORDER
     kept = [values for values in _names_and_numbers(pairs) if _is_kept(values)]
     if any(len(set(values)) == len(values) for values in kept):  # each item is known, whatever else is with it
-        return OrderVerdict.ALIKE
+        return Verdict.ALIKE
     both = zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True)
     if any(_is_reordered(ours, other, are_whole=are_whole) for ours, other in both):
-        return OrderVerdict.OTHER_ORDER
+        return Verdict.OTHER_ORDER
     # If most are known and at one position, others were augmented, or come after a skipped one.
     same = {ours.whole for ours, other in zip(mine, theirs, strict=False) if ours.whole == other.whole}
-    return OrderVerdict.ALIKE if kept or len(same) >= max(_SURELY_MOVED, len(differing)) else OrderVerdict.UNKNOWN
+    return Verdict.ALIKE if kept or len(same) >= max(_SURELY_MOVED, len(differing)) else Verdict.UNKNOWN
 
 
 def _differing(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes]) -> list[int]:
@@ -275,7 +275,7 @@ def _is_reordered(mine: Sequence[int], theirs: Sequence[int], *, are_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class StreamMismatch:
     """Where two readers' parts part.
 
     Attributes:
@@ -296,9 +296,9 @@ class AlikeMarks(NamedTuple):
     numbers: int = 0
 
 
-def divergence(
+def stream_mismatch(
     mine: Sequence[PartMarks], theirs: Sequence[PartMarks], before: Sequence[AlikeMarks] = ()
-) -> Divergence | None:
+) -> StreamMismatch | None:
     """Return where two readers of the same parts part; None if nothing shows that they do.
 
     Args:
@@ -310,9 +310,9 @@ def divergence(
     for part, (ours, other, alike_before) in enumerate(zip(mine, theirs, known, strict=False)):
         for ended, goes_on in ((ours, other), (other, ours)):
             if ended.end is not None and goes_on.read > ended.end:
-                return Divergence(part, ended.end, is_end=True)
+                return StreamMismatch(part, ended.end, is_end=True)
         if not ours.agrees_with(other) and (count := _other_items(ours.items, other.items, alike_before)) is not None:
-            return Divergence(part, count, is_end=False)
+            return StreamMismatch(part, count, is_end=False)
     return None
 
 
@@ -331,7 +331,7 @@ def alike_marks(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> list[
 
 def _other_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes], before: AlikeMarks) -> int | None:
     """Return within how many items two readers surely read others; None if they may differ by augmentation alone."""
-    if _compare_items(mine[:_DENSE], theirs[:_DENSE], are_whole=False) is OrderVerdict.OTHER_ORDER:
+    if _compare_items(mine[:_DENSE], theirs[:_DENSE], are_whole=False) is Verdict.OTHER_ORDER:
         return _differing(mine, theirs)[0] + 1
     first = None
     for values, alike_before in zip(_names_and_numbers(list(zip(mine, theirs, strict=False))), before, strict=True):
@@ -349,8 +349,7 @@ def _other_items(mine: Sequence[ItemHashes], theirs: Sequence[ItemHashes], befor
 def _are_others(differing: Sequence[int], marks: int, alike_before: int) -> bool:
     """Return whether marks differ from one on because another item is there, and not because some are augmented.
 
-    Augmentation changes any of them alike. So that all that differ come late would be a coincidence: one choice of so
-    many marks among the late ones, of all choices.
+    If augmentation caused it, differences would be spread evenly. What is compared is the chance that all fall late.
     """
     same, late, others = alike_before + differing[0], marks - differing[0], len(differing)
     if same < _FEWEST_ALIKE or others < _FEWEST or others * _PART < late:

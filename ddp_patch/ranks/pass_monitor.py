@@ -13,19 +13,19 @@ from ddp_patch.loaders.contents import Row, RowsSeen
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.histories import (
-    Contradiction,
     History,
     NotesReport,
+    PassMismatch,
     PassProgress,
     PassRecord,
     PassState,
     ReadAhead,
-    contradiction,
+    pass_mismatch,
 )
 from ddp_patch.ranks.notices import Mailbox, Peers, StepCounts
-from ddp_patch.ranks.order_guard import ONE_STREAM
+from ddp_patch.ranks.stream_monitor import ONE_STREAM
 
-__all__ = ["Difference", "PassMonitor", "PassNotes", "difference"]
+__all__ = ["NotesMismatch", "PassMonitor", "PassNotes", "notes_mismatch"]
 
 
 # The rows of a dataset are looked at when a pass begins, and after its first two batches: some are made by the first
@@ -76,7 +76,7 @@ class PassNotes:
         self.attempt = attempt
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the pass came to its end."""
         return self._progress().state is PassState.ENDED
 
@@ -86,16 +86,16 @@ class PassNotes:
         if progress.state is not PassState.OPEN:
             self._progress = partial(PassProgress, *progress)
 
-    def look(self, look: int) -> None:
+    def observe_dataset(self, look_items: int) -> None:
         """Look at the dataset, where that is due in the latest pass: the user may change it before the next.
 
         Args:
-            look: As below.
+            look_items: How many items a mere look takes at most.
         """
         items, state = self._progress()
         looks = 0 if self._seen is None else 1 + len(self._rows)
         is_over = state is PassState.ENDED
-        is_due = not self._is_seen_whole if is_over else looks < _LOOKS and items - self._skip >= look * looks
+        is_due = not self._is_seen_whole if is_over else looks < _LOOKS and items - self._skip >= look_items * looks
         if self._dataset is None or not is_due:
             return
         before, self._seen, self._is_seen_whole = self._seen, self._dataset.now(), is_over
@@ -104,18 +104,18 @@ class PassNotes:
             steady = self._dataset.steady(before, self._seen)
             self._rows.append({name: row for name, row in steady.items() if name not in known})
 
-    def encoded(self, look: int, *, is_old: bool = False) -> NotesReport:
+    def encoded(self, look_items: int, *, is_old: bool = False) -> NotesReport:
         """Return what to report of them.
 
         Args:
-            look: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
+            look_items: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
             is_old: Whether to leave only the last mark: for ranks that are some epochs behind.
         """
         if is_old and self._old is not None:
             return self._old
         items, state = self._progress()
-        is_more = items - self._skip > look or state is PassState.ENDED
-        marks = [(count, value % 2**_BITS) for count, value in self._fingerprint.marks]
+        is_more = items - self._skip > look_items or state is PassState.ENDED
+        marks = [(count, value % 2**_BITS) for count, value in self._fingerprint.checkpoints]
         first = max(0, len(marks) - 1) if is_old else 0
         notes = NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
         if is_old and state is not PassState.OPEN:
@@ -124,7 +124,7 @@ class PassNotes:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Difference:
+class NotesMismatch:
     """Where two ranks' passes over one epoch differ.
 
     Attributes:
@@ -138,7 +138,7 @@ class Difference:
     attributes: tuple[str, ...] = ()
 
 
-def difference(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -> Difference | None:
+def notes_mismatch(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -> NotesMismatch | None:
     """Return where the passes of two ranks differ, as far as both have come; None if they do not.
 
     Args:
@@ -155,11 +155,12 @@ def difference(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -> Di
             {name: Row(*row) for look in rows[:looks] for name, row in look.items()} for rows in (ours.rows, other.rows)
         )
         if names := _differing(seen, theirs_seen):
-            return Difference(ours.epoch, attributes=names)
+            return NotesMismatch(ours.epoch, attributes=names)
         first = max(ours.first, other.first)  # as far as both have come
-        for mark, their_mark in zip(ours.marks[first - ours.first :], other.marks[first - other.first :], strict=False):
-            if tuple(mark) != tuple(their_mark):
-                return Difference(ours.epoch, min(mark[0], their_mark[0]))
+        both = (notes.checkpoints[first - notes.first :] for notes in (ours, other))
+        for checkpoint, their_checkpoint in zip(*both, strict=False):
+            if tuple(checkpoint) != tuple(their_checkpoint):
+                return NotesMismatch(ours.epoch, min(checkpoint[0], their_checkpoint[0]))
     return None
 
 
@@ -231,7 +232,7 @@ class PassMonitor:
         self._name, self._units = name, ("batch", "batches")
         self.read_ahead = read_ahead
         self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
-        self._history.set_look(read_ahead.size)
+        self._history.set_look_items(read_ahead.size)
 
     def ignore_epochs(self) -> None:
         """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
@@ -283,7 +284,7 @@ class PassMonitor:
 
     def _note(self, notes: PassNotes) -> None:
         """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""
-        self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_whole)])
+        self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_complete)])
         if notes.epoch <= self._furthest:
             self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
         notes.begin(self._attempt)
@@ -345,16 +346,16 @@ class PassMonitor:
             return
         size, old = self.read_ahead.size, len(self._noted) - _IN_FULL
         if self._noted:
-            self._noted[-1].look(size)
+            self._noted[-1].observe_dataset(size)
         notes = [noted.encoded(size, is_old=number < old) for number, noted in enumerate(self._noted)]
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
-        others = self._mailbox.exchange(mine.encoded())
+        others = self._mailbox.post_and_read(mine.encoded())
         self._peers.require_fair_shares(others)
-        differing = {rank: difference(notes, record.notes) for rank, record in others.items()} if notes else {}
+        differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()} if notes else {}
         if other_passes := {rank: where for rank, where in differing.items() if where is not None}:
             raise self._other_pass(self._peers, other_passes)
         slack = size * self.read_ahead.readers if self._keeps else 0
-        compared = {rank: contradiction(mine, their, size, slack, self._long_look) for rank, their in others.items()}
+        compared = {rank: pass_mismatch(mine, their, size, slack, self._long_look) for rank, their in others.items()}
         if found := {rank: where for rank, where in compared.items() if where is not None}:
             raise self._error(self._peers, found)
 
@@ -364,7 +365,7 @@ class PassMonitor:
     def _counted(self, batches: int) -> str:
         return f"{batches} {self._units[batches != 1]}"
 
-    def _other_pass(self, peers: Peers, found: Mapping[int, Difference]) -> RankMismatchError:
+    def _other_pass(self, peers: Peers, found: Mapping[int, NotesMismatch]) -> RankMismatchError:
         first = min(found.values(), key=lambda where: where.epoch)
         ranks = ranks_text([rank for rank, where in found.items() if where == first])
         began = self._began(peers)
@@ -385,7 +386,7 @@ class PassMonitor:
             "generator of its own that is seeded alike; or patch with agreement='leader', and rank 0 draws for all."
         )
 
-    def _error(self, peers: Peers, found: Mapping[int, Contradiction]) -> RankMismatchError:
+    def _error(self, peers: Peers, found: Mapping[int, PassMismatch]) -> RankMismatchError:
         first = min(found.values())
         ranks = sorted(rank for rank, where in found.items() if where == first)
         behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])

@@ -37,13 +37,14 @@ class World:
     Attributes:
         rank: This rank's number, in ``range(num_replicas)``.
         num_replicas: How many ranks share.
-        members: Which global rank takes which share, sorted, for all ranks that must agree. Ranks that differ only in
-            another kind of parallelism take the same share. None in an explicit world, where nothing communicates.
+        share_of_rank: Which global rank takes which share, sorted, for all ranks that must agree. Ranks that differ
+            only in another kind of parallelism take the same share. None in an explicit world, where nothing
+            communicates.
     """
 
     rank: int
     num_replicas: int
-    members: Mapping[int, int] | None = None
+    share_of_rank: Mapping[int, int] | None = None
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.num_replicas)
@@ -54,7 +55,7 @@ class World:
         If several ranks take the same share, the first of each share are together, then the second of each, and so on.
         """
         takers: list[list[int]] = [[] for _ in range(self.num_replicas)]
-        for rank, share in (self.members or {}).items():
+        for rank, share in (self.share_of_rank or {}).items():
             takers[share].append(rank)
         mine = takers[self.rank].index(dist.get_rank())
         return [ranks[mine] for ranks in takers]

@@ -178,7 +178,7 @@ class Session:
 
     def _foreseen(self, record: UsedLoader, facts: LoaderFacts[Any], world: World, use: Use) -> UsedLoader:
         """Return what a patch would do, by patching a copy without the other ranks."""
-        alone = replace(world, members=None)
+        alone = replace(world, share_of_rank=None)
         agreement = "auto" if self._options.agreement == "leader" else self._options.agreement
         options = replace(self._options, verify=False, agreement=agreement)
         try:

@@ -1,4 +1,4 @@
-"""Deal the items of a window so that each step costs about the same on all ranks, and divide batches.
+"""Order the items of a window so that each step costs about the same on all ranks, and divide batches.
 
 The order that comes out is for interleaved sharding: the item at position p goes to rank ``p % ranks``, and a step
 takes the next ``size`` items of every rank.
@@ -19,27 +19,27 @@ import torch
 
 from ddp_patch.costs import CostOf, Costs
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.orders.chunks import owned
-from ddp_patch.orders.orders import Order, in_turns
-from ddp_patch.orders.random_states import Seed, dealing_key
+from ddp_patch.orders.chunks import copied_items
+from ddp_patch.orders.orders import Order, in_blocks
+from ddp_patch.orders.random_states import Seed, balancing_key
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Balancer", "Division", "balanced", "deal", "deal_batch", "dealt_stream"]
+__all__ = ["Balancer", "Division", "balance_batch", "balance_window", "balanced_order", "balanced_stream"]
 
 T = TypeVar("T")
 
 
-def deal(
+def balance_window(
     costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence
 ) -> NDArray[np.int64]:
     """Return an order of a window's items, for interleaved sharding, in which the batches of each step cost alike.
 
     The steps come in a random order, and so do the batches within each. A batch has its items in the order in which
-    they came. What does not fill a step comes last, and what does not fill a round of it after all else, as it came.
+    they came. Items that fill no whole step come last; after them those that fill no whole round, as they came.
 
     Args:
         costs: What each item costs, at least 0, shape (items,).
@@ -54,10 +54,10 @@ def deal(
 
     Examples:
         >>> key = np.random.SeedSequence(0)
-        >>> order = deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=2, cost_of="sum", key=key)
+        >>> order = balance_window(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=2, cost_of="sum", key=key)
         >>> [order[rank::2].tolist() for rank in range(2)]
         [[0, 1, 4, 5], [2, 3, 6, 7]]
-        >>> deal(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=1, cost_of="sum", key=key).tolist()
+        >>> balance_window(np.array([1.0, 9, 2, 8, 5, 5, 4, 6]), ranks=2, size=1, cost_of="sum", key=key).tolist()
         [2, 0, 4, 6, 7, 5, 3, 1]
 
     Source:
@@ -79,7 +79,7 @@ def deal(
     return np.concatenate([*in_order, np.arange(whole + over * ranks, len(costs))])
 
 
-def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
+def balance_batch(costs: Sequence[float], ranks: int) -> list[int]:
     """Return an order of one batch's samples in which the ranks' parts cost about the same.
 
     Args:
@@ -90,12 +90,12 @@ def deal_batch(costs: Sequence[float], ranks: int) -> list[int]:
         The samples' positions in the batch, for interleaved sharding.
 
     Examples:
-        >>> order = deal_batch([9.0, 5, 5, 3, 1], ranks=2)
+        >>> order = balance_batch([9.0, 5, 5, 3, 1], ranks=2)
         >>> [order[rank::2] for rank in range(2)]
         [[1, 2, 4], [0, 3]]
 
     Source:
-        As in ``deal``. Plain numbers, because a batch is too short for arrays to be faster.
+        As in ``balance_window``. Plain numbers, because a batch is too short for arrays to be faster.
     """
     dearest_first = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -151,10 +151,10 @@ def _scaled(costs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the indices that sort some values, equal ones as they come; faster than ``argsort``.
+    """Return the indices that sort some values that are not negative, equal ones as they come; faster than ``argsort``.
 
-    It must not depend on the machine, so no two things that are sorted are equal: each contains its index, instead of
-    its last bits. The bits of floats that are not negative sort as the floats do.
+    Ties must not depend on the machine, so the low bits of each key are replaced by the index. The bits of such floats
+    sort as the floats do.
     """
     places = np.uint64((1 << len(values).bit_length()) - 1)
     keyed = np.ascontiguousarray(values).view(np.uint64) & ~places
@@ -214,10 +214,10 @@ class Division:
         if self._costs is None:
             return own, repeated
         costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
-        dealt = deal_batch(costs.tolist(), self._plan.num_replicas)
-        places = [dealt[place] for place in own]
+        balanced = balance_batch(costs.tolist(), self._plan.num_replicas)
+        places = [balanced[place] for place in own]
         self._taken.extend(places)
-        return places, [dealt[place] for place in repeated]
+        return places, [balanced[place] for place in repeated]
 
     def origins(self, sizes: Iterable[int]) -> np.ndarray[Any, Any] | None:
         """Return where this rank's samples that are not padding come from: their positions among those of all batches.
@@ -277,7 +277,7 @@ class Balancer:
         """Return how many items a window has for this many ranks."""
         return min(self.steps * ranks * self.size, sys.maxsize)
 
-    def dealt(
+    def order_of(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
     ) -> NDArray[np.int64]:
         """Return the order of a window that is balanced for this many ranks, for interleaved sharding.
@@ -292,11 +292,11 @@ class Balancer:
         if ranks == 1:  # nobody waits: it has its order already
             return np.arange(len(items))
         costs = self.costs.of(items, are_batches=self.are_batches)
-        key = dealing_key(self.seed.value, epoch, stage, window)
-        return deal(costs, ranks, self.size, self.costs.cost_of, key)
+        key = balancing_key(self.seed.value, epoch, stage, window)
+        return balance_window(costs, ranks, self.size, self.costs.cost_of, key)
 
 
-def dealt_stream(
+def balanced_stream(
     stream: Iterator[T],
     balancer: Balancer,
     epoch: int,
@@ -319,13 +319,13 @@ def dealt_stream(
         note: Called for each window with the positions in the sampler's stream from which the next items of each share
             come.
     """
-    *taken, (ranks, _) = worlds = [*(stint for stint in before if stint[1]), (plans[0].num_replicas, 0)]
-    windows = _numbered(owned(stream), balancer.width(worlds[0][0]))
+    *taken, (ranks, _) = worlds = [*(pair for pair in before if pair[1]), (plans[0].num_replicas, 0)]
+    windows = _numbered(copied_items(stream), balancer.width(worlds[0][0]))
     for stage, (earlier, each) in enumerate(taken):
-        dealt = _dealt(windows, balancer, earlier, epoch, stage)
-        windows = _without(dealt, earlier * each, balancer.width(worlds[stage + 1][0]))
-    dealt = _dealt(windows, balancer, ranks, epoch, len(taken))
-    return chain.from_iterable(map(partial(_recorded, plans, note), dealt))
+        balanced = _balanced_windows(windows, balancer, earlier, epoch, stage)
+        windows = _without(balanced, earlier * each, balancer.width(worlds[stage + 1][0]))
+    balanced = _balanced_windows(windows, balancer, ranks, epoch, len(taken))
+    return chain.from_iterable(map(partial(_recorded, plans, note), balanced))
 
 
 def _recorded(
@@ -337,12 +337,12 @@ def _recorded(
     return items
 
 
-def _dealt(
+def _balanced_windows(
     windows: Iterator[_Window[T]], balancer: Balancer, ranks: int, epoch: int, stage: int
 ) -> Iterator[_Window[T]]:
     """Balance a stream's windows for this many ranks."""
     for number, (items, places) in enumerate(windows):
-        order = balancer.dealt(items, ranks, epoch, stage, number)
+        order = balancer.order_of(items, ranks, epoch, stage, number)
         yield list(map(items.__getitem__, order.tolist())), places[order]
 
 
@@ -379,7 +379,7 @@ def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
             raise failure
 
 
-def balanced(
+def balanced_order(
     order: Order,
     balancer: Balancer,
     ranks: int,
@@ -407,7 +407,7 @@ def balanced(
         positions = range(number * width, min(order.length, (number + 1) * width))
         listed = order.array(positions)
         items = order.at(positions) if listed is None else listed
-        places = balancer.dealt(items, ranks, epoch, 0, number)
+        places = balancer.order_of(items, ranks, epoch, 0, number)
         if number == to_note:
             note(positions.start, places)
             to_note += 1
@@ -415,20 +415,20 @@ def balanced(
 
     def at(positions: range) -> list[Any]:
         found: list[Any] = []
-        for number, here in in_turns(positions, width):
+        for number, here in in_blocks(positions, width):
             items, places = window(number)
             taken = places[here.start : here.stop : here.step]
             found += items[taken].tolist() if isinstance(items, np.ndarray) else map(items.__getitem__, taken.tolist())
         return found
 
     def in_order_as_it_came(positions: range) -> np.ndarray[Any, Any]:
-        turns = in_turns(positions, width)
+        turns = in_blocks(positions, width)
         found = [number * width + window(number)[1][here.start : here.stop : here.step] for number, here in turns]
         return np.concatenate([np.empty(0, np.int64), *found])
 
     def by_window(positions: range) -> Iterator[range]:
         """Cut positions so that a window is balanced as soon as its first item is asked for, and none before."""
-        for number, here in in_turns(positions, width):
+        for number, here in in_blocks(positions, width):
             yield range(here.start + number * width, here.stop + number * width, here.step)
 
     return Order(order.length, at, cut=by_window, places=in_order_as_it_came)

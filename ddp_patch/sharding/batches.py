@@ -19,7 +19,7 @@ from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import NotedBatch
 
-__all__ = ["Batches", "Tally", "batches_given", "describe_share", "patched_sampler", "require_batches"]
+__all__ = ["Batches", "Tally", "batches_delivered", "describe_share", "patched_sampler", "require_batches"]
 
 
 # They change no share, or another part of the text tells them.
@@ -92,14 +92,14 @@ class Tally:
     """
 
     def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool, counts: bool = True) -> None:
-        self._sampler, self._begins_ahead, self._counts = sampler, begins_ahead, counts
+        self._sampler, self._begins_ahead, self._reaches_loop = sampler, begins_ahead, counts
         self._pass: Pass[Any] | None = None
         self.begin()
 
     def begin(self) -> None:
         """Record that a pass begins."""
         if self._pass is not None:
-            self._pass.note_left()
+            self._pass.note_abandoned()
         self._has_failed = self._has_pass = False
         self._pass = None
         if self._begins_ahead:
@@ -129,15 +129,15 @@ class Tally:
     def end(self) -> None:
         """Record that the loop has seen the end."""
         self._find_pass()
-        if self._pass is not None and self._counts and not self._has_failed:
-            self._pass.note_exhausted()
+        if self._pass is not None and self._reaches_loop and not self._has_failed:
+            self._pass.note_end_seen()
 
     def _find_pass(self) -> None:
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
         if self._has_pass:
             return
         self._has_pass, self._pass = True, self._sampler.latest
-        if self._pass is not None and self._counts:
+        if self._pass is not None and self._reaches_loop:
             self._pass.note_loop(self)
 
 
@@ -154,8 +154,8 @@ class Batches(Batching):
     level: Level
 
 
-def batches_given(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
-    """Return how many batches of the latest pass a patched loader has given.
+def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
+    """Return how many batches of the latest pass a patched loader has given, as the ``Tally`` of its iterator counts.
 
     Raises:
         StateError: Nobody counted them.
@@ -163,8 +163,8 @@ def batches_given(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
     current = sampler.running
     if current is None or not current.batches:
         return 0
-    if current.handed_out is not None and (sampler.is_repeated or not has_own_iteration(type(loader))):
-        return current.handed_out
+    if current.batches_delivered is not None and (sampler.is_repeated or not has_own_iteration(type(loader))):
+        return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
         f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
-from ddp_patch.orders.chunks import Chunk, draw, own
+from ddp_patch.orders.chunks import Chunk, copy_item, draw
 from ddp_patch.orders.fingerprint import Fingerprint, PassFingerprint
 from ddp_patch.orders.random_states import distributed_permutation
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import Sizes
-from ddp_patch.sharding.balancing import Balancer, dealt_stream
+from ddp_patch.sharding.balancing import Balancer, balanced_stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Epoch", "Origins", "Stream", "require_sure_length", "share"]
+__all__ = ["EpochDrawing", "Origins", "Stream", "require_sure_length", "share"]
 
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Origins:
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch(Generic[T]):
+class EpochDrawing(Generic[T]):
     """An epoch of a wrapped sampler, as a pass of this rank sees it.
 
     Attributes:
@@ -81,13 +81,13 @@ class Epoch(Generic[T]):
         is_one_shot: Whether it is an iterator, which cannot be started again.
         number: The epoch's number.
         plan: Which positions are this rank's.
-        before: What other numbers of ranks have taken; the pass is over the rest.
-        rng: Entered while the sampler draws.
+        taken_before: What other numbers of ranks have taken; the pass is over the rest.
+        rng: ReentrantContext while the sampler draws.
         private: What torch's own samplers draw from; None for the global generator.
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
-        comes_late: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
+        has_earlier_pass: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
         at_end: Called with how many items the whole stream had and how many were assumed.
         verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
@@ -99,13 +99,13 @@ class Epoch(Generic[T]):
     is_one_shot: bool
     number: int
     plan: Plan
-    before: Consumed
+    taken_before: Consumed
     rng: AbstractContextManager[None]
     private: torch.Generator | None
     draws_ahead: bool
     shuffle_seed: int | None
     length: Callable[[], int]
-    comes_late: Callable[[], bool]
+    has_earlier_pass: Callable[[], bool]
     at_end: Callable[[int, int], None]
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
@@ -126,7 +126,7 @@ class Stream(Generic[T]):
 
     def __init__(
         self,
-        epoch: Epoch[T],
+        epoch: EpochDrawing[T],
         stream: Iterator[T],
         sizes: Sizes | None = None,
         note_origins: Callable[[Sequence[np.ndarray[Any, Any]]], object] = lambda origins: None,
@@ -143,15 +143,16 @@ class Stream(Generic[T]):
             found: Called with how many items were left, when the end was found.
         """
         epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
+        before = epoch.taken_before
         if epoch.shuffle_seed is not None:
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
-        rest = plan.rest_of_stream(epoch.length, epoch.before)
+        rest = plan.rest_of_stream(epoch.length, before)
         if epoch.balancer is not None:
-            stream = dealt_stream(stream, epoch.balancer, epoch.number, epoch.before, plans, self._note_origins)
-        elif epoch.before:
+            stream = balanced_stream(stream, epoch.balancer, epoch.number, before, plans, self._note_origins)
+        elif before:
             stream = rest.select(stream)
         if self._sizes is not None:
-            stream = self._sizes.of(stream)
+            stream = self._sizes.recording(stream)
         chunks = self._chunked(stream, plans, len(rest))
         running = Fingerprint()
         if epoch.verify is not None:
@@ -163,7 +164,7 @@ class Stream(Generic[T]):
             if epoch.noted is not None:
                 epoch.noted.end(drawn)
             found(drawn)
-            if skip > plan.rounds(drawn):
+            if skip > plan.largest_share(drawn):
                 raise StateError(
                     f"The pass cannot resume from the state: {skip} items of each rank's share were done in it, and "
                     f"the sampler ended after {drawn} items of all ranks. Restore the state of a loader with this "
@@ -183,11 +184,11 @@ class Stream(Generic[T]):
 
         def kept(start: int, size: int) -> slice:
             # The first round is for padding.
-            return slice(None) if keeps_all or not start else plan.part(start, size, length)
+            return slice(None) if keeps_all or not start else plan.slice_of_chunk(start, size, length)
 
-        chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, kept=kept, noted=epoch.noted)
+        chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, selection=kept, noted=epoch.noted)
         self._chunks = _ReadAhead(chunked)
-        must_give = epoch.is_one_shot and epoch.comes_late()
+        must_give = epoch.is_one_shot and epoch.has_earlier_pass()
         return _not_empty(self._chunks, epoch.number) if must_give else self._chunks
 
     def ends_within(self, items: int) -> bool:
@@ -200,7 +201,7 @@ def share(
     chunks: Iterable[Chunk[T]],
     length: int,
     at_end: Callable[[int], None],
-    before: Chunk[T] | None = None,
+    skipped: Chunk[T] | None = None,
 ) -> Iterator[list[list[T]]]:
     """Yield each plan's items of a stream, chunk by chunk, then their padding.
 
@@ -211,18 +212,18 @@ def share(
         length: The stream's length, for ``layout="contiguous"``. Otherwise the end is found, not predicted.
         at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
-        before: The rounds that came before, if any; with those items alone that padding may repeat.
+        skipped: The rounds that came before, if any; with those items alone that padding may repeat.
     """
-    kept = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
-    first: list[T] = [] if before is None else before.items[:kept]
-    drawn, ended = 0 if before is None else before.length, False
+    repeatable = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
+    first: list[T] = [] if skipped is None else skipped.items[:repeatable]
+    drawn, ended = 0 if skipped is None else skipped.length, False
     for count, items in chunks:
-        first += items[: kept - len(first)]
+        first += items[: repeatable - len(first)]
         start, drawn = drawn, drawn + count
         if ended := count % plans[0].num_replicas > 0:
             at_end(drawn)
         is_cut = len(items) < count
-        yield [items] if is_cut else [items[plan.part(start, count, length)] for plan in plans]
+        yield [items] if is_cut else [items[plan.slice_of_chunk(start, count, length)] for plan in plans]
     if not ended:
         at_end(drawn)
     yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
@@ -258,7 +259,7 @@ class _ReadAhead(Iterator[Chunk[T]]):
         """
 
         def rounds() -> int:
-            return 0 if plan.needs_length else sum(plan.rounds(chunk.length) for chunk in self._read)
+            return 0 if plan.needs_length else sum(plan.largest_share(chunk.length) for chunk in self._read)
 
         while not self._failure and rounds() <= most:
             try:
@@ -284,6 +285,6 @@ def _not_empty(chunks: Iterator[Chunk[T]], epoch: int) -> Iterator[Chunk[T]]:
 
 def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
     """Yield the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
-    items = [own(item) for item in stream]
+    items = [copy_item(item) for item in stream]
     for position in distributed_permutation(len(items), seed, epoch).tolist():
         yield items[position]

@@ -13,9 +13,9 @@ from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.held import SamplerState, SamplerStates
-from ddp_patch.sharding.passes import Pass, Sharing
-from ddp_patch.sharding.position import Position, read_state, write_state
+from ddp_patch.sharding.passes import Pass, PassContext
+from ddp_patch.sharding.position import Position, read_state, split, write_state
+from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 
 __all__ = ["EpochSampler"]
 
@@ -54,9 +54,9 @@ class EpochSampler(DistributedSampler[T]):
         self._batched: Batching | None = None
         self.is_repeated: bool = False
         self._division = agreed.division
-        self._holders = holders
+        self._sampler_states = holders
         self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
-        self._has_begun_holders = self._draws_once = False
+        self._has_begun_states = self._draws_once = False
         self._applied = 0  # the latest choice that was put back
         self._drawn_from: torch.Generator | None = None  # by the loader, for the iterator that it made last
         options = agreed.options
@@ -106,52 +106,52 @@ class EpochSampler(DistributedSampler[T]):
             StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
         """
         self._require_no_failure(loader)
-        if not self._holders.holds(loader.generator):
+        if not self._sampler_states.holds(loader.generator):
             # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
             return one_at_a_time() if self.agreed.leader is None else nullcontext()
         if loader.persistent_workers:
             self._draws_once = True
         else:
-            self._has_begun_holders, self._drawn_from = False, None  # an iterator that was never used does not count
-            self._begin_holders()
-            self._has_begun_holders, self._drawn_from = True, loader.generator
-        return self._holders.drawing()
+            self._has_begun_states, self._drawn_from = False, None  # an iterator that was never used does not count
+            self._begin_sampler_states()
+            self._has_begun_states, self._drawn_from = True, loader.generator
+        return self._sampler_states.drawing()
 
     def _require_no_failure(self, loader: DataLoader[Any]) -> None:
         current = self.latest
         if current is not None and current.has_failed and self.position is None and self.monitor.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
                 f"Iterating the {type(loader).__name__} again: its pass over epoch {current.epoch} ended by an error, "
-                f"raised in place of batch {current.handed_out or 0} (from 0). The script caught it, and a new pass "
-                "would begin on this rank alone: the rest of its shard of that epoch would be lost, and the ranks' "
-                "steps would not match. Correct what raised the error, and let it end the training: all ranks then "
-                "resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) with the same N "
-                "on every rank, which leaves out the rest of the epoch."
+                f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
+                "new pass would begin on this rank alone: the rest of its shard of that epoch would be lost, and "
+                "the ranks' steps would not match. Correct what raised the error, and let it end the training: all "
+                "ranks then resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) "
+                "with the same N on every rank, which leaves out the rest of the epoch."
             )
 
-    def _begin_holders(self) -> None:
+    def _begin_sampler_states(self) -> None:
         """Put back what the samplers draw from, for the upcoming pass."""
-        if self._draws_once:  # for all passes, of which any may be the first on another rank
-            self._holders.begin_from_here()
+        if self._draws_once:  # persistent workers: the loader draws once, and any pass may be another rank's first
+            self._sampler_states.begin_from_here()
             self._draws_once = False
-        if not self._has_begun_holders:
-            # Once for a choice: torchdata begins a sampler twice for a pass, and draws twice in one process, too.
+        if not self._has_begun_states:
+            # Only once per set_epoch: torchdata iterates the sampler twice for one pass.
             is_new, self._applied = self._is_chosen and self._applied != self._choices, self._choices
-            self._holders.begin(self.epochs.upcoming if is_new else None)
+            self._sampler_states.begin(self.epochs.upcoming if is_new else None)
             if is_new and self._drawn_from is not None:
                 # The iterator was made before the epoch was chosen, and drew its number from what was there.
-                with self._holders.drawing():
+                with self._sampler_states.drawing():
                     torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
-        self._has_begun_holders, self._drawn_from = False, None
+        self._has_begun_states, self._drawn_from = False, None
 
-    def held(self) -> SamplerState:
+    def held(self) -> SamplerSnapshot:
         """Return what the samplers hold now."""
-        return self._holders.held()
+        return self._sampler_states.held()
 
-    def _sharing(self, batching: Batching) -> Sharing:
+    def _pass_context(self, batching: Batching) -> PassContext:
         """Return what all passes have in common."""
         batching = self._batched or batching
-        return Sharing(self.plan, batching, self._division, self._holders, self.monitor, self._length_if_any)
+        return PassContext(self.plan, batching, self._division, self._sampler_states, self.monitor, self._length_if_any)
 
     def _stream_length(self, epoch: int) -> int:
         """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
@@ -166,12 +166,13 @@ class EpochSampler(DistributedSampler[T]):
     def least_share(self) -> int | None:
         """Return how many items the smallest share of the upcoming epoch has; None if that is not known."""
         length = self._length_if_any(self.epochs.upcoming)
-        return None if length is None else self.plan.least(length)
+        return None if length is None else self.plan.smallest_share(length)
 
     def left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
-        length, (before, skip) = self._length_if_any(position.epoch), position.split(self.plan.num_replicas)
-        return None if length is None else len(self.plan.share(len(self.plan.rest(length, before)))) - skip
+        length = self._length_if_any(position.epoch)
+        done = split(position.done, self.plan.num_replicas)
+        return None if length is None else self.plan.remaining(length, *done)
 
     @contextmanager
     def keeping_sizes(self) -> Iterator[None]:
@@ -199,7 +200,7 @@ class EpochSampler(DistributedSampler[T]):
     def batches_within(self) -> int:
         """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
         current = self.latest if self.is_repeated else None
-        return 0 if current is None or current.is_exhausted else current.batches
+        return 0 if current is None or current.loop_saw_end else current.batches
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one.
@@ -220,7 +221,7 @@ class EpochSampler(DistributedSampler[T]):
             self.position = None
         self._settle_latest()
         self.latest = None
-        self._choices, self._is_chosen, self._has_begun_holders = self._choices + 1, True, False
+        self._choices, self._is_chosen, self._has_begun_states = self._choices + 1, True, False
         self.monitor.choose()
         self.epochs.set(number)
 
@@ -244,11 +245,11 @@ class EpochSampler(DistributedSampler[T]):
         before: Consumed = ()
         if self.position is not None:
             epoch = self.position.epoch
-            before, skip = self.position.split(self.plan.num_replicas)
-        elif current is None or current.is_over:
+            before, skip = split(self.position.done, self.plan.num_replicas)
+        elif current is None or current.is_inactive:
             epoch = self.epochs.current
         else:
-            epoch, before, skip = current.epoch, current.before, current.skip
+            epoch, before, skip = current.epoch, current.taken_before, current.skip
         return (epoch, before, skip) if self.tells_rest else (epoch, (), 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,7 +298,7 @@ class EpochSampler(DistributedSampler[T]):
             )
         if current is None:
             return self.state_dict()
-        if current.is_all(batches, as_found=as_found):
+        if current.covers_all(batches, as_found=as_found):
             return self.state_at(current.position_at_end(self.held()).following())
         return self.state_at(current.position_after(batches))
 
@@ -312,7 +313,7 @@ class EpochSampler(DistributedSampler[T]):
             return Position(self.epochs.upcoming, held=self.held())
         if self.latest.is_ended:
             return self.latest.position_at_end(self.held())
-        return self.latest.position(self.latest.taken)
+        return self.latest.position(self.latest.items_pulled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a ``state_dict`` was taken, with its seed if the user chose none.
@@ -328,14 +329,13 @@ class EpochSampler(DistributedSampler[T]):
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         self.require_states("restored")
-        position = read_state(state, self._identity(None), self.agreed.seed, self._holders.holders)
-        with self.agreed.seed.tried(
-            self.seed if position.seed is None else position.seed
-        ):  # a length may follow from it
+        position = read_state(state, self._identity(None), self.agreed.seed, self._sampler_states.holders)
+        seed = self.seed if position.seed is None else position.seed
+        with self.agreed.seed.tried(seed):  # a length may follow from it
             length = self._sure_length(position.epoch)
         for number, (ranks, taken) in enumerate(position.done if length is not None else ()):
             left = len(self.plan.rest(length or 0, position.done[:number]))
-            if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).rounds(left):
+            if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).largest_share(left):
                 raise StateError(
                     f"The state is damaged: {ranks} ranks took {taken} items each in it, and only {left} items were "
                     "left for them. Pass what loader_state(), or state_dict(), returned, as it was saved."
@@ -355,7 +355,8 @@ class EpochSampler(DistributedSampler[T]):
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)
         self.latest = None
-        self._holders.restore(position.epoch + position.ended, position.held)
+        # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
+        self._sampler_states.restore_epoch(position.epoch + position.ended, position.held)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.tells_rest = position, tells_rest
 

@@ -6,22 +6,22 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
-from ddp_patch.orders.chunks import Progress, State
+from ddp_patch.orders.chunks import IterationState, Progress
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.notices import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
-from ddp_patch.schedule import Part, Schedule, Sizes, size_of
+from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import Division
-from ddp_patch.sharding.held import SamplerState, SamplerStates
-from ddp_patch.sharding.position import BatchNote, Position
-from ddp_patch.sharding.sources import Source
+from ddp_patch.sharding.position import BatchNote, Position, split
+from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sources import ItemSource
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Pass", "SamplerPass", "Sharing"]
+__all__ = ["Pass", "PassContext", "SamplerPass"]
 
 
 T = TypeVar("T")
@@ -31,23 +31,23 @@ R = TypeVar("R")
 _MOST_STEPS = 32
 
 
-_KNOWN = {
-    State.NOT_BEGUN: PassState.OPEN,
-    State.RUNNING: PassState.OPEN,
-    State.ENDED: PassState.ENDED,
-    State.LEFT: PassState.LEFT,
+_PASS_STATE_OF = {
+    IterationState.NOT_BEGUN: PassState.OPEN,
+    IterationState.RUNNING: PassState.OPEN,
+    IterationState.ENDED: PassState.ENDED,
+    IterationState.ABANDONED: PassState.ABANDONED,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class PassContext:
     """What all passes over a loader have in common.
 
     Attributes:
         plan: Which positions of the stream are this rank's.
         batching: How the loader makes batches of its items.
         division: The rank's share of each batch, where batches are divided; otherwise None.
-        holders: The objects whose generators the samplers draw from.
+        sampler_states: The objects whose generators the samplers draw from.
         monitor: Compares the passes with the other ranks'.
         stream_length: Returns how many items the whole stream has in an epoch, as its sampler or dataset says; None if
             that is not known.
@@ -56,7 +56,7 @@ class Sharing:
     plan: Plan
     batching: Batching
     division: Plan | None
-    holders: SamplerStates
+    sampler_states: SamplerStates
     monitor: PassMonitor
     stream_length: Callable[[int], int | None]
 
@@ -66,15 +66,15 @@ class Pass(Progress, Generic[T]):
 
     Args:
         start: Where it begins.
-        sharing: What all passes over the loader have in common.
+        context: What all passes over the loader have in common.
         note: Makes the notes that ranks compare of it, from how it stands; None if they compare none.
 
     Attributes:
         start: Where it began.
-        before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
-        handed_out: How many batches the training loop was given, without those that workers fetched ahead; None if
-            nobody counts them.
-        is_exhausted: Whether the loop has seen the end.
+        taken_before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
+        batches_delivered: How many batches the training loop was given, without those that workers fetched ahead;
+            None if nobody counts them.
+        loop_saw_end: Whether the loop has seen the end.
         has_failed: Whether the loop was given an error of the loader's instead of a batch, and nothing since.
         is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
         sizes: How many samples each item had, before division; None if nobody needs that.
@@ -85,19 +85,20 @@ class Pass(Progress, Generic[T]):
     def __init__(
         self,
         start: Position,
-        sharing: Sharing,
+        context: PassContext,
         note: Callable[[Any], PassNotes] | None = None,
     ) -> None:
-        before, skip = start.split(sharing.plan.num_replicas)
+        before, skip = split(start.done, context.plan.num_replicas)
         super().__init__(skip)
         self.start: Position = start
-        self.before: Consumed = before
-        self.handed_out: int | None = None
-        self.is_exhausted: bool = False
+        self.taken_before: Consumed = before
+        self.batches_delivered: int | None = None
+        self.loop_saw_end: bool = False
         self.has_failed: bool = False
         self.is_interleaved: bool = False
-        self._plan, self._batching, self._division = sharing.plan, sharing.batching, sharing.division
-        self._holders, self._monitor, self._stream_length = sharing.holders, sharing.monitor, sharing.stream_length
+        self._plan, self._batching, self._division = context.plan, context.batching, context.division
+        self._sampler_states, self._monitor = context.sampler_states, context.monitor
+        self._stream_length = context.stream_length
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._notes = None if note is None else note(self)
@@ -111,7 +112,7 @@ class Pass(Progress, Generic[T]):
         raise NotImplementedError
 
     @property
-    def is_counted(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether how far a rank has come can be compared with other ranks."""
         return True
 
@@ -129,7 +130,7 @@ class Pass(Progress, Generic[T]):
         """
         return None
 
-    def _parts(self) -> Iterator[Sequence[T]]:
+    def _chunks(self) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for those taken before, in parts; some may be empty."""
         raise NotImplementedError
 
@@ -146,7 +147,7 @@ class Pass(Progress, Generic[T]):
         """How many items it leaves out because another package's loader resumed within it."""
         return 0
 
-    def ends_elsewhere(self) -> bool:
+    def worker_saw_end(self) -> bool:
         """Return whether the end was found elsewhere, so that the number of items given says nothing."""
         return False
 
@@ -158,14 +159,14 @@ class Pass(Progress, Generic[T]):
         return self.start.epoch
 
     @property
-    def is_over(self) -> bool:
+    def is_inactive(self) -> bool:
         """Whether nothing more will be asked for; persistent workers keep a pass that the loop has seen the end of."""
-        return self.is_exhausted or super().is_over
+        return self.loop_saw_end or super().is_inactive
 
     @property
     def begins_at(self) -> str:
         """Where it begins, for the ranks to compare."""
-        return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.before), str(self.skip)])
+        return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.taken_before), str(self.skip)])
 
     @property
     def likely_length(self) -> int | None:
@@ -173,15 +174,15 @@ class Pass(Progress, Generic[T]):
         if self.length is not None:
             return self.length
         length = self._stream_length(self.epoch)
-        return None if length is None else len(self._plan.rest(length, self.before))
+        return None if length is None else len(self._plan.rest(length, self.taken_before))
 
     @property
     def batches(self) -> int:
         """How many batches it has given; if nobody counts them, with those that workers fetched ahead."""
-        return self._batches_asked() if self.handed_out is None else self.handed_out
+        return self._batches_asked() if self.batches_delivered is None else self.batches_delivered
 
     def _batches_asked(self) -> int:
-        return self._batching.count(self.taken - self.skip)
+        return self._batching.count(self.items_pulled - self.skip)
 
     def batched(self, batching: Batching) -> None:
         """Record how a loader makes batches of its items, whose sampler was wrapped before there was a loader."""
@@ -194,20 +195,20 @@ class Pass(Progress, Generic[T]):
         self.begin()
         try:
             self._monitor.begin(self.epoch, self.progress, self._notes)
-            for part in self._parts():
-                run = self.give(part)
+            for chunk in self._chunks():
+                run = self.give(chunk)
                 yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
-            self._holders.end(self.epoch)
+            self._sampler_states.end(self.epoch)
             self._monitor.compare(self.epoch, at_end=True)
         finally:
-            self.leave()
+            self.abandon()
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
         read_ahead = self._monitor.read_ahead
-        while (moment := self.skip + read_ahead.ahead + self._steps * read_ahead.size) < self.given:
-            yield islice(run, moment - self.taken)
+        while (moment := self.skip + read_ahead.ahead + self._steps * read_ahead.size) < self.items_prepared:
+            yield islice(run, moment - self.items_pulled)
             self._steps += min(self._steps, _MOST_STEPS)
             self._awaited = 1  # whoever asks on gets one more
             self._monitor.compare(self.epoch)
@@ -216,39 +217,42 @@ class Pass(Progress, Generic[T]):
 
     def progress(self) -> PassProgress:
         """Return how many items of the share were surely taken, and what is known of the pass."""
-        read_ahead, known = self._monitor.read_ahead, _KNOWN[self.state]
-        asked = self.taken + self._awaited - self.skip
-        taken = self.skip + read_ahead.taken(asked, is_over=self.is_exhausted and self.is_ended)
-        if known is PassState.ENDED and read_ahead.ahead and self.handed_out is not None and not self.is_exhausted:
+        read_ahead, known = self._monitor.read_ahead, _PASS_STATE_OF[self.state]
+        asked = self.items_pulled + self._awaited - self.skip
+        taken = self.skip + read_ahead.taken(asked, is_over=self.loop_saw_end and self.is_ended)
+        is_known = self.batches_delivered is not None
+        if known is PassState.ENDED and read_ahead.ahead and is_known and not self.loop_saw_end:
             # Workers were asked for all, and the loop may not have taken it.
             taken = self._in_batches()
-            if taken < self.taken:
-                known = PassState.OPEN if self._counter is not None and self._counter() is not None else PassState.LEFT
+            if taken < self.items_pulled:
+                is_looping = self._counter is not None and self._counter() is not None
+                known = PassState.OPEN if is_looping else PassState.ABANDONED
         if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
             taken = max(taken, self._in_batches())
-        if not self.is_counted:
+        if not self.is_comparable:
             return PassProgress(taken, PassState.UNKNOWN)
-        if not self.ends_elsewhere():
+        if not self.worker_saw_end():
             self._surely_taken = taken
-        elif self.handed_out is not None:
+        elif is_known:
             # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
             self._surely_taken = max(self._surely_taken, self._in_batches())
-            known = PassState.ENDED if self.is_exhausted else known
+            known = PassState.ENDED if self.loop_saw_end else known
         else:
             known = PassState.ENDED
         return PassProgress(self._surely_taken, known)
 
     def _in_batches(self) -> int:
         """Return how many items are in the batches that the loop was given, and in one that failed."""
-        return min(self.taken, self.skip + ((self.handed_out or 0) + self.has_failed) * self._monitor.read_ahead.size)
+        batches = (self.batches_delivered or 0) + self.has_failed
+        return min(self.items_pulled, self.skip + batches * self._monitor.read_ahead.size)
 
     # ---- what the training loop was given ----
 
     def note_loop(self, counter: object) -> None:
         """Record that a loop begins to take batches, and what counts them: it is gone when the iterator is."""
-        self._counter, self.handed_out, self.has_failed = ref(counter), 0, False
+        self._counter, self.batches_delivered, self.has_failed = ref(counter), 0, False
 
-    def note_left(self) -> None:
+    def note_abandoned(self) -> None:
         """Record that the loop asks for no more batches, though its iterator lives."""
         self._counter = None
 
@@ -259,23 +263,23 @@ class Pass(Progress, Generic[T]):
             note: What the worker that made it noted of it.
             is_next: Whether it is the one after the latest; where the loader went on after an error, nobody knows.
         """
-        self.handed_out = self.handed_out + 1 if is_next and self.handed_out is not None else None
+        self.batches_delivered = self.batches_delivered + 1 if is_next and self.batches_delivered is not None else None
         self.has_failed = False
         # Another rank's stream may be longer, and no rank know it before the end.
-        if self.handed_out and self._is_unsure:
+        if self.batches_delivered and self._is_unsure:
             if self._step_counts is None:
                 self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
-            self._step_counts.leave(self.handed_out)
+            self._step_counts.post(self.batches_delivered)
 
     @property
     def _is_unsure(self) -> bool:
-        return self._monitor.is_on and self.is_counted and not self.is_drawn_at_once
+        return self._monitor.is_on and self.is_comparable and not self.is_drawn_at_once
 
     def note_failed(self) -> None:
         """Record that the training loop was given an error of the loader's instead of a batch."""
         self.has_failed = True
 
-    def note_exhausted(self) -> None:
+    def note_end_seen(self) -> None:
         """Record that the training loop has seen the end, and compare if nothing before told that.
 
         What workers fetched ahead is taken now; and where only they find an end, no index tells of it.
@@ -283,11 +287,11 @@ class Pass(Progress, Generic[T]):
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
         """
-        self.is_exhausted = True
-        if self._monitor.read_ahead.ahead or self.ends_elsewhere():
+        self.loop_saw_end = True
+        if self._monitor.read_ahead.ahead or self.worker_saw_end():
             self._monitor.compare(self.epoch, at_end=True)
-        if self._is_unsure and self.handed_out is not None:
-            self._monitor.compare_ends(self.epoch, self.begins_at, self.handed_out)
+        if self._is_unsure and self.batches_delivered is not None:
+            self._monitor.compare_ends(self.epoch, self.begins_at, self.batches_delivered)
 
     def note_interleaved(self) -> None:
         """Record that an iterator of an earlier pass gave a batch."""
@@ -299,13 +303,13 @@ class Pass(Progress, Generic[T]):
         """Return its batches, with the ends that this rank has found so far."""
         found = self.length
         length = self.likely_length if found is None and self._plan.needs_length else found
-        return self._schedule_of([Part(self.skip, length, given=self.given)])
+        return self._schedule_of([Part(self.skip, length, least_items=self.items_prepared)])
 
     def whole_schedule(self) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""
         length = self.length if self.is_ended else self.likely_length
         # A loop that takes len() batches never asks for the end.
-        if length is None or not (self.is_ended or self.taken >= len(self._plan.share(length))):
+        if length is None or not (self.is_ended or self.items_pulled >= len(self._plan.share(length))):
             return None
         return self._schedule_of([Part(self.skip, length)])
 
@@ -320,33 +324,30 @@ class Pass(Progress, Generic[T]):
         """Return how many batches the largest share has in it, as far as this rank knows; None if it does not.
 
         Args:
-            batches: How many were given; they may be all.
+            batches: How many were given. Where workers find the end, these are asked whether they are all.
+        """
+        return self.most_batches()
+
+    def covers_all(self, batches: int, *, as_found: bool = False) -> bool:
+        """Return whether nothing is left after this many batches, as every rank knows; or, ``as_found``, this one.
 
         Raises:
             StateError: They may be all, and this rank cannot know it yet.
         """
-        return self.most_batches()
-
-    def is_all(self, batches: int, *, as_found: bool = False) -> bool:
-        """Return whether nothing is left after this many batches, as every rank knows; or, ``as_found``, this one.
-
-        Raises:
-            StateError: As ``most_found``.
-        """
-        is_over = self.is_exhausted and batches == self.batches  # only a rank with fewer batches than others can know
+        is_over = self.loop_saw_end and batches == self.batches  # only a rank with fewer batches than others can know
         if not is_over and batches != (self.most_found(batches) if as_found else self.most_batches()):
             return False
         # If more were given, the length is wrong.
-        unused = (self._batching.size - 1 if self._batching.drop_last else 0) - self._given_after(batches)
+        unused = (self._batching.size - 1 if self._batching.drop_last else 0) - self._prepared_beyond(batches)
         return unused >= 0 and self.ends_within(unused)
 
-    def _given_after(self, batches: int) -> int:
+    def _prepared_beyond(self, batches: int) -> int:
         """Return how many items of the share were given beyond so many batches."""
-        return self.given - self.skip - batches * self._batching.size
+        return self.items_prepared - self.skip - batches * self._batching.size
 
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
-        done: Consumed = (*(stint for stint in self.before if stint[1]), (self._plan.num_replicas, taken))
+        done: Consumed = (*(pair for pair in self.taken_before if pair[1]), (self._plan.num_replicas, taken))
         return Position(self.epoch, done, self.start.held)
 
     def position_after(self, batches: int) -> Position:
@@ -357,17 +358,17 @@ class Pass(Progress, Generic[T]):
         """
         return self.position(self.skip + batches * self._batching.size)
 
-    def position_at_end(self, held: SamplerState) -> Position:
+    def position_at_end(self, held: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
-        return replace(self.position(self.taken), held=held, ended=True)
+        return replace(self.position(self.items_pulled), held=held, ended=True)
 
 
 class SamplerPass(Pass[T]):
     """A pass over a sampler, whose items are drawn in this process or come from the leader.
 
     Args:
-        start: As in ``Pass``, and so are ``sharing`` and ``note``.
-        sharing: As above.
+        start: As in ``Pass``, and so are ``context`` and ``note``.
+        context: As above.
         source: How it gets its items.
         sizes: Records how many samples each item has; None if nobody needs that.
         divide: Returns this rank's part of an item; None if ranks take whole items.
@@ -381,16 +382,16 @@ class SamplerPass(Pass[T]):
     def __init__(
         self,
         start: Position,
-        sharing: Sharing,
-        source: Source[T],
+        context: PassContext,
+        source: ItemSource[T],
         *,
         sizes: Sizes | None = None,
         divide: Division | None = None,
         at_end: Callable[[int], object] = lambda length: None,
         note: Callable[["Pass[T]"], PassNotes] | None = None,
     ) -> None:
-        super().__init__(start, sharing, note)
-        self.source: Source[T] = source
+        super().__init__(start, context, note)
+        self.source: ItemSource[T] = source
         self.sizes = sizes
         self._divide, self._at_end = divide, at_end
 
@@ -411,18 +412,16 @@ class SamplerPass(Pass[T]):
             return self._divide.origins(self.sizes or ())
         return None if self.source.origins is None else self.source.origins.places()
 
-    def _parts(self) -> Iterator[Sequence[T]]:
-        for part in self.source.parts(self.skip):
+    def _chunks(self) -> Iterator[Sequence[T]]:
+        for chunk in self.source.chunks(self.skip):
             if self.length is not None:
                 self._at_end(self.length)
-            yield self._prepared(part)
+            yield self._prepared(chunk)
 
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:
         """Record the sizes of the next items and divide them, if asked to."""
         if self.sizes is not None:
-            part = [list(item) if isinstance(item, Iterator) else item for item in part]  # type: ignore[misc]  # a batch read into a list
-            for item in part:
-                self.sizes.add(size_of(item))
+            part = list(self.sizes.recording(iter(part)))
         return part if self._divide is None else list(map(self._divide, part))
 
     def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:
@@ -430,7 +429,7 @@ class SamplerPass(Pass[T]):
 
     def draw_to_end(self) -> None:
         """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""
-        for _ in self.source.parts(self.skip):
+        for _ in self.source.chunks(self.skip):
             pass
 
     def ends_within(self, items: int) -> bool:
@@ -442,6 +441,6 @@ class SamplerPass(Pass[T]):
         found = super().position(taken)
         return found if self.source.held_before is None else replace(found, held=self.source.held_before)
 
-    def position_at_end(self, held: SamplerState) -> Position:
+    def position_at_end(self, held: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers hold ``held``."""
         return super().position_at_end(self.source.held_after or held)

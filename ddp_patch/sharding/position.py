@@ -8,7 +8,7 @@ from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import Seed
 from ddp_patch.plan import Consumed
-from ddp_patch.sharding.held import SamplerState
+from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
 __all__ = [
     "BatchNote",
@@ -74,15 +74,15 @@ class StreamSnapshot:
     Attributes:
         first: The hashes of its first items; None if nobody looked.
         state: The dataset's own state, as the only element; empty if it has no state with a position.
-        before: That state when the stream began, likewise, if nobody had read the dataset before.
+        initial_state: That state when the stream began, likewise, if nobody had read the dataset before.
     """
 
     first: StreamStart | None = None
     state: Sequence[Any] = ()
-    before: Sequence[Any] = ()
+    initial_state: Sequence[Any] = ()
 
     def plain(self) -> list[Any]:
-        """Return it as plain values, without ``before``."""
+        """Return it as plain values, without ``initial_state``."""
         return [None if self.first is None else list(self.first), list(self.state)]
 
     @classmethod
@@ -96,18 +96,18 @@ class BatchNote(NamedTuple):
     """What a worker notes of a batch that it made. It travels with the batch, and counts when that is delivered.
 
     Attributes:
-        reader: Which worker it is.
+        worker_index: Which worker it is.
         batches: How many batches its stream had with this one.
         first: The hashes of the first items that were read; None if the note before has them.
         state: The dataset's own state, pickled; None if it has no state with a position.
-        before: That state when the stream began, likewise; None if the note before has it.
+        initial_state: That state when the stream began, likewise; None if the note before has it.
     """
 
-    reader: int
+    worker_index: int
     batches: int
     first: StreamStart | None
     state: bytes | None
-    before: bytes | None
+    initial_state: bytes | None
 
 
 class NotedBatch(NamedTuple):
@@ -127,16 +127,16 @@ class Position:
         held: What the samplers held before it; after it, if it has ended.
         ended: Whether nothing of it is left, so that the next pass is empty.
         parts: What was taken of each part, if workers read parts of the stream.
-        marks: What identifies an iterable dataset's stream there, or each of its parts.
+        snapshots: What identifies an iterable dataset's stream there, or each of its parts.
         seed: The seed of the state that it was read from, if any.
     """
 
     epoch: int
     done: Consumed = ()
-    held: SamplerState = field(default_factory=SamplerState)
+    held: SamplerSnapshot = field(default_factory=SamplerSnapshot)
     ended: bool = False
     parts: PartsDone | None = None
-    marks: Sequence[StreamSnapshot] = ()
+    snapshots: Sequence[StreamSnapshot] = ()
     seed: int | None = None
 
     @property
@@ -145,13 +145,9 @@ class Position:
         return bool(self.done)
 
     @property
-    def is_whole(self) -> bool:
+    def is_at_epoch_start(self) -> bool:
         """Whether nothing of the epoch was taken."""
         return not any(taken for _, taken in self.done)
-
-    def split(self, num_replicas: int) -> tuple[Consumed, int]:
-        """Return what other numbers of ranks took, and how many items each of this many took after that."""
-        return split(self.done, num_replicas)
 
     def following(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
@@ -178,16 +174,14 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
     """
     if position.held.unknown:
         raise StateError(f"The loader's state cannot be saved: {position.held.unknown}.")
-    before = {"before": [list(mark.before) for mark in position.marks]}
+    parts, before = position.parts, {"before": [list(mark.initial_state) for mark in position.snapshots]}
     return {
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
         "epoch": position.epoch,
         "done": _listed(position.done),
-        "parts": None
-        if position.parts is None
-        else [position.parts.first, [_listed(done) for done in position.parts.done]],
-        "marks": [mark.plain() for mark in position.marks],
+        "parts": None if parts is None else [parts.first, [_listed(done) for done in parts.done]],
+        "marks": [mark.plain() for mark in position.snapshots],
         "ended": position.ended,
         "generators": list(position.held.generators),
         "samplers": list(position.held.samplers),
@@ -246,20 +240,14 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
 
 
 def _listed(done: Consumed) -> list[list[int]]:
-    return [list(stint) for stint in done]
+    return [list(pair) for pair in done]
 
 
 def _read_parts(parts: Any) -> PartsDone | None:
     if parts is None:
         return None
-    if not (
-        isinstance(parts, list | tuple)
-        and len(parts) == 2
-        and isinstance(parts[1], list | tuple)
-        and _is_count(parts[0])
-        and parts[0] < len(parts[1])
-        and all(map(_is_done, parts[1]))
-    ):
+    is_pair = _is_list(parts, 2, 2) and isinstance(parts[1], list | tuple) and _is_count(parts[0])
+    if not (is_pair and parts[0] < len(parts[1]) and all(map(_is_done, parts[1]))):
         raise _damaged(f"its field parts is {parts!r}, not a pair: whose turn is next, and what was taken of each part")
     return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
 
@@ -289,7 +277,7 @@ def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple) and least <= len(value) <= most
 
 
-def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerState:
+def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerSnapshot:
     """Return what the holders held, after trying each generator's state on its generator."""
     generators = random_generators(holders)
     _require_number("generators", state["generators"], len(generators))
@@ -306,7 +294,7 @@ def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerState
         raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
     if attributes:
         _require_number("attributes", attributes, len(holders))
-    return SamplerState(state["generators"], state["samplers"], attributes)
+    return SamplerSnapshot(state["generators"], state["samplers"], attributes)
 
 
 def _require_number(name: str, states: Any, here: int) -> None:
@@ -357,6 +345,6 @@ def _is_count(value: object) -> bool:
 
 def _is_done(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
-        isinstance(stint, list | tuple) and len(stint) == 2 and all(map(_is_count, stint)) and stint[0] > 0
-        for stint in value
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_count, pair)) and pair[0] > 0
+        for pair in value
     )

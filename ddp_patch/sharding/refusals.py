@@ -17,8 +17,9 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, Unsupporte
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options, Share
+from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
-from ddp_patch.plan import ITEMS, Batching, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 from ddp_patch.ranks.world import World
 from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.epochs import EpochSampler
@@ -76,7 +77,7 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
 
 
 # For at least this many samples, if there are, ranks compare what a function says that they cost.
-_COMPARED = 32
+_COSTS_COMPARED = 32
 
 
 def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
@@ -141,7 +142,7 @@ def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) ->
     """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
     n, source = facts.dataset_length or 0, facts.stream.source
     takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
-    some = range(0, n, max(1, n // _COMPARED))
+    some = evenly_spread(n, _COSTS_COMPARED)
     try:
         found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
     except Exception as error:
@@ -172,7 +173,8 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
             f"rank {world.rank} of {world.num_replicas}: it would lose samples. Patch the original loader instead."
         )
-    if found is not None and world.members is None and facts.made_for not in {None, (world.rank, world.num_replicas)}:
+    is_explicit = world.share_of_rank is None
+    if found is not None and is_explicit and facts.made_for not in {None, (world.rank, world.num_replicas)}:
         rank, ranks = facts.made_for
         raise AlreadyPatchedError(
             f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "
@@ -282,14 +284,14 @@ def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) 
     name = facts.stream.name
     if world.num_replicas == 1:
         return
-    if world.members is None and options.uneven != "keep":
+    if world.share_of_rank is None and options.uneven != "keep":
         raise InvalidOptionError(
             f"uneven={options.uneven!r} does not work with iterable_sharding='by_worker' and rank= and num_replicas=: "
             f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
             "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
         )
-    if world.members is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
+    if world.share_of_rank is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
         raise UnsupportedLoaderError(
             f"{type(facts.loader).__name__} cannot be patched with iterable_sharding='by_worker': its state covers "
             f"only this rank's workers, and ranks give each other batches of {name}, so a resumed run would lose some. "
@@ -308,7 +310,7 @@ def require_length(options: Options, world: World, stream: StreamFacts) -> None:
 
 
 def require_steps_known(
-    options: Options, world: World, stream: StreamFacts, batching: Batching = ITEMS, *, in_batches: bool = False
+    options: Options, world: World, stream: StreamFacts, batching: Batching = ONE_PER_STEP, *, in_batches: bool = False
 ) -> None:
     """Refuse an epoch without steps, if its length is known now; otherwise the pass refuses it at its end."""
     if (n := stream.length) is not None:

@@ -14,7 +14,7 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
-from ddp_patch.orders.chunks import State
+from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.generators import random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import (
@@ -26,18 +26,18 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.random_states import Entered, PrivateRNG, epoch_generator, epoch_states
-from ddp_patch.plan import ITEMS, Batching
+from ddp_patch.orders.random_states import PrivateRNG, ReentrantContext, epoch_generator, epoch_states
+from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, Division
-from ddp_patch.sharding.drawing import Epoch, require_sure_length
+from ddp_patch.sharding.drawing import EpochDrawing, require_sure_length
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.held import SamplerState, SamplerStates, Transparent
 from ddp_patch.sharding.passes import Pass, SamplerPass
-from ddp_patch.sharding.position import Position
-from ddp_patch.sharding.sources import FromLeader, Indexed, Nothing, Source, Streamed
+from ddp_patch.sharding.position import Position, split
+from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 
 __all__ = ["ShardedSampler"]
 
@@ -45,7 +45,7 @@ __all__ = ["ShardedSampler"]
 T = TypeVar("T")
 
 
-class ShardedSampler(Transparent, EpochSampler[T]):
+class ShardedSampler(AttributeProxy, EpochSampler[T]):
     """Gives one rank its share of the items that another sampler yields."""
 
     latest: SamplerPass[T] | None
@@ -53,7 +53,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     _gives_batches: bool = False
     _inner, _kept_as = "sampler", "_wrapped_sampler"
 
-    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ITEMS) -> None:
+    def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> None:
         if agreed.options.scalable_shuffle:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
         balancer = Balancer.of(agreed, batching, are_batches=self._gives_batches)
@@ -71,8 +71,8 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             self.monitor.ignore_epochs()
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
-        self._is_torchs = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
-        self._counts_quietly = False  # whether its length is known to be counted without drawing
+        self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
+        self._len_draws_nothing = False  # whether its length is known to be counted without drawing
         self._nested_epochs = NestedEpochs(self._wrapped_sampler)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
@@ -89,10 +89,10 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             yield current
 
     def _changing(self) -> AbstractContextManager[object] | None:
-        return self._holders.changed_by_user() if self._holders.has_counters else None
+        return self._sampler_states.changed_by_user() if self._sampler_states.has_counters else None
 
     @classmethod
-    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ITEMS) -> Self:
+    def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> Self:
         """Wrap a sampler that the ranks have agreed on already, and that a loader makes batches from."""
         wrapper = cls.__new__(cls)
         ShardedSampler.__init__(wrapper, stream, shuffle=False, agreed=agreed, batching=batching)
@@ -133,19 +133,15 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
-        length, skip = self._length_measured()
-        return max(0, self.plan.total(length) - skip * self.plan.num_replicas)
+        epoch, before, skip = self._measured()
+        left = self.plan.rest(self._stream_length(epoch), before)
+        return max(0, self.plan.total(len(left)) - skip * self.plan.num_replicas)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
         """How many items this rank takes in an epoch, or in the rest of a resumed one."""
-        length, skip = self._length_measured()
-        return max(0, len(self.plan.share(length)) - skip)
-
-    def _length_measured(self) -> tuple[int, int]:
-        """Return how many items all ranks take in a pass as ``len()`` counts, and how much of each share is done."""
         epoch, before, skip = self._measured()
-        return len(self.plan.rest(self._stream_length(epoch), before)), skip
+        return self.plan.remaining(self._stream_length(epoch), before, skip)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -154,20 +150,21 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         """The wrapped sampler's length, or its own TypeError; some samplers draw to find it."""
         with (
             epoch_states(self.agreed.options, self.agreed.seed, epoch),
-            unmoved(random_generators(self._holders.holders)),
+            unmoved(random_generators(self._sampler_states.holders)),
         ):
             return len(cast(Any, self._wrapped_sampler))
 
     @contextmanager
     def _counting(self, epoch: int) -> Iterator[None]:
         """While entered, let torch's samplers count their data, which may draw; they have generators of their own."""
-        states = nullcontext() if self._counts_quietly else epoch_states(self.agreed.options, self.agreed.seed, epoch)
+        options, seed = self.agreed.options, self.agreed.seed
+        states = nullcontext() if self._len_draws_nothing else epoch_states(options, seed, epoch)
         with states:
             yield
-        self._counts_quietly |= isinstance(states, PrivateRNG) and states.is_unmoved
+        self._len_draws_nothing |= isinstance(states, PrivateRNG) and states.is_unmoved
 
     def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
-        if not self._is_torchs:
+        if not self._order_is_drawn:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
         if latest is None or latest.is_ended:
@@ -179,7 +176,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     def go_to(self, position: Position, *, tells_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``tells_rest``."""
         super().go_to(position, tells_rest=tells_rest)
-        self._restored_length = self._stream_length(position.epoch) if self._is_torchs else None
+        self._restored_length = self._stream_length(position.epoch) if self._order_is_drawn else None
 
     def _sure_length(self, epoch: int) -> int | None:
         if not (self._is_looked_up() or self.plan.needs_length):
@@ -187,14 +184,14 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
             return self._stream_length(epoch)
 
-    def held(self) -> SamplerState:
+    def held(self) -> SamplerSnapshot:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
                 "epochs took. Give the loader something that can be iterated again"
             )
-            return SamplerState(unknown=why)
+            return SamplerSnapshot(unknown=why)
         return super().held()
 
     def set_epoch(self, epoch: int) -> None:
@@ -214,7 +211,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
     def _runs(self, current: SamplerPass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         is_other = current.epoch != self.epochs.upcoming or choices != self._choices
-        if not current.is_ended and (is_other or self._was_given_a_generator()):
+        if not current.is_ended and (is_other or self._note_new_generators()):
             # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
             # sampler of torch's looks at its generator now.
             current = self._take_up_pass()
@@ -235,23 +232,24 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         self._nested_epochs.tell(number)
         start = self.position
         if start is not None and start.is_begun:
-            self._holders.reinstate(start.held)  # others may have drawn from the generators since it was loaded
+            # Others may have drawn from the generators since it was loaded.
+            self._sampler_states.restore_states(start.held)
         else:
-            self._begin_holders()
+            self._begin_sampler_states()
             start = Position(number, held=self.held())
-        is_spent, options = self._is_spent(start), self.agreed.options
+        is_empty, options = self._is_empty(start), self.agreed.options
         noted = PassFingerprint() if self.monitor.is_on else None
-        source: Source[T] = Nothing() if is_spent else self._chosen_source(start, noted)
+        source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, noted)
         self.latest = current = SamplerPass(
             start,
-            self._sharing(self._batching),
+            self._pass_context(self._batching),
             source,
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._division is not None else None,
             divide=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
             note=None if noted is None else partial(self._notes, noted),
         )
-        if is_spent:
+        if is_empty:
             current.end()
             self.epochs.begin(number)
             self.position = None
@@ -264,9 +262,9 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         )
 
     def _generators_of_torchs(self) -> list[torch.Generator]:
-        return torch_generators(holder for holder in self._holders.holders if is_torch_sampler(holder))
+        return torch_generators(holder for holder in self._sampler_states.holders if is_torch_sampler(holder))
 
-    def _was_given_a_generator(self) -> bool:
+    def _note_new_generators(self) -> bool:
         """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
 
         Other samplers may make their own generators at any time, alike on every rank.
@@ -274,7 +272,7 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         before, now = self._torchs_generators, self._generators_of_torchs()
         if list(map(id, now)) == list(map(id, before)):
             return False
-        if now and self.agreed.world.members is not None and self.agreed.leader is None:
+        if now and self.agreed.world.share_of_rank is not None and self.agreed.leader is None:
             raise InvalidOptionError(
                 f"A {self._name} was given a generator after it was patched. Its state may differ "
                 "between ranks, because they agreed only on the generators that were there. Give the sampler its "
@@ -283,47 +281,49 @@ class ShardedSampler(Transparent, EpochSampler[T]):
         self._torchs_generators = now
         return True
 
-    def _is_spent(self, start: Position) -> bool:
+    def _is_empty(self, start: Position) -> bool:
         """Return whether nothing is left of the epoch."""
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
         # Where ranks synchronise, one with an item more must do as those do that have ended.
-        before, skip = start.split(self.plan.num_replicas)
+        before, skip = split(start.done, self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
-        return bool(skip) and length is not None and skip == self.plan.rounds(len(self.plan.rest(length, before)))
+        if not skip or length is None:
+            return False
+        return skip == self.plan.largest_share(len(self.plan.rest(length, before)))
 
     def _settle_latest(self) -> None:
         """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
         current = self.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
-        count, share = self._batching.count, self.plan.least(length)
-        if not current.taken or count(current.taken - current.skip) < count(max(0, share - current.skip)):
+        count, share = self._batching.count, self.plan.smallest_share(length)
+        if not current.items_pulled or count(current.items_pulled - current.skip) < count(max(0, share - current.skip)):
             return
-        if current.state is State.NOT_BEGUN:  # it resumed where nothing was left
+        if current.state is IterationState.NOT_BEGUN:  # it resumed where nothing was left
             current.draw_to_end()
         if current.ends_within(self._batching.size):
-            self._holders.end(current.epoch)
+            self._sampler_states.end(current.epoch)
 
-    def _chosen_source(self, start: Position, noted: PassFingerprint | None) -> Source[T]:
+    def _chosen_source(self, start: Position, noted: PassFingerprint | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
         private = epoch_generator(options, self.agreed.seed, start.epoch)
         states = epoch_states(options, self.agreed.seed, start.epoch)
-        entered = partial(self._counting, start.epoch) if self._is_torchs else lambda: states
-        epoch = Epoch(
+        entered = partial(self._counting, start.epoch) if self._order_is_drawn else lambda: states
+        epoch = EpochDrawing(
             sampler=self._wrapped_sampler,
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
-            before=start.split(self.plan.num_replicas)[0],
-            rng=Entered(entered, self._holders.drawing),
+            taken_before=split(start.done, self.plan.num_replicas)[0],
+            rng=ReentrantContext(entered, self._sampler_states.drawing),
             private=private,
             draws_ahead=options.agreement != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),
-            comes_late=lambda: self.epochs.passes > 1,  # this pass counts by then
+            has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self._keeps_sizes and self._division is None,
@@ -332,23 +332,24 @@ class ShardedSampler(Transparent, EpochSampler[T]):
             noted=noted if leader is None and not options.verify else None,
         )
         is_looked_up = self._is_looked_up()
-        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.before)
-        if has_rest if is_looked_up else self._is_torchs and not self._holders.has_generators:
-            # Drawn, as a whole, from what nobody else draws from.
+        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.taken_before)
+        draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
+        is_drawn_whole = has_rest if is_looked_up else draws_alone
+        if is_drawn_whole:  # from what nobody else draws from
             epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private))
         if leader is not None:
-            plans = [self.agreed.plan(rank) for rank in (self.agreed.world.members or {}).values()]
-            has_length = leader.draws and self._length_if_any(start.epoch) is not None
-            turn = partial(self._turn, start.epoch)
-            return FromLeader(epoch, leader, turn, plans, start.held, self.held, has_length=has_length)
+            plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
+            has_length = leader.is_leader and self._length_if_any(start.epoch) is not None
+            pass_facts = partial(self._pass_facts, start.epoch)
+            return FromLeader(epoch, leader, pass_facts, plans, start.held, self.held, has_length=has_length)
         return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
 
     def _require_steps(self, start: Position, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""
-        if start.is_whole:
+        if start.is_at_epoch_start:
             require_steps(self.plan, self._batching, self._name, [length], in_batches=self._batching.size > 1)
 
-    def _turn(self, epoch: int) -> dict[str, object]:
+    def _pass_facts(self, epoch: int) -> dict[str, object]:
         """Return which pass is being made, to be compared between the ranks."""
         return {"patched as": f"number {self.agreed.number}", "epoch": epoch, "pass": self.epochs.passes}
 

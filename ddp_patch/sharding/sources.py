@@ -4,27 +4,31 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from ddp_patch.orders.chunks import begun
-from ddp_patch.orders.fingerprint import COMPARED, fingerprint
+from ddp_patch.orders.chunks import start_iterating
+from ddp_patch.orders.fingerprint import evenly_spread, fingerprint
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes, size_of
-from ddp_patch.sharding.balancing import balanced
-from ddp_patch.sharding.drawing import Epoch, Origins, Stream
-from ddp_patch.sharding.held import SamplerState
+from ddp_patch.sharding.balancing import balanced_order
+from ddp_patch.sharding.drawing import EpochDrawing, Origins, Stream
+from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
-__all__ = ["FromLeader", "Indexed", "Nothing", "Source", "Streamed"]
+__all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
 
 T = TypeVar("T")
 
 
-class Source(Generic[T]):
+# Returns the items at some positions.
+_ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
+
+
+class ItemSource(Generic[T]):
     """How a pass gets its rank's items.
 
     Attributes:
@@ -32,30 +36,27 @@ class Source(Generic[T]):
             step.
         held_before: What the samplers held before the pass, as the drawing rank reported it.
         held_after: What they held after it.
-        origins: The positions of the items that ``parts`` has yielded, or will yield next, without padding; None if
+        origins: The positions of the items that ``chunks`` has yielded, or will yield next, without padding; None if
             they follow from the plan.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
     """
 
+    # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
-    held_before: SamplerState | None = None
-    held_after: SamplerState | None = None
+    held_before: SamplerSnapshot | None = None
+    held_after: SamplerSnapshot | None = None
     sizes: Sizes | None = None
     origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
     is_drawn_at_once: bool = False
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
         raise NotImplementedError
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
-
-        Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
-        not.
-        """
+        """Draw up to the end if it is at most this many items away, and return whether it is; see ``Pass``."""
         return False
 
     def _found(self, length: int) -> None:
@@ -69,7 +70,7 @@ def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
         skip = max(0, skip - len(part))
 
 
-class Nothing(Source[T]):
+class Nothing(ItemSource[T]):
     """Has no items: nothing is left of the epoch."""
 
     sizes: Sizes | None
@@ -77,12 +78,12 @@ class Nothing(Source[T]):
     def __init__(self) -> None:
         self.sizes = Sizes()  # those of no item are all known
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Return no part."""
         return iter(())
 
 
-class Indexed(Source[T]):
+class Indexed(ItemSource[T]):
     """Looks this rank's items up in the epoch's order."""
 
     is_drawn_at_once: bool = True
@@ -90,24 +91,24 @@ class Indexed(Source[T]):
     sizes: Sizes | None
     origins: Origins | None
 
-    def __init__(self, epoch: Epoch[T]) -> None:
+    def __init__(self, epoch: EpochDrawing[T]) -> None:
         self._epoch = epoch
         self.origins = None if epoch.balancer is None else Origins()
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
         order = drawn = self._drawn_order()
-        dealt: list[str] = []
+        window_orders: list[str] = []
         if epoch.balancer is not None:
-            note, ranks = partial(self._note_window, dealt), plan.num_replicas
-            order = balanced(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
-        rest = plan.rest(order.length, epoch.before)
+            note, ranks = partial(self._note_window, window_orders), plan.num_replicas
+            order = balanced_order(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
+        rest = plan.rest(order.length, epoch.taken_before)
         length = self.length = len(rest)
-        at: Callable[[range], Sequence[Any]] = partial(_items_at, order, rest)
-        real, repeated = plan.sources(length)
+        at: _ItemsAt = partial(_items_at, order, rest)
+        real, repeated = plan.own_and_repeated(length)
         padding = at(repeated)  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
@@ -122,8 +123,7 @@ class Indexed(Source[T]):
         if epoch.balancer is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
         if epoch.verify is not None and skip <= rounds:  # after the items that every rank has
-            told = range(0, drawn.length, max(1, drawn.length // COMPARED))
-            epoch.verify(drawn.length, fingerprint([*drawn.at(told), *dealt]))
+            epoch.verify(drawn.length, fingerprint([*drawn.at(evenly_spread(drawn.length)), *window_orders]))
         yield from map(at, order.cut(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
@@ -137,23 +137,21 @@ class Indexed(Source[T]):
             epoch.noted.add_order(order)
         return order
 
-    def _note_window(self, dealt: list[str], begin: int, places: np.ndarray[Any, Any]) -> None:
+    def _note_window(self, window_orders: list[str], begin: int, places: np.ndarray[Any, Any]) -> None:
         """Take note of how a window was balanced, for the other ranks to compare."""
         if self._epoch.noted is not None:
             self._epoch.noted.add_window(begin, places)
         if self._epoch.verify is not None:
-            dealt.append(fingerprint([places]))
+            window_orders.append(fingerprint([places]))
 
     def _noting_origins(
-        self, at: Callable[[range], Sequence[T]], places: Callable[[range], np.ndarray[Any, Any]], positions: range
+        self, at: _ItemsAt, places: Callable[[range], np.ndarray[Any, Any]], positions: range
     ) -> Sequence[T]:
         """Return the items at some of this rank's positions of a balanced order, and note where they come from."""
         cast(Origins, self.origins).add(places(positions))
         return at(positions)
 
-    def _looking_at_all(
-        self, at: Callable[[range], Sequence[T]], plan: Plan, length: int, positions: range
-    ) -> Sequence[T]:
+    def _looking_at_all(self, at: _ItemsAt, plan: Plan, length: int, positions: range) -> Sequence[T]:
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
         sizes = cast(Sizes, self.sizes)
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length
@@ -176,25 +174,25 @@ class Indexed(Source[T]):
                 draw_rest()
 
 
-class Streamed(Source[T]):
+class Streamed(ItemSource[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
 
     sizes: Sizes | None
     origins: Origins | None
 
-    def __init__(self, epoch: Epoch[T]) -> None:
+    def __init__(self, epoch: EpochDrawing[T]) -> None:
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.rng:
-            stream = begun(epoch.sampler)
+            stream = start_iterating(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
         self.origins = None if epoch.balancer is None else Origins()
         # Not a method of this object: a circle would keep an abandoned pass's sampler from being closed.
         self._stream = Stream(epoch, stream, self.sizes, partial(_note_first, self.origins))
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
         if self.origins is not None:
             self.origins.skip = skip
@@ -228,13 +226,13 @@ def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 
-class FromLeader(Source[T]):
+class FromLeader(ItemSource[T]):
     """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
 
     Args:
         epoch: The epoch.
         leader: How the ranks communicate.
-        turn: Tells which pass this is, to be compared between the ranks.
+        pass_facts: Tells which pass this is, to be compared between the ranks.
         plans: Every rank's, in the leader's order.
         held_before: What the samplers held before the pass.
         held_now: Tells what they hold.
@@ -242,48 +240,47 @@ class FromLeader(Source[T]):
     """
 
     length: int | None
-    held_before: SamplerState | None
-    held_after: SamplerState | None
+    held_before: SamplerSnapshot | None
+    held_after: SamplerSnapshot | None
     origins: Origins | None
 
     def __init__(
         self,
-        epoch: Epoch[T],
+        epoch: EpochDrawing[T],
         leader: Leader,
-        turn: Callable[[], Mapping[str, object]],
+        pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        held_before: SamplerState,
-        held_now: Callable[[], SamplerState],
+        held_before: SamplerSnapshot,
+        held_now: Callable[[], SamplerSnapshot],
         *,
         has_length: bool,
     ) -> None:
-        self._leader, self._turn, self._plans, self._held_now = leader, turn, plans, held_now
+        self._leader, self._pass_facts, self._plans, self._held_now = leader, pass_facts, plans, held_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
-        self._waiting: list[list[int]] = [[] for _ in plans]
+        self._queued_origins: list[list[int]] = [[] for _ in plans]
         # Begun with its first item: then the leader can report an error to the others.
-        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_wait, self._waiting))
+        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_queue_origins, self._queued_origins))
         self.held_before = held_before
         self.origins = None if epoch.balancer is None else Origins()
 
-    def parts(self, skip: int) -> Iterator[Sequence[T]]:
+    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        shares = _skipping(skip, self._sent(skip) if self._leader.draws else self._received())
+        facts = self._pass_facts()
+        came = self._sent(skip, facts) if self._leader.is_leader else self._leader.receive(facts, self._take_note)
+        shares = _skipping(skip, came)
         return shares if self.origins is None else self._noted(self.origins, shares)
 
-    def _sent(self, skip: int) -> Iterator[list[Any]]:
+    def _sent(self, skip: int, facts: Mapping[str, object]) -> Iterator[list[Any]]:
         shares: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
         if self.origins is not None:
             shares = self._with_origins(shares)
-        return self._leader.send(shares, self._turn(), self._note, *self._piece_sizes)
-
-    def _received(self) -> Iterator[list[Any]]:
-        return self._leader.receive(self._turn(), self._take_note)
+        return self._leader.send(shares, facts, self._note, *self._piece_sizes)
 
     def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
         """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""
         for parts in shares:
             paired = []
-            for part, waiting in zip(parts, self._waiting, strict=True):
+            for part, waiting in zip(parts, self._queued_origins, strict=True):
                 paired.append(list(zip(chain(waiting, repeat(-1)), part, strict=False)))
                 del waiting[: len(part)]
             yield paired
@@ -293,12 +290,12 @@ class FromLeader(Source[T]):
             origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
             yield [item for _, item in share]
 
-    def _note(self, is_last: bool) -> tuple[SamplerState | None, SamplerState | None, int | None]:
+    def _note(self, is_last: bool) -> tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.held_after = self._held_now() if is_last else None
         return self.held_before, self.held_after, self.length
 
-    def _take_note(self, note: tuple[SamplerState | None, SamplerState | None, int | None]) -> None:
+    def _take_note(self, note: tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]) -> None:
         self.held_before, self.held_after, self.length = note
 
     def ends_within(self, items: int) -> bool:
@@ -306,13 +303,13 @@ class FromLeader(Source[T]):
         return self.held_after is not None
 
 
-def _wait(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:
+def _queue_origins(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:
     """Keep where the next items of each share come from until these are sent."""
     for waiting, places in zip(of_members, of_plans, strict=True):
         waiting.extend(places.tolist())
 
 
-def _piece_sizes(epoch: Epoch[Any], has_length: bool) -> tuple[int, int]:
+def _piece_sizes(epoch: EpochDrawing[Any], has_length: bool) -> tuple[int, int]:
     """Return how many items, all ranks' together, the leader's first message holds, and a later one at most."""
     if epoch.is_one_shot:
         return 1, 1  # which is a round: nothing is drawn ahead

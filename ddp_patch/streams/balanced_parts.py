@@ -128,14 +128,14 @@ class BalancedRounds:
 
     Attributes:
         count: How many rounds there were.
-        given: How many batches this rank was given in them.
+        batches_delivered: How many batches this rank was given in them.
         ends: Each rank's workers, in order: how many batches each made in all; -1 where that is not known yet.
         is_over: Whether all ranks came to the end.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.given: int = 0
+        self.batches_delivered: int = 0
         self.ends: Sequence[Sequence[int]] = ()
         self.is_over: bool = False
         self._runs: list[tuple[tuple[int, ...], int]] = []  # what a round took, and how often: most are alike
@@ -152,7 +152,7 @@ class BalancedRounds:
 
     def give(self) -> None:
         """Record that this rank is given a batch."""
-        self.given += 1
+        self.batches_delivered += 1
 
     def end(self) -> None:
         """Record that all ranks came to the end."""
@@ -195,7 +195,7 @@ class BalancedRounds:
 
 def _made(before: Sequence[int], ends: Sequence[int], taken: int) -> list[int]:
     first = turn_after(before)
-    roles = [(first + turn) % len(before) for turn in range(len(before))]
-    most = [None if ends[role] < 0 else ends[role] - before[role] for role in roles]
-    made = dict(zip(roles, made_in_turn(most, taken), strict=True))
-    return [count + made[role] for role, count in enumerate(before)]
+    parts = [(first + step) % len(before) for step in range(len(before))]
+    most = [None if ends[part] < 0 else ends[part] - before[part] for part in parts]
+    made = dict(zip(parts, made_in_turn(most, taken), strict=True))
+    return [count + made[part] for part, count in enumerate(before)]

@@ -15,8 +15,8 @@ from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
+from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
-from ddp_patch.streams.workers_pass import WorkersPass
 
 __all__ = ["EvenIterators"]
 
@@ -75,12 +75,12 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
 
     Args:
         loader: The loader.
-        config: What the ranks agree on.
+        maker: What made it, and knows what the ranks agree on.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: EvenIterators) -> None:
+    def __init__(self, loader: DataLoader[Any], maker: EvenIterators) -> None:
         super().__init__(loader)
-        self._config = config
+        self._maker = maker
         self._pass: Generator[Any] | None = None
 
     def drop_pass(self) -> None:
@@ -92,7 +92,7 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
     def __next__(self) -> Any:
         if self._pass is None:
             # It must not hold this: it ends when this is dropped.
-            self._pass = _handed_out(_OwnBatches(self.wrapped), self._config)
+            self._pass = _handed_out(_OwnBatches(self.wrapped), self._maker)
         return next(self._pass)
 
 
@@ -152,18 +152,18 @@ class _OwnBatches:
         return got
 
 
-def _handed_out(own: _OwnBatches, config: EvenIterators) -> Generator[Any]:
+def _handed_out(own: _OwnBatches, maker: EvenIterators) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks.
 
     It reports what it holds before it gives a batch, in the background of the step, and receives the reports of others
     when the next batch is asked for.
     """
     own.read_up_to(1)  # which begins the pass
-    current = cast(WorkersPass, config.sampler.latest)
+    current = cast(StreamPass, maker.sampler.latest)
     rounds = current.in_rounds()
-    with config.opened(own) as channel:
+    with maker.opened(own) as channel:
         own.report(channel, current.batches_made)
-        while (step := next_round(ranks := _heard(channel, own, rounds), config.uneven)) is not NextMove.END:
+        while (step := next_round(ranks := _heard(channel, own, rounds), maker.uneven)) is not NextMove.END:
             taken: Sequence[int] = [0] * len(ranks)
             got: list[Any] = []
             if isinstance(step, Round):
@@ -176,8 +176,8 @@ def _handed_out(own: _OwnBatches, config: EvenIterators) -> Generator[Any]:
                 rounds.give()
                 yield got.pop()
         rounds.end()
-        if current.start.is_whole:  # the rest of an epoch may well have no step
-            _require_steps(rounds, ranks, config.uneven)
+        if current.start.is_at_epoch_start:  # the rest of an epoch may well have no step
+            _require_steps(rounds, ranks, maker.uneven)
 
 
 def _heard(channel: Channel, own: _OwnBatches, rounds: BalancedRounds) -> list[Holding]:

@@ -17,13 +17,13 @@ from ddp_patch.orders.generators import generator_states, random_generators, set
 from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import made_in_turn, turn_after
-from ddp_patch.sharding.held import Transparent
 from ddp_patch.sharding.position import BatchNote, NotedBatch, Position, StreamSnapshot, split
+from ddp_patch.sharding.sampler_states import AttributeProxy
 from ddp_patch.streams.reading import Reader, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition
 
-__all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "random_holder"]
+__all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "generators_only"]
 
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _KEY = "ddp_patch"
 
 
-class ShardedIterable(Transparent, IterableDataset[T]):
+class ShardedIterable(AttributeProxy, IterableDataset[T]):
     """One rank's share of another iterable dataset's stream.
 
     ``iterable_sharding="exact"``: in worker j of every rank, ``get_worker_info()`` returns what it would in worker j of
@@ -97,7 +97,7 @@ class ShardedIterable(Transparent, IterableDataset[T]):
         return WorkerIterator(self._worker)
 
     def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker's copy for pass ``number``; call the user's function for the dataset that it knows."""
+        """Prepare this worker's copy for pass ``number``; see ``StreamWorker.prepare``."""
         self._worker.prepare(number, epoch, worker_init_fn)
 
 
@@ -214,12 +214,11 @@ class StreamWorker(Generic[T]):
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
-        before: Consumed = ()
-        skip = 0
+        done: tuple[Consumed, int] = ((), 0)
         # Persistent workers keep a pass that has come to its end.
         if self._tells_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
-            before, skip = self._resumed[1].split(self.plan.num_replicas)
-        return max(0, len(self.plan.share(len(self.plan.rest(self.stream_length(), before)))) - skip)
+            done = split(self._resumed[1].done, self.plan.num_replicas)
+        return self.plan.remaining(self.stream_length(), *done)
 
     def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
@@ -246,9 +245,9 @@ class StreamWorker(Generic[T]):
             return
         upcoming = WorkerPass(self, self._start(number, epoch))
         with worker_info_told(upcoming.info):
-            self.reader.prepare(self.dataset, worker_init_fn, upcoming.worker_id)
+            self.reader.prepare(self.dataset, worker_init_fn, upcoming.told_worker_id)
         if self.reader.has_asked:
-            self._made_for = upcoming.start.role
+            self._made_for = upcoming.start.part
 
     def begin(self, loaded: WorkerPosition | None) -> tuple[Iterator[T], Callable[[], WorkerPosition]]:
         """Begin a pass when its first item is asked for. By then the main process has begun the epoch.
@@ -270,9 +269,9 @@ class StreamWorker(Generic[T]):
             number = self.shared.latest_pass
             self._require_all_loads()
         epoch = self._epoch_of(number)
-        self._reinstate_generators(number, epoch)
+        self._restore_generators(number, epoch)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
-        start = self._with_unread(replace(start, generators=generator_states([random_holder(self.dataset)])))
+        start = self._with_unread(replace(start, generators=generator_states([generators_only(self.dataset)])))
         self._was_read = True
         begun = WorkerPass(self, start)
         with worker_info_told(begun.info):
@@ -311,7 +310,7 @@ class StreamWorker(Generic[T]):
         """Return where a pass continues; None if it begins an epoch."""
         return None if self._resumed is None or self._resumed[0] != number else self._resumed[1]
 
-    def _reinstate_generators(self, number: int, epoch: int) -> None:
+    def _restore_generators(self, number: int, epoch: int) -> None:
         """Put back the dataset's generators where a pass continues; forget a position in another epoch."""
         if (position := self._resumed_at(number)) is None:
             return
@@ -319,7 +318,7 @@ class StreamWorker(Generic[T]):
             self.forget(number)
         elif position.is_begun:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([random_holder(self.dataset)], position.held.generators)
+            set_generator_states([generators_only(self.dataset)], position.held.generators)
 
     def _start(self, number: int, epoch: int) -> WorkerPosition:
         """Return where this worker's pass begins."""
@@ -329,31 +328,31 @@ class StreamWorker(Generic[T]):
         if not self.is_exact:
             batches = self._batches_done(position, workers)
             # Batches continue with the one whose turn it was.
-            role = (worker + turn_after(batches)) % workers
-            return WorkerPosition(number, epoch, role, skip=batches[role] * self.batching.size)
+            part = (worker + turn_after(batches)) % workers
+            return WorkerPosition(number, epoch, part, skip=batches[part] * self.batching.size)
         parts = position.parts
-        role = worker if parts is None else (worker + parts.first) % workers
-        before, skip = split(position.done if parts is None else parts.done[role], self.plan.num_replicas)
+        part = worker if parts is None else (worker + parts.first) % workers
+        before, skip = split(position.done if parts is None else parts.done[part], self.plan.num_replicas)
         counts: Literal["stream", "parts", "nothing"]
-        counts = "parts" if parts is not None else "nothing" if position.is_whole else "stream"
-        known = position.marks[0 if parts is None else role] if position.marks else StreamSnapshot()
-        return WorkerPosition(number, epoch, role, before, skip, counts, snapshot=known)
+        counts = "parts" if parts is not None else "nothing" if position.is_at_epoch_start else "stream"
+        known = position.snapshots[0 if parts is None else part] if position.snapshots else StreamSnapshot()
+        return WorkerPosition(number, epoch, part, before, skip, counts, snapshot=known)
 
     def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
         if position.parts is None:  # in an explicit world ranks cannot report which workers have ended
-            return made_in_turn([None] * workers, position.split(self.plan.num_replicas)[1] // self.batching.size)
+            return made_in_turn([None] * workers, split(position.done, self.plan.num_replicas)[1] // self.batching.size)
         own = position.parts.done[self.plan.rank * workers :][:workers]
         return [sum(items for _, items in done) // self.batching.size for done in own]
 
     def _with_unread(self, start: WorkerPosition) -> WorkerPosition:
         """Return a position with the dataset's own state, if it has one and nobody has read the dataset yet."""
-        is_known = self._was_read or not start.is_whole or bool(start.snapshot.before)
+        is_known = self._was_read or not start.is_at_epoch_start or bool(start.snapshot.initial_state)
         if is_known or not can_snapshot(self.dataset, self.options):
             return start
         with suppress(Exception):  # the user's code; without a state its stream is read again
             before = (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
-            return replace(start, snapshot=replace(start.snapshot, before=before))
+            return replace(start, snapshot=replace(start.snapshot, initial_state=before))
         return start
 
     # ---- another package's loader, and what travels with batches ----
@@ -361,7 +360,7 @@ class StreamWorker(Generic[T]):
     def position_unbegun(self) -> WorkerPosition:
         """Return where the next pass begins."""
         number = self.shared.latest_pass + 1 if self._first_pass is None else self._first_pass
-        generators = generator_states([random_holder(self.dataset)])
+        generators = generator_states([generators_only(self.dataset)])
         start = replace(self._start(number, epoch=-1), generators=generators, seed=self.seed.value)
         return self._with_unread(start)
 
@@ -373,14 +372,14 @@ class StreamWorker(Generic[T]):
 
     def _start_of(self, loaded: WorkerPosition, number: int, epoch: int) -> WorkerPosition:
         """Return where a pass begins that another package's loader resumes."""
-        if loaded.epoch not in {-1, epoch} or self._made_for not in {None, loaded.role}:
+        if loaded.epoch not in {-1, epoch} or self._made_for not in {None, loaded.part}:
             raise StateError(
-                f"{self.name} cannot resume from the state of its iterator, which is that of worker {loaded.role} in "
+                f"{self.name} cannot resume from the state of its iterator, which is that of worker {loaded.part} in "
                 f"epoch {loaded.epoch}: this is worker {this_worker()[0]} in epoch {epoch}. Load the state of the "
                 "whole loader, and do not set another epoch before it resumes."
             )
         self.shared.note_offset(number, this_worker()[0], loaded.offset)
-        set_generator_states([random_holder(self.dataset)], loaded.generators)
+        set_generator_states([generators_only(self.dataset)], loaded.generators)
         return replace(loaded, number=number, epoch=epoch)
 
     def give(self, giving: WorkerPass[T]) -> None:
@@ -405,7 +404,7 @@ def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], 
     return batch if note is None else NotedBatch(note, batch)
 
 
-def random_holder(dataset: object) -> SimpleNamespace:
+def generators_only(dataset: object) -> SimpleNamespace:
     """Return what holds a dataset's random generators and nothing else: its own state is a position in it."""
     return SimpleNamespace(generators=random_generators([dataset]))
 
@@ -414,8 +413,8 @@ def random_holder(dataset: object) -> SimpleNamespace:
 class IterableWorkerInit:
     """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
 
-    The user's may split the dataset by ``get_worker_info()``, as torch's documentation shows. So that has the user's
-    dataset in it, and the worker that reads it.
+    The user's function may call ``get_worker_info()``; it is shown the user's dataset, and the worker that will read
+    it.
     """
 
     worker_init_fn: Callable[[int], object] | None

@@ -1,7 +1,7 @@
 """How a worker reads a dataset: what the dataset asks, how its stream begins, and its own state."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -13,12 +13,12 @@ from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_load
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError
 from ddp_patch.options import Options
-from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any
+from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 
-__all__ = ["Reader", "SnapshotWriter", "can_snapshot", "this_worker"]
+__all__ = ["DatasetStateTracker", "Reader", "can_snapshot", "this_worker"]
 
 
 T = TypeVar("T")
@@ -38,14 +38,14 @@ class Reader:
 
     Attributes:
         has_asked: Whether it has. It may remember the answer, so this stays true in later passes.
-        has_split: Whether an item came after it had.
+        asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
     """
 
     def __init__(self) -> None:
         self.has_asked: bool = False
-        self.has_split: bool = False
+        self.asked_before_item: bool = False
         self.has_asked_rank: bool = False
         self._has_dataset = False  # whether somebody reached for the dataset through the worker info
 
@@ -82,7 +82,7 @@ class Reader:
                 except StopIteration:
                     return
             noting = nullcontext()
-            self.has_split |= self.has_asked
+            self.asked_before_item |= self.has_asked
             yield item
 
     @contextmanager
@@ -102,10 +102,10 @@ class Reader:
 
 
 # By how many of its first items a stream is recognised.
-_FIRST = 8
+_RECOGNISED_BY = 8
 
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
-_LATEST: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
+_LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
 def can_snapshot(dataset: object, options: Options) -> bool:
@@ -119,28 +119,28 @@ def can_snapshot(dataset: object, options: Options) -> bool:
     )
 
 
-class SnapshotWriter:
+class DatasetStateTracker:
     """Records how a worker's stream begins, and takes the dataset's own state.
 
     Args:
         dataset: The dataset that the user gave.
         states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
-        begins: What is known of the stream where it begins, or of that which is to be continued.
+        known: What is known of the stream where it begins, or of that which is to be continued.
 
     Attributes:
         start: The hashes of the first items that were read; None if the stream was not read from its beginning.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], states: PrivateRNG | None, begins: StreamSnapshot) -> None:
+    def __init__(self, dataset: IterableDataset[Any], states: PrivateRNG | None, known: StreamSnapshot) -> None:
         self.start: StreamStart | None = None
-        self._dataset, self._states, self._begins = dataset, states, begins
+        self._dataset, self._states, self._known = dataset, states, known
         self._generators = generator_states([dataset]) if states is not None else ()
         self._is_over = self._is_drawn = False
 
-    def begin(self) -> Iterator[Any]:
+    def iterate(self) -> Iterator[Any]:
         """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset = cast(Any, self._dataset)
-        for state in self._begins.before:
+        for state in self._known.initial_state:
             if not self._stands_at(state):  # it was read since
                 dataset.load_state_dict(state)
         iterator: Iterator[Any] = iter(dataset)
@@ -149,15 +149,15 @@ class SnapshotWriter:
             self._states = None
         return iterator
 
-    def begin_at_state(self) -> Iterator[Any]:
+    def iterate_from_state(self) -> Iterator[Any]:
         """Begin to iterate the dataset where its ``state_dict()`` was taken that is to be continued.
 
-        One that is its own iterator may take a state before ``iter()`` or after it, as torchdata's loader gives it.
+        If the dataset is its own iterator, load before ``iter()`` and, if that had no effect, again after it.
 
         Raises:
             StateError: It took it neither time.
         """
-        dataset, (state,) = cast(Any, self._dataset), self._begins.state
+        dataset, (state,) = cast(Any, self._dataset), self._known.state
         dataset.load_state_dict(state)
         iterator: Any = iter(dataset)
         if iterator is dataset and not self._stands_at(state):
@@ -183,15 +183,15 @@ class SnapshotWriter:
         for item in items:
             seen.append(hashes_if_any(item))
             first = self.start = _first(seen)
-            known = self._begins.first
+            known = self._known.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
             yield item
-            if len(seen) == _FIRST:
+            if len(seen) == _RECOGNISED_BY:
                 break
         yield from self.follow(items)
 
-    def first(self, items: Iterator[T], count: int) -> list[T]:
+    def read_first(self, items: Iterator[T], count: int) -> list[T]:
         """Return this many of the first items of a stream; as ``watch``, raise StateError if it begins otherwise."""
         first = list(islice(self.watch(items), count))
         if len(first) < count:
@@ -199,7 +199,7 @@ class SnapshotWriter:
         return first
 
     def _other_stream(self) -> StateError:
-        count = self._begins.first.seen if self._begins.first else 0
+        count = self._known.first.seen if self._known.first else 0
         return StateError(
             f"{type(self._dataset).__name__} cannot resume from the state: its first {count} items differ from those "
             "when the state was taken, so the finished ones cannot be skipped. Restore the state with the same "
@@ -216,9 +216,9 @@ class SnapshotWriter:
         self._is_over = True
 
     def start_after(self, items: int) -> StreamStart | None:
-        """Return the hashes of the first items, as many of these as count; None if not just so many were read."""
+        """Return the hashes of the first items, if exactly ``min(8, items)`` were read; otherwise None."""
         start = self.start
-        return start if start is not None and start.seen == min(_FIRST, items) else None
+        return start if start is not None and start.seen == min(_RECOGNISED_BY, items) else None
 
     def snapshot(self) -> bytes | None:
         """Return the dataset's own state, pickled; None if that does not contain the stream's position.
@@ -239,20 +239,17 @@ class SnapshotWriter:
 def _is_again(dataset: Any, iterator: Any) -> bool:
     """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
     try:
-        before = _LATEST.get(dataset)
+        before = _LATEST_ITERATORS.get(dataset)
         try:
-            _LATEST[dataset] = ref(iterator)
+            _LATEST_ITERATORS[dataset] = ref(iterator)
         except TypeError:  # as some written in C
-            _LATEST[dataset] = lambda: iterator
+            _LATEST_ITERATORS[dataset] = lambda: iterator
     except TypeError:  # the dataset cannot be hashed
         return False
     return before is not None and before() is iterator
 
 
 def _first(seen: list[ItemHashes]) -> StreamStart:
-    wholes, names, numbers = zip(*seen, strict=True)
-    return StreamStart(len(seen), _digest(wholes), _digest(names), _digest(numbers), len(set(wholes)))
-
-
-def _digest(hashes: Sequence[int]) -> int:
-    return int(fingerprint(hashes)[:15], 16) if all(hashes) else 0
+    kinds = [*zip(*seen, strict=True)]
+    whole, names, numbers = (number_of(hashes) if all(hashes) else 0 for hashes in kinds)
+    return StreamStart(len(seen), whole, names, numbers, len(set(kinds[0])))

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 # Remember the epochs of this many passes: iterators may live side by side.
-_LATEST = 64
+_EPOCHS_KEPT = 64
 _UNKNOWN, _ONE_STREAM = -1, -2
 
 
@@ -34,9 +34,9 @@ class SharedWorkerState:
 
     def __init__(self, readers: int) -> None:
         self.readers: int = readers
-        of_each = (_LATEST, readers)
-        self._ends, self._offsets, self._roles, self._made, self._epochs, self._latest, self._loads = shared_arrays(
-            (*of_each, 2), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,)
+        of_each = (_EPOCHS_KEPT, readers)
+        self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads = shared_arrays(
+            (*of_each, 2), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,)
         )
 
     @property
@@ -56,24 +56,24 @@ class SharedWorkerState:
 
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
-        self._epochs[number % _LATEST] = epoch
-        for noted in (self._roles, self._ends, self._made):
-            noted[number % _LATEST] = -1
+        self._epochs[number % _EPOCHS_KEPT] = epoch
+        for noted in (self._parts, self._ends, self._made):
+            noted[number % _EPOCHS_KEPT] = -1
         self._latest[0] = number
 
     def epoch_of(self, number: int) -> int | None:
         """Return which epoch pass ``number`` is over; None if no pass was begun."""
-        epoch = int(self._epochs[number % _LATEST])
+        epoch = int(self._epochs[number % _EPOCHS_KEPT])
         return epoch if epoch >= 0 else None
 
-    def note_role(self, number: int, reader: int, role: int | None) -> None:
+    def note_part(self, number: int, worker_index: int, part: int | None) -> None:
         """Write which worker's part a reader reads in pass ``number``; None if all read one stream."""
-        self._roles[number % _LATEST, reader] = _ONE_STREAM if role is None else role
+        self._parts[number % _EPOCHS_KEPT, worker_index] = _ONE_STREAM if part is None else part
 
     def ways(self, number: int) -> set[Literal["stream", "parts"]]:
         """Return how the readers of pass ``number`` read, as far as they wrote it: all one stream, or each a part."""
-        roles = self._roles[number % _LATEST].tolist()
-        return {"stream" if role == _ONE_STREAM else "parts" for role in roles if role != _UNKNOWN}
+        parts = self._parts[number % _EPOCHS_KEPT].tolist()
+        return {"stream" if part == _ONE_STREAM else "parts" for part in parts if part != _UNKNOWN}
 
     def is_one_stream(self, number: int) -> bool:
         """Return whether all readers of pass ``number`` read one stream; False while that is unknown."""
@@ -83,42 +83,44 @@ class SharedWorkerState:
         """Return whether each reader of pass ``number`` reads a part; False while that is unknown."""
         return self.ways(number) == {"parts"}
 
-    def first_role(self, number: int) -> int:
+    def first_part(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
-        found = self._roles[number % _LATEST].tolist()
-        return next(((role - reader) % self.readers for reader, role in enumerate(found) if role >= 0), 0)
+        found = self._parts[number % _EPOCHS_KEPT].tolist()
+        return next(((part - worker_index) % self.readers for worker_index, part in enumerate(found) if part >= 0), 0)
 
-    def note_offset(self, number: int, reader: int, items: int) -> None:
+    def note_offset(self, number: int, worker_index: int, items: int) -> None:
         """Write that a reader leaves out this many items in pass ``number`` because another package's loader resumed.
 
         A worker may write it before the pass has begun.
         """
-        self._offsets[number % _LATEST, reader] = torch.tensor([number, items])
+        self._offsets[number % _EPOCHS_KEPT, worker_index] = torch.tensor([number, items])
 
     def offset(self, number: int) -> int:
-        """Return how many items the reader of pass ``number`` leaves out that leaves out most, as above."""
-        return max((items for noted, items in self._offsets[number % _LATEST].tolist() if noted == number), default=0)
+        """Return the largest number of items that a reader of pass ``number`` leaves out, as above."""
+        return max(
+            (items for noted, items in self._offsets[number % _EPOCHS_KEPT].tolist() if noted == number), default=0
+        )
 
-    def end(self, number: int, role: int, length: int, order: str | None = None) -> None:
-        """Write how many items the reader of a role found in pass ``number``, and their fingerprint if it was taken."""
+    def end(self, number: int, part: int, length: int, order: str | None = None) -> None:
+        """Write how many items the reader of a part found in pass ``number``, and their fingerprint if it was taken."""
         digits = -1 if order is None else int(order[:15], 16)
-        self._ends[number % _LATEST, role] = torch.tensor([length, digits])
+        self._ends[number % _EPOCHS_KEPT, part] = torch.tensor([length, digits])
 
-    def end_batches(self, number: int, role: int, batches: int) -> None:
-        """Write how many batches the reader of a role made in pass ``number`` of a dataset that splits itself."""
-        self._made[number % _LATEST, role] = batches
+    def end_batches(self, number: int, part: int, batches: int) -> None:
+        """Write how many batches the reader of a part made in pass ``number`` of a dataset that splits itself."""
+        self._made[number % _EPOCHS_KEPT, part] = batches
 
     def batches_made(self, number: int) -> Sequence[int]:
-        """Return how many batches the reader of each role made in pass ``number``; -1 before it came to the end."""
-        return cast("list[int]", self._made[number % _LATEST].tolist())
+        """Return how many batches the reader of each part made in pass ``number``; -1 before it came to the end."""
+        return cast("list[int]", self._made[number % _EPOCHS_KEPT].tolist())
 
     def lengths(self, number: int) -> Sequence[int | None]:
-        """Return how many items the reader of each role found in pass ``number``; None before it came to the end."""
-        return [length if length >= 0 else None for length in self._ends[number % _LATEST, :, 0].tolist()]
+        """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""
+        return [length if length >= 0 else None for length in self._ends[number % _EPOCHS_KEPT, :, 0].tolist()]
 
     def facts(self, number: int) -> dict[str, object]:
         """Return what pass ``number`` has drawn, as facts to compare; nothing before all readers came to the end."""
-        drawn, orders = self._ends[number % _LATEST].T.tolist()
+        drawn, orders = self._ends[number % _EPOCHS_KEPT].T.tolist()
         if min(orders) < 0:
             return {}
         # Readers of one stream have all drawn it.
@@ -137,7 +139,7 @@ def shared_arrays(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 # The first pass may be a mere look at a batch, so some more are recorded. Which ones depends on their numbers, not on
 # how far workers have read ahead, so that it is the same on all ranks.
-_PASSES = 3
+_PASSES_NOTED = 3
 # All parts together have this many notes of a pass, if that leaves each enough: ranks send them to each other.
 _OF_ALL_PARTS = 2048
 _FEWEST = 16
@@ -164,7 +166,7 @@ class FirstItems:
     def __init__(self, parts: int) -> None:
         self.parts: int = parts
         self._most = min(COMPARED, max(_FEWEST, _OF_ALL_PARTS // parts))
-        of_each = (_PASSES, parts)
+        of_each = (_PASSES_NOTED, parts)
         self._hashes, self._counts, self._ends, self._finals, self._asked, self._is_settled = shared_arrays(
             (*of_each, self._most, 3), of_each, of_each, of_each, of_each, (1,)
         )
@@ -172,7 +174,7 @@ class FirstItems:
 
     def begin(self, number: int, name: str) -> None:
         """Note, in the main process, that pass ``number`` begins: from 1, and named alike on all ranks."""
-        if number == len(self._names) + 1 <= _PASSES:
+        if number == len(self._names) + 1 <= _PASSES_NOTED:
             again = sum(known.startswith(f"{name} (") for known in self._names)
             self._names.append(f"{name} ({again + 1})")
 
@@ -191,7 +193,7 @@ class FirstItems:
             items: What the reader of the part reads.
             asked_rank: Tells whether the dataset has asked which rank it is on.
         """
-        is_noted = 1 <= number <= _PASSES and part < self.parts and self._is_settled[0] < 0
+        is_noted = 1 <= number <= _PASSES_NOTED and part < self.parts and self._is_settled[0] < 0
         # Another iterator's worker may be about the same part of the same pass.
         if is_noted and self._counts[number - 1, part] < 0:
             return self._noting(part, number, items, asked_rank)
@@ -217,9 +219,9 @@ class FirstItems:
             self._finals[number - 1, part] = 1
         yield from items
 
-    def of(self, part: int, number: int) -> PartMarks:
+    def marks_of(self, part: int, number: int) -> PartMarks:
         """Return what was recorded of a part in a pass."""
-        # What is final is read first, and written last: then the rest is as it stays.
+        # Writers set finals last, so read it first: the rest is then complete.
         final, end, count, asked = (
             int(noted[number - 1, part]) for noted in (self._finals, self._ends, self._counts, self._asked)
         )
@@ -229,14 +231,14 @@ class FirstItems:
     def passes(self) -> dict[str, Sequence[PartMarks]]:
         """Return what was recorded of each pass, part by part, by what the ranks call the pass."""
         numbered = enumerate(self._names, 1)
-        return {name: [self.of(part, number) for part in range(self.parts)] for number, name in numbered}
+        return {name: [self.marks_of(part, number) for part in range(self.parts)] for number, name in numbered}
 
 
 # Marks of this many passes are kept: iterators may live side by side. The latest two are compared; of so many earlier
 # ones only their ends, with ranks that are epochs behind.
-_KEPT, _COMPARED, _EARLIER = 4, 2, 16
+_PASSES_KEPT, _FULLY_KEPT, _EARLIER = 4, 2, 16
 # How many marks a part has at most: enough for 2**16 times the items that are all marked.
-_MOST = 576
+_MOST_MARKS = 576
 
 
 class MarksInMemory:
@@ -257,9 +259,9 @@ class MarksInMemory:
 
     def __init__(self, parts: int) -> None:
         self._parts = parts
-        of_each = (_KEPT, parts)
+        of_each = (_PASSES_KEPT, parts)
         self._hashes, self._counts, self._ends, self._numbers = shared_arrays(
-            (*of_each, _MOST, 3), of_each, of_each, (_KEPT,)
+            (*of_each, _MOST_MARKS, 3), of_each, of_each, (_PASSES_KEPT,)
         )
         self._names: dict[int, str] = {}
         self._earlier: dict[str, Sequence[PartMarks]] = {}
@@ -270,12 +272,12 @@ class MarksInMemory:
         for known, before in self._names.items():
             if before.startswith(f"{name} (") and None not in {part.end for part in self._of(known)}:
                 self._whole[name] = max(self._whole[name], int(before.removeprefix(f"{name} (")[:-1]) + 1)
-        slot = number % _KEPT
+        slot = number % _PASSES_KEPT
         for noted in (self._counts, self._ends):
             noted[slot] = -1
         self._numbers[slot] = number
         self._names[number] = f"{name} ({self._whole[name]})"
-        for known in sorted(self._names)[:-_COMPARED]:
+        for known in sorted(self._names)[:-_FULLY_KEPT]:
             self._earlier[self._names.pop(known)] = [PartMarks(end=part.end) for part in self._of(known)]
         self._earlier = dict(list(self._earlier.items())[-_EARLIER:])
 
@@ -287,7 +289,7 @@ class MarksInMemory:
             number: The pass.
             items: What the reader of the part reads, from its first item on.
         """
-        slot = number % _KEPT
+        slot = number % _PASSES_KEPT
         # Another iterator's worker may be about the same part of the same pass.
         is_mine = part < self._parts and self._numbers[slot] == number and self._counts[slot, part] < 0
         return self._marking(slot, part, items) if is_mine else items
@@ -296,7 +298,7 @@ class MarksInMemory:
         hashes, counts, spent_s = self._hashes[slot, part], self._counts[slot], 0.0
         counts[part] = made = place = wanted = 0
         for item in items:
-            if place == wanted and made < _MOST and spent_s < _MOST_S:
+            if place == wanted and made < _MOST_MARKS and spent_s < _MOST_S:
                 began_s = thread_time()
                 hashes[made] = torch.tensor(hashes_if_any(item))
                 made, wanted = made + 1, following(place)
@@ -307,7 +309,7 @@ class MarksInMemory:
         self._ends[slot, part] = place
 
     def _of(self, number: int) -> list[PartMarks]:
-        slot = number % _KEPT
+        slot = number % _PASSES_KEPT
         ends, counts = self._ends[slot].tolist(), self._counts[slot].tolist()  # read first: marks are made before
         return [
             PartMarks.of(

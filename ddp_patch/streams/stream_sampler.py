@@ -14,13 +14,13 @@ from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.order_guard import OrderGuard
+from ddp_patch.ranks.stream_monitor import StreamMonitor
 from ddp_patch.sharding.epochs import EpochSampler
-from ddp_patch.sharding.held import SamplerStates
 from ddp_patch.sharding.position import Position
-from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, random_holder
+from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
-from ddp_patch.streams.workers_pass import WorkersPass
+from ddp_patch.streams.stream_pass import StreamPass
 
 __all__ = ["StreamSampler"]
 
@@ -41,7 +41,7 @@ class StreamSampler(EpochSampler[None]):
         dataset: The sharded dataset.
     """
 
-    latest: WorkersPass | None
+    latest: StreamPass | None
     position: Position | None
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
@@ -56,14 +56,14 @@ class StreamSampler(EpochSampler[None]):
                 "num_workers": given.num_workers,
                 "batch_size": given.batch_size or 1,
             }
-        super().__init__(agreed, SamplerStates([random_holder(given.dataset)], is_private=False), facts)
+        super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers))
         first_items, marks = None, None
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             first_items = FirstItems(shared.readers)
             # With verify=True all is compared at the end, where every rank raises.
             marks = None if agreed.options.verify else MarksInMemory(shared.readers)
-            guard = OrderGuard(
+            guard = StreamMonitor(
                 peers,
                 given.dataset,
                 first_items.passes,
@@ -124,7 +124,7 @@ class StreamSampler(EpochSampler[None]):
     def _takes(self) -> Sequence[bool]:
         """Whether to pass on the index of each item of a full batch of one process.
 
-        The last ones, as many as this rank gets: when they are taken, the whole batch is counted.
+        Only the last ones of a batch, as many as this rank gets, so that taking them counts the whole batch.
         """
         size = self._batching.size
         taken = size if self._division is None else sum(map(len, self._division.divide(size)))
@@ -136,9 +136,9 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         start = self.position or Position(epoch, held=self.held())
         at_end = partial(self._compare_end, epoch, number)
-        current = WorkersPass(start, self._sharing(self._batching), self.worker, number, self._ahead, at_end)
+        current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
-            self._holders.reinstate_generators(start.held.generators)  # a loader may have drawn from them since
+            self._sampler_states.restore_generators(start.held.generators)  # a loader may have drawn from them since
         # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
         self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
         self.worker.shared.begin(number, epoch)
@@ -196,4 +196,4 @@ class StreamSampler(EpochSampler[None]):
             return Position(self._iterated, held=self.held())
         if not self._workers and current.is_done_without_workers:
             return Position(current.epoch + 1, held=self.held())
-        return replace(current.position(current.skip), parts=current.start.parts, marks=current.start.marks)
+        return replace(current.position(current.skip), parts=current.start.parts, snapshots=current.start.snapshots)

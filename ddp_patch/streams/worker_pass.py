@@ -12,11 +12,12 @@ from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderEr
 from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import PrivateRNG, epoch_states, reader_seed
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import require_steps
+from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import require_sure_length, share
 from ddp_patch.sharding.position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.streams.reading import SnapshotWriter, can_snapshot, this_worker
+from ddp_patch.streams.reading import DatasetStateTracker, can_snapshot, this_worker
 
 if TYPE_CHECKING:
     from ddp_patch.streams.dataset import StreamWorker
@@ -35,8 +36,8 @@ class WorkerPosition:
     Attributes:
         number: The pass.
         epoch: Which epoch it is over; -1 before that is known.
-        role: Which worker of this rank's loader it replaces; another than it is where a pass resumes.
-        before: What other numbers of ranks took.
+        part: The index of the worker whose part it reads; differs from its own only after a resume.
+        taken_before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
         counts: What the state that is resumed counts: one stream, parts, or nothing.
         offset: How many items this worker has gone through since: another package's loader resumes within the pass.
@@ -48,8 +49,8 @@ class WorkerPosition:
 
     number: int
     epoch: int
-    role: int
-    before: Consumed = ()
+    part: int
+    taken_before: Consumed = ()
     skip: int = 0
     counts: Literal["stream", "parts", "nothing"] = "nothing"
     offset: int = 0
@@ -59,12 +60,12 @@ class WorkerPosition:
     ended: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def is_at_epoch_start(self) -> bool:
         """Whether nothing was taken."""
-        return not self.done and not any(taken for _, taken in self.before)
+        return not self.items_done and not any(taken for _, taken in self.taken_before)
 
     @property
-    def done(self) -> int:
+    def items_done(self) -> int:
         """How many items of this rank's share are done."""
         return self.skip + self.offset
 
@@ -73,13 +74,13 @@ class WorkerPosition:
         fields = {
             "version": _VERSION,
             "epoch": self.epoch,
-            "role": self.role,
-            "before": [list(stint) for stint in self.before],
+            "role": self.part,
+            "before": [list(pair) for pair in self.taken_before],
             "skip": self.skip,
             "counts": self.counts,
             "offset": self.offset,
             "mark": self.snapshot.plain(),
-            "state before": list(self.snapshot.before),
+            "state before": list(self.snapshot.initial_state),
             "seed": self.seed,
             "generators": list(self.generators),
             "is_over": self.ended,
@@ -100,9 +101,9 @@ class WorkerPosition:
                 "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
                 "read. Restore it with that version."
             )
-        fields["before"] = tuple((ranks, taken) for ranks, taken in fields["before"])
+        fields["taken_before"] = tuple((ranks, taken) for ranks, taken in fields.pop("before"))
         fields["snapshot"] = StreamSnapshot.of(fields.pop("mark"), fields.pop("state before"))
-        return cls(number=-1, ended=fields.pop("is_over"), **fields)
+        return cls(number=-1, part=fields.pop("role"), ended=fields.pop("is_over"), **fields)
 
 
 _NOTHING: Any = object()
@@ -120,30 +121,30 @@ class WorkerPass(Generic[T]):
 
     Attributes:
         start: As given.
-        worker_id: Which worker the dataset thinks it is in.
-        num_workers: How many it thinks there are.
+        told_worker_id: Which worker the dataset thinks it is in.
+        told_num_workers: How many it thinks there are.
         info: What ``get_worker_info()`` returns to it.
     """
 
     def __init__(self, worker: "StreamWorker[T]", start: WorkerPosition) -> None:
         self.start: WorkerPosition = start
         self._worker = worker
-        self._own_id, self._own_workers = this_worker()
-        self.worker_id: int = start.role
-        self.num_workers: int = self._own_workers
+        self._worker_index, self._workers = this_worker()
+        self.told_worker_id: int = start.part
+        self.told_num_workers: int = self._workers
         if not worker.is_exact:
-            self.worker_id += worker.plan.rank * self._own_workers
-            self.num_workers *= worker.plan.num_replicas
-        seed = reader_seed(worker.seed.value, start.epoch) + self.worker_id
-        self.info: Any = worker.reader.info(self.worker_id, self.num_workers, seed, worker.dataset)
+            self.told_worker_id += worker.plan.rank * self._workers
+            self.told_num_workers *= worker.plan.num_replicas
+        seed = reader_seed(worker.seed.value, start.epoch) + self.told_worker_id
+        self.info: Any = worker.reader.info(self.told_worker_id, self.told_num_workers, seed, worker.dataset)
         self._states = states = epoch_states(worker.options, worker.seed, start.epoch)
         private = states if isinstance(states, PrivateRNG) and can_snapshot(worker.dataset, worker.options) else None
-        self._writer = SnapshotWriter(worker.dataset, private, start.snapshot)
+        self._tracker = DatasetStateTracker(worker.dataset, private, start.snapshot)
         self._takes_snapshots = private is not None
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.
         self._noted: StreamStart | None = None
-        self._has_noted_before = not start.snapshot.before
+        self._has_noted_before = not start.snapshot.initial_state
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
     def by_worker(self) -> Iterator[T]:
@@ -153,61 +154,63 @@ class WorkerPass(Generic[T]):
             StateError: There are fewer than were done.
         """
         worker, batching, start = self._worker, self._worker.batching, self.start
-        chunks = self._drawn(self._decided(self._read(partial(iter, worker.dataset))), Plan(0, 1), 0, start.skip)
+        stream = self._detecting_split(self._read(partial(iter, worker.dataset)))
+        chunks = self._drawn(stream, Plan(0, 1), 0, start.skip)
         items = (item for chunk in chunks for item in chunk.items)
         skipped = sum(1 for _ in islice(items, start.skip))
         if skipped < start.skip if batching.drop_last else skipped <= start.skip - batching.size:
             raise StateError(
-                f"{worker.name} cannot resume from the state: worker {start.role} of {self._own_workers} had only "
+                f"{worker.name} cannot resume from the state: worker {start.part} of {self._workers} had only "
                 f"{skipped} items before its end, so the workers no longer took turns, and nobody knows which batches "
                 "were done. Begin the epoch again, or use iterable_sharding='exact'."
             )
         made = skipped
         for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
             yield item
-        worker.shared.end_batches(start.number, start.role, batching.count(made))
+        worker.shared.end_batches(start.number, start.part, batching.count(made))
 
     def exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
         worker, start, plan = self._worker, self.start, self._worker.plan
-        rest = plan.rest_of_stream(worker.stream_length, start.before)
-        before = self._before()
-        if before is None:
+        rest = plan.rest_of_stream(worker.stream_length, start.taken_before)
+        skipped = self._skipped_rounds()
+        if skipped is None:
             skip = start.skip
-            stream = rest.select(self._decided(self._compared(self._writer.watch(self._read(self._writer.begin)))))
+            read = self._compared(self._tracker.watch(self._read(self._tracker.iterate)))
+            stream = rest.select(self._detecting_split(read))
         else:
             skip = 0
-            read = self._read(self._writer.begin_at_state)
+            read = self._read(self._tracker.iterate_from_state)
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            stream = self._decided(self._writer.follow(read))
+            stream = self._detecting_split(self._tracker.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
         running = Fingerprint()
-        if is_verified := worker.options.verify and before is None:
+        if is_verified := worker.options.verify and skipped is None:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            worker.shared.end(start.number, start.role, drawn, running.hexdigest() if is_verified else None)
+            worker.shared.end(start.number, start.part, drawn, running.hexdigest() if is_verified else None)
             self._require_ends(drawn, len(rest))
 
-        of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, before) for item in part)
-        mine = self._of_worker(islice(of_rank, start.done if before is None else 0, None))
-        yield from mine if worker.division is None else _divided(mine, worker.division, worker.batching)
+        of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, skipped) for item in part)
+        mine = self._of_worker(islice(of_rank, start.items_done if skipped is None else 0, None))
+        yield from mine if worker.division is None else _divided(mine, worker, worker.division)
         self._is_over = True
 
     def _compared(self, read: Iterator[T]) -> Iterator[T]:
         """Pass on what is read from the stream's beginning, noting what the ranks compare."""
         worker, start = self._worker, self.start
         if worker.first_items is not None:
-            read = worker.first_items.watching(start.role, start.number, read, lambda: worker.reader.has_asked_rank)
-        return read if worker.marks is None else worker.marks.watching(start.role, start.number, read)
+            read = worker.first_items.watching(start.part, start.number, read, lambda: worker.reader.has_asked_rank)
+        return read if worker.marks is None else worker.marks.watching(start.part, start.number, read)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives."""
         worker, size = self._worker, self._worker.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = worker.reader.has_split or self._place // size % self._own_workers == self._own_id
+            is_mine = worker.reader.asked_before_item or self._place // size % self._workers == self._worker_index
             self._place += 1
             if is_mine:
                 worker.give(self)
@@ -218,17 +221,17 @@ class WorkerPass(Generic[T]):
         size, start = self._worker.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
         state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
-        before = None if self._has_noted_before else _pickled(self.start.snapshot.before[0])
+        before = None if self._has_noted_before else _pickled(self.start.snapshot.initial_state[0])
         if state is not None and len(state) > _LARGEST:
             self._takes_snapshots, state = False, None
         self._noted, self._has_noted_before = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
-        return BatchNote(self._own_id, -(-self._place // size), news, state, before) if is_new else None
+        return BatchNote(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
-        before = sum(ranks * each for ranks, each in self.start.before)
-        return self._writer.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
+        before = sum(ranks * each for ranks, each in self.start.taken_before)
+        return self._tracker.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
 
     def position(self) -> WorkerPosition:
         """Return how far it is."""
@@ -236,13 +239,13 @@ class WorkerPass(Generic[T]):
         if self._place != start.offset:
             state = self._snapshot()
             states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
-            snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.before)
+            snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.initial_state)
         return replace(start, offset=self._place, snapshot=snapshot, seed=self._worker.seed.value, ended=self._is_over)
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
         return self._worker.reader.read(begin, self.info)
 
-    def _decided(self, read: Iterator[T]) -> Iterator[T]:
+    def _detecting_split(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
 
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
@@ -250,19 +253,19 @@ class WorkerPass(Generic[T]):
         """
         worker, reader, start = self._worker, self._worker.reader, self.start
         first = next(read, _NOTHING)
-        asked = self.num_workers > 1 and (reader.has_asked if first is _NOTHING else reader.has_split)
+        asked = self.told_num_workers > 1 and (reader.has_asked if first is _NOTHING else reader.asked_before_item)
         if asked and not self._has_own_states:
             self._use_own_states()
-        worker.shared.note_role(start.number, self._own_id, start.role if asked else None)
+        worker.shared.note_part(start.number, self._worker_index, start.part if asked else None)
         if worker.is_exact and worker.shared.readers > 1:
             self._require_one_way()
         if first is _NOTHING:
             return
         yield first
         for item in read:
-            if reader.has_split and not asked and self.num_workers > 1:
+            if reader.asked_before_item and not asked and self.told_num_workers > 1:
                 raise UnsupportedLoaderError(
-                    f"{worker.name} cannot be sharded with {self._own_workers} workers: it asked get_worker_info() "
+                    f"{worker.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
                     "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
@@ -300,7 +303,7 @@ class WorkerPass(Generic[T]):
     def _use_own_states(self) -> None:
         self._has_own_states = True
         if isinstance(self._states, PrivateRNG):
-            self._states.go_on_as(self.worker_id)
+            self._states.switch_to_worker(self.told_worker_id)
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
@@ -308,31 +311,31 @@ class WorkerPass(Generic[T]):
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return slice(None) if self._worker.options.verify or not at else plan.part(at, items, length)
+            return slice(None) if self._worker.options.verify or not at else plan.slice_of_chunk(at, items, length)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         # No copies: these are samples, not indices.
-        return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, kept=kept)
+        return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
 
-    def _before(self) -> Chunk[T] | None:
+    def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.
 
         Padding repeats items of the first round, so these are read where there may be padding.
         """
         plan, start, known = self._worker.plan, self.start, self.start.snapshot.first
-        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.done else 0
-        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.before):
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.items_done else 0
+        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.taken_before):
             return None
         first: list[T] = []
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
             with epoch_states(self._worker.options, self._worker.seed, start.epoch):
-                first = self._writer.first(self._read(self._writer.begin), looked_at)
-        return Chunk(start.done * plan.num_replicas, first)
+                first = self._tracker.read_first(self._read(self._tracker.iterate), looked_at)
+        return Chunk(start.items_done * plan.num_replicas, first)
 
     def _snapshot(self) -> bytes | None:
         with self._worker.reader.unnoted(self.info):
-            return self._writer.snapshot()
+            return self._tracker.snapshot()
 
     def _require_ends(self, drawn: int, assumed: int) -> None:
         """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
@@ -346,14 +349,14 @@ class WorkerPass(Generic[T]):
                     f"get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two of them. Split it by "
                     "get_worker_info() in __iter__, or use num_workers=0."
                 )
-        if start.is_whole and None not in lengths:
+        if start.is_at_epoch_start and None not in lengths:
             require_steps(worker.plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
         require_sure_length(worker.plan, worker.name, "dataset", drawn, assumed)
-        if start.done > worker.plan.rounds(drawn):
+        if start.items_done > worker.plan.largest_share(drawn):
             raise StateError(
-                f"{worker.name} cannot resume from the state: {start.done} items of each rank's share were done in it, "
-                f"and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it was taken "
-                "of; one that is its own iterator must be rebuilt."
+                f"{worker.name} cannot resume from the state: {start.items_done} items of each rank's share were done "
+                f"in it, and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it "
+                "was taken of; one that is its own iterator must be rebuilt."
             )
 
 
@@ -365,8 +368,9 @@ def _pickled(state: object) -> bytes | None:
     return None
 
 
-def _divided(items: Iterator[T], division: Plan, batching: Batching) -> Iterator[T]:
+def _divided(items: Iterator[T], worker: "StreamWorker[T]", division: Plan) -> Iterator[T]:
     """Yield a rank's samples of each batch that is made of some items."""
+    batching, divide = worker.batching, Division(division, worker.name)
     while batch := list(islice(items, batching.size)):
         if len(batch) == batching.size or not batching.drop_last:
-            yield from (batch[place] for place in chain(*division.divide(len(batch))))
+            yield from divide(batch)

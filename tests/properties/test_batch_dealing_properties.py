@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
-from ddp_patch.sharding.balancing import deal_batch
+from ddp_patch.sharding.balancing import balance_batch
 
 ROUNDING = 1e-5  # of single precision, over some additions: of all that a batch costs
 
@@ -31,9 +31,9 @@ def one_batch(numbers: st.SearchStrategy[float], least: int = 0) -> st.SearchStr
 
 @given(one_batch(finite), st.integers(1, 12), unevens)
 def test_a_batch_is_divided_as_the_plan_says(costs: Costs, ranks: int, uneven: Uneven) -> None:
-    order = deal_batch(costs.tolist(), ranks)
+    order = balance_batch(costs.tolist(), ranks)
     assert sorted(order) == list(range(len(costs)))
-    assert order == deal_batch(costs.tolist(), ranks)
+    assert order == balance_batch(costs.tolist(), ranks)
     parts = [order[rank::ranks] for rank in range(ranks)]
     each, over = divmod(len(costs), ranks)
     assert [len(part) for part in parts] == [each + (rank < over) for rank in range(ranks)]
@@ -45,7 +45,7 @@ def test_a_batch_is_divided_as_the_plan_says(costs: Costs, ranks: int, uneven: U
 
 @given(one_batch(number, least=1), st.integers(1, 12))
 def test_parts_of_a_batch_differ_by_less_than_one_sample(costs: Costs, ranks: int) -> None:
-    order = np.array(deal_batch(costs.tolist(), ranks), np.int64)
+    order = np.array(balance_batch(costs.tolist(), ranks), np.int64)
     parts = np.array([costs[order[rank::ranks]].sum() for rank in range(ranks)])
     widest = widest_of_parts(costs, ranks)
     rounding = ROUNDING * costs.sum()
@@ -66,7 +66,7 @@ def test_no_rank_has_the_dearest_part_of_each_batch() -> None:
     dearest = []
     for _ in range(400):
         costs = random.lognormal(size=24)
-        order = np.array(deal_batch(costs.tolist(), ranks), np.int64)
+        order = np.array(balance_batch(costs.tolist(), ranks), np.int64)
         dearest.append(int(np.argmax([costs[order[rank::ranks]].sum() for rank in range(ranks)])))
     assert min(np.bincount(dearest, minlength=ranks)) > 60  # of 100, which deviate by 9
 
@@ -76,7 +76,7 @@ def test_a_batch_against_the_best_division(n: int, ranks: int) -> None:
     random = np.random.default_rng(n)
     for _ in range(50):
         costs = random.lognormal(size=n)
-        order = np.array(deal_batch(costs.tolist(), ranks), np.int64)
+        order = np.array(balance_batch(costs.tolist(), ranks), np.int64)
         found = max(costs[order[rank::ranks]].sum() for rank in range(ranks))
         assert found <= (2 - 1 / ranks) * least_division(costs, ranks) * (1 + ROUNDING)
 

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ddp_patch.costs import CostOf
-from ddp_patch.sharding.balancing import deal, deal_batch
+from ddp_patch.sharding.balancing import balance_batch, balance_window
 
 ROUNDING = 1e-5  # of single precision, over some additions: of all that a batch costs
 TINY = 1e-37  # of the dearest cost: what is less is nothing to single precision
@@ -63,7 +63,7 @@ def stepped(values: NDArray[Any], ranks: int, size: int) -> NDArray[Any]:
 
 def batch_costs(costs: Costs, ranks: int, size: int, cost_of: CostOf) -> Costs:
     """Return what each batch of the whole steps costs, shape (steps, ranks)."""
-    items = stepped(costs[deal(costs, ranks, size, cost_of, key())], ranks, size)
+    items = stepped(costs[balance_window(costs, ranks, size, cost_of, key())], ranks, size)
     batches: Costs = items.sum(axis=2) if cost_of == "sum" else items.max(axis=2) * size
     return batches
 
@@ -110,9 +110,9 @@ def least_by_sums(costs: Costs, ranks: int, size: int) -> float:
 def test_each_item_comes_once_and_calls_agree(window: tuple[Costs, int, int], cost_of: CostOf) -> None:
     costs, ranks, size = window
     given_costs = costs.copy()
-    order = deal(costs, ranks, size, cost_of, key())
+    order = balance_window(costs, ranks, size, cost_of, key())
     assert sorted(order.tolist()) == list(range(len(costs)))
-    assert order.tolist() == deal(costs, ranks, size, cost_of, key()).tolist()
+    assert order.tolist() == balance_window(costs, ranks, size, cost_of, key()).tolist()
     assert costs.tolist() == given_costs.tolist()
 
 
@@ -120,15 +120,15 @@ def test_each_item_comes_once_and_calls_agree(window: tuple[Costs, int, int], co
 def test_how_large_costs_are_makes_no_difference(window: tuple[Costs, int, int], cost_of: CostOf, power: int) -> None:
     costs, ranks, size = window
     costs = np.round(costs, 6)
-    order = deal(costs, ranks, size, cost_of, key()).tolist()
-    assert order == deal(costs * 2.0**power, ranks, size, cost_of, key()).tolist()
-    assert deal_batch(costs.tolist(), ranks) == deal_batch((costs * 2.0**power).tolist(), ranks)
+    order = balance_window(costs, ranks, size, cost_of, key()).tolist()
+    assert order == balance_window(costs * 2.0**power, ranks, size, cost_of, key()).tolist()
+    assert balance_batch(costs.tolist(), ranks) == balance_batch((costs * 2.0**power).tolist(), ranks)
 
 
 @given(windows(), kinds)
 def test_what_fills_no_step_comes_last(window: tuple[Costs, int, int], cost_of: CostOf) -> None:
     costs, ranks, size = window
-    order = deal(costs, ranks, size, cost_of, key()).tolist()
+    order = balance_window(costs, ranks, size, cost_of, key()).tolist()
     whole, rounds = len(costs) // (ranks * size) * ranks * size, len(costs) // ranks * ranks
     assert sorted(order[:whole]) == list(range(whole))
     assert sorted(order[whole:rounds]) == list(range(whole, rounds))
@@ -138,7 +138,7 @@ def test_what_fills_no_step_comes_last(window: tuple[Costs, int, int], cost_of: 
 @given(windows(), kinds)
 def test_a_batch_has_its_items_as_they_came(window: tuple[Costs, int, int], cost_of: CostOf) -> None:
     costs, ranks, size = window
-    order = deal(costs, ranks, size, cost_of, key())
+    order = balance_window(costs, ranks, size, cost_of, key())
     rounds = len(costs) // ranks * ranks
     last = order[len(costs) // (ranks * size) * ranks * size : rounds]
     assert (np.diff(stepped(order, ranks, size), axis=2) > 0).all()
@@ -151,7 +151,7 @@ def test_the_last_step_is_dealt_as_a_step_is(window: tuple[Costs, int, int], cos
     whole = len(costs) // (ranks * size) * ranks * size
     rounds = (len(costs) - whole) // ranks
     if rounds:
-        order = deal(costs, ranks, size, cost_of, key())[whole:]
+        order = balance_window(costs, ranks, size, cost_of, key())[whole:]
         batches = costs[stepped(order[: rounds * ranks], ranks, rounds)][0]
         alone = batch_costs(costs[whole : whole + rounds * ranks], ranks, rounds, cost_of)[0]
         total = batches.sum(axis=1) if cost_of == "sum" else batches.max(axis=1) * rounds
@@ -244,7 +244,7 @@ def test_the_order_has_no_trend(cost_of: CostOf) -> None:
     costs = typical()
     steps, of_ranks = [], []
     for number in range(keys):
-        batches = stepped(costs[deal(costs, ranks, size, cost_of, key(number))], ranks, size).sum(axis=2)
+        batches = stepped(costs[balance_window(costs, ranks, size, cost_of, key(number))], ranks, size).sum(axis=2)
         steps.append(np.corrcoef(batches.sum(axis=1), range(len(batches)))[0, 1])
         of_ranks.append(batches.mean(axis=0) - batches.mean())
     # Each correlation has a deviation of 1/sqrt(steps - 1), and the mean of some that over their root.
@@ -257,7 +257,7 @@ def test_the_order_has_no_trend(cost_of: CostOf) -> None:
 
 @pytest.mark.parametrize("cost_of", ["sum", "padded"])
 def test_another_key_gives_another_order_of_the_same_batches(cost_of: CostOf) -> None:
-    orders = [deal(typical(), 4, 3, cost_of, key(number)) for number in range(2)]
+    orders = [balance_window(typical(), 4, 3, cost_of, key(number)) for number in range(2)]
     batches = [sorted(stepped(order, 4, 3).reshape(-1, 3).tolist()) for order in orders]
     assert orders[0].tolist() != orders[1].tolist()
     assert batches[0] == batches[1]
@@ -266,5 +266,5 @@ def test_another_key_gives_another_order_of_the_same_batches(cost_of: CostOf) ->
 @pytest.mark.parametrize("cost_of", ["sum", "padded"])
 @pytest.mark.parametrize("cost", [0.0, 1.0, 1e308])
 def test_equal_costs_still_give_each_item_once(cost: float, cost_of: CostOf) -> None:
-    order = deal(np.full(50, cost), 3, 4, cost_of, key())
+    order = balance_window(np.full(50, cost), 3, 4, cost_of, key())
     assert sorted(order.tolist()) == list(range(50))

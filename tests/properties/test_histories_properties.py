@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.ranks.histories import History, PassProgress, PassRecord, PassState, contradiction
+from ddp_patch.ranks.histories import History, PassProgress, PassRecord, PassState, pass_mismatch
 
 SIZE = 2  # items in a batch
 
@@ -71,7 +71,7 @@ class Rank:
         if steps >= self.batches:
             progress[0] = PassProgress(self.batches * SIZE, PassState.ENDED)
         elif not keeps:
-            progress[0] = progress[0]._replace(state=PassState.LEFT)
+            progress[0] = progress[0]._replace(state=PassState.ABANDONED)
         yield self.history.record()
 
 
@@ -97,7 +97,7 @@ def test_ranks_that_run_one_program_never_contradict_each_other(program: list[It
     records = rank.runs(program)
     for mine in records:
         for theirs in records:
-            assert contradiction(mine, PassRecord.decoded(theirs.encoded()), SIZE, 0, rank.long_look) is None
+            assert pass_mismatch(mine, PassRecord.decoded(theirs.encoded()), SIZE, 0, rank.long_look) is None
 
 
 def agree(program: Sequence[Iterates], batches: int) -> bool:
@@ -105,7 +105,7 @@ def agree(program: Sequence[Iterates], batches: int) -> bool:
     rank = Rank(batches)
     looking, plain = Rank(batches, takes_looks=True).runs(program), rank.runs(program)
     found = [
-        contradiction(*both, SIZE, 0, rank.long_look)
+        pass_mismatch(*both, SIZE, 0, rank.long_look)
         for mine in looking
         for theirs in plain
         for both in ((mine, theirs), (theirs, mine))
@@ -141,7 +141,7 @@ def test_a_pass_of_one_rank_alone_is_found_once_both_have_gone_on(
     other.runs([whole] * extra)
     alone.runs([Iterates(None, steps, 0, False, ())])
     after = zip(alone.records(whole), other.records(whole), strict=True)
-    found = [contradiction(mine, theirs, SIZE, 0, other.long_look) for mine, theirs in after]
+    found = [pass_mismatch(mine, theirs, SIZE, 0, other.long_look) for mine, theirs in after]
     assert found[-1] is not None
     assert found[-1] == (extra, steps * SIZE, extra + 1, True)
 

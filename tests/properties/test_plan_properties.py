@@ -98,7 +98,7 @@ def test_parts_of_chunks_make_up_the_share(
     taken: list[int] = []
     for start in range(0, n, chunk_size):
         chunk = stream[start : start + chunk_size]
-        taken += chunk[plan.part(start, len(chunk), n)]
+        taken += chunk[plan.slice_of_chunk(start, len(chunk), n)]
     assert taken == [p for p in plan.share(n) if p < n]
 
 

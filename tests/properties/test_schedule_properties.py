@@ -73,7 +73,7 @@ def test_before_the_end_is_found_batches_are_full_and_those_that_surely_come_ali
 ) -> None:
     """As they are in an epoch that ends right after what was given on every rank."""
     skip = batches * batching.size
-    schedule = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, given=given_before)])
+    schedule = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, least_items=given_before)])
     ended = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, given_before * ranks)])
     until = schedule.alike_until(0)
     assert until == max(0, given_before - skip) // batching.size == ended.alike_until(0)

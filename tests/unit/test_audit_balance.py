@@ -227,8 +227,8 @@ def with_more(order: Places) -> Places:
 
 def damage(monkeypatch: pytest.MonkeyPatch, how: Callable[[Places], Places]) -> None:
     """Damage every window that is dealt, also that of one process."""
-    dealt = Balancer.dealt
-    monkeypatch.setattr(Balancer, "dealt", lambda *given: how(dealt(*given)))
+    dealt = Balancer.order_of
+    monkeypatch.setattr(Balancer, "order_of", lambda *given: how(dealt(*given)))
 
 
 @pytest.mark.parametrize("name", ["samples", "whole batches", "batches of the sampler", "batches of other sizes"])
@@ -253,13 +253,13 @@ def test_batches_that_are_repeated_in_a_deal_are_found(monkeypatch: pytest.Monke
 
 
 def test_a_deal_that_mixes_two_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    dealt = balancing._dealt
+    dealt = balancing._balanced_windows
 
     def mixed(*given: Any) -> Iterator[Any]:
         for (first, second, *rest), places in dealt(*given):
             yield [[*first[:2], *second[2:]], [*second[:2], *first[2:]], *rest], places
 
-    monkeypatch.setattr(balancing, "_dealt", mixed)
+    monkeypatch.setattr(balancing, "_balanced_windows", mixed)
     labels = [index % 8 for index in range(N)]
     given = plain(batch_sampler=PKBatchSampler(labels, 2, 2))
     assert audit(given, 2).ok

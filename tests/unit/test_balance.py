@@ -41,7 +41,7 @@ from ddp_patch import (
     patch_dataloaders_to_ddp,
     restore_loader,
 )
-from ddp_patch.orders.random_states import dealing_key
+from ddp_patch.orders.random_states import balancing_key
 from ddp_patch.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
@@ -354,7 +354,7 @@ def test_each_window_has_an_order_of_its_own() -> None:
 
 def test_each_window_of_each_world_has_a_key_of_its_own() -> None:
     """For two seeds, epochs, numbers of worlds before, and windows."""
-    keys = [dealing_key(*each).generate_state(2).tolist() for each in product(range(2), repeat=4)]
+    keys = [balancing_key(*each).generate_state(2).tolist() for each in product(range(2), repeat=4)]
     assert len({tuple(key) for key in keys}) == 16
 
 

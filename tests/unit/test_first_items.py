@@ -13,7 +13,7 @@ from zoo import Source, as_it_is
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.fingerprint import COMPARED, hashes_of
-from ddp_patch.ranks import order_guard
+from ddp_patch.ranks import stream_monitor
 from ddp_patch.ranks.notices import Peers
 from ddp_patch.ranks.order_verdicts import PartMarks, encoded
 from ddp_patch.streams import shared_state
@@ -21,7 +21,7 @@ from ddp_patch.streams.shared_state import FirstItems
 
 
 def noted(first: FirstItems, number: int = 1, part: int = 0) -> tuple[int, bool, bool]:
-    notes = first.of(part, number)
+    notes = first.marks_of(part, number)
     return len(notes.items), notes.is_final, notes.end is not None
 
 
@@ -33,14 +33,14 @@ def read(first: FirstItems, n: int, number: int = 1, part: int = 0) -> None:
 def test_a_short_stream_is_noted_whole(n: int) -> None:
     first = FirstItems(1)
     read(first, n)
-    assert first.of(0, 1) == PartMarks.of([hashes_of(item) for item in range(n)], end=n, is_final=True)
+    assert first.marks_of(0, 1) == PartMarks.of([hashes_of(item) for item in range(n)], end=n, is_final=True)
 
 
 @pytest.mark.parametrize("n", [COMPARED, COMPARED + 1, 3 * COMPARED])
 def test_of_a_long_stream_the_first_items_are_noted(n: int) -> None:
     first = FirstItems(1)
     read(first, n)
-    assert first.of(0, 1) == PartMarks.of([hashes_of(item) for item in range(COMPARED)], is_final=True)
+    assert first.marks_of(0, 1) == PartMarks.of([hashes_of(item) for item in range(COMPARED)], is_final=True)
 
 
 def test_what_was_read_so_far_is_noted_and_no_item_is_read_ahead() -> None:
@@ -101,7 +101,7 @@ class Locked(dict[Any, Any]):
 def test_an_item_that_cannot_be_looked_into_counts_as_any_other_such() -> None:
     first, locked = FirstItems(1), Locked(a=1)
     assert list(first.watching(0, 1, iter([locked, 1]))) == [locked, 1]
-    assert first.of(0, 1) == PartMarks.of([(0, 0, 0), hashes_of(1)], end=2, is_final=True)
+    assert first.marks_of(0, 1) == PartMarks.of([(0, 0, 0), hashes_of(1)], end=2, is_final=True)
 
 
 def test_large_items_are_noted_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_workers_note_in_memory_that_the_main_process_sees(start: str) -> None:
     for _ in patched:
         pass
     expected = PartMarks.of([hashes_of(item) for item in range(30)], end=30, is_final=True)
-    assert [first.of(part, 1) for part in range(2)] == [expected] * 2
+    assert [first.marks_of(part, 1) for part in range(2)] == [expected] * 2
 
 
 @pytest.mark.parametrize(("items", "is_sharded"), [(16, False), (64, True)])
@@ -138,10 +138,10 @@ def test_a_stream_is_sharded_already_only_where_enough_items_have_nothing_in_com
 
     def left(peers: object, subject: str, decode: Callable[[bytes], Any]) -> mock.Mock:
         texts = {1: decode(b"|" + encoded(other.passes()).encode())} if subject == "orders" else {}
-        return mock.Mock(exchange=mock.Mock(return_value=texts))
+        return mock.Mock(post_and_read=mock.Mock(return_value=texts))
 
-    monkeypatch.setattr(order_guard, "Mailbox", left)
+    monkeypatch.setattr(stream_monitor, "Mailbox", left)
     peers = Peers("loader", 1, 0, [1])
-    guard = order_guard.OrderGuard(peers, range(1), own.passes, dict, own.settle, lambda number: True, "")
+    guard = stream_monitor.StreamMonitor(peers, range(1), own.passes, dict, own.settle, lambda number: True, "")
     with pytest.raises(RankMismatchError, match="sharded already") if is_sharded else nullcontext():
         guard.compare(at_end=False)

@@ -7,13 +7,13 @@ import pytest
 
 from ddp_patch.ranks import pass_monitor
 from ddp_patch.ranks.histories import (
-    Contradiction,
     History,
+    PassMismatch,
     PassProgress,
     PassRecord,
     PassState,
     ReadAhead,
-    contradiction,
+    pass_mismatch,
 )
 from ddp_patch.ranks.notices import Peers
 
@@ -84,16 +84,16 @@ CASES: list[tuple[str, Sequence[Pass], Sequence[Pass], tuple[int, int, int] | No
 def test_what_contradicts_what(
     mine: Sequence[Pass], theirs: Sequence[Pass], found: tuple[int, int, int] | None
 ) -> None:
-    expected = None if found is None else Contradiction(*found, is_mine=True)
-    assert contradiction(record(*mine), record(*theirs), SIZE, 0, half) == expected
-    turned = contradiction(record(*theirs), record(*mine), SIZE, 0, half)
+    expected = None if found is None else PassMismatch(*found, is_mine=True)
+    assert pass_mismatch(record(*mine), record(*theirs), SIZE, 0, half) == expected
+    turned = pass_mismatch(record(*theirs), record(*mine), SIZE, 0, half)
     assert turned == (None if expected is None else expected._replace(is_mine=False))
 
 
 def test_unequal_shares_may_differ_by_a_batch() -> None:
     mine, theirs = record((AUTO, 0, 8, LEFT), (AUTO, 1, 8, OPEN)), record((AUTO, 0, 12, ENDED))
-    assert contradiction(mine, theirs, SIZE) is not None
-    assert contradiction(mine, theirs, SIZE, slack=SIZE) is None
+    assert pass_mismatch(mine, theirs, SIZE) is not None
+    assert pass_mismatch(mine, theirs, SIZE, slack=SIZE) is None
 
 
 def test_of_a_thousand_epochs_the_latest_are_told() -> None:
@@ -108,8 +108,8 @@ def test_epochs_that_are_no_longer_told_contradict_nothing() -> None:
     """And what a rank broke off long ago is found as long as both tell of it."""
     whole = [(AUTO, epoch, 12, ENDED) for epoch in range(60)]
     broken = [*whole[:50], (AUTO, 50, 8, LEFT), *whole[51:]]
-    assert contradiction(record(*whole[:20]), record(*whole), SIZE, 0, half) is None
-    assert contradiction(record(*broken), record(*whole), SIZE, 0, half) == (50, 8, 51, True)
+    assert pass_mismatch(record(*whole[:20]), record(*whole), SIZE, 0, half) is None
+    assert pass_mismatch(record(*broken), record(*whole), SIZE, 0, half) == (50, 8, 51, True)
 
 
 def test_what_was_surely_taken() -> None:
@@ -126,7 +126,7 @@ def test_comparisons_take_no_more_than_a_small_part_of_the_time(monkeypatch: pyt
     class Counted:
         def __init__(self, *_: Any) -> None: ...
 
-        def exchange(self, _: str) -> dict[int, PassRecord]:
+        def post_and_read(self, _: str) -> dict[int, PassRecord]:
             nonlocal now
             now += cost
             made.append(now)

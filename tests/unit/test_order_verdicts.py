@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ddp_patch.orders.fingerprint import ItemHashes, hashes_of
 from ddp_patch.ranks.order_verdicts import (
-    OrderVerdict,
     PartMarks,
+    Verdict,
     compare,
     compare_parts,
     compare_workers,
@@ -25,7 +25,7 @@ from ddp_patch.ranks.order_verdicts import (
     encoded,
 )
 
-ALIKE, OTHER_ORDER, UNKNOWN = OrderVerdict.ALIKE, OrderVerdict.OTHER_ORDER, OrderVerdict.UNKNOWN
+ALIKE, OTHER_ORDER, UNKNOWN = Verdict.ALIKE, Verdict.OTHER_ORDER, Verdict.UNKNOWN
 
 
 def notes(items: Sequence[Any], *, is_all: bool = False) -> PartMarks:
@@ -47,7 +47,7 @@ def shuffled(items: Sequence[Any], seed: int = 1) -> list[Any]:
 
 MANY = range(100)
 # What one reader noted, what the other did, whether these are all their items, and what that tells.
-TABLE: dict[str, tuple[Sequence[Any], Sequence[Any], bool, OrderVerdict]] = {
+TABLE: dict[str, tuple[Sequence[Any], Sequence[Any], bool, Verdict]] = {
     "nothing": ([], [], True, ALIKE),
     "nothing yet": ([], [1, 2], False, ALIKE),
     "the same": (MANY, MANY, False, ALIKE),

@@ -18,7 +18,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.orders.chunks import begun
+from ddp_patch.orders.chunks import start_iterating
 
 N = 300
 
@@ -116,7 +116,7 @@ def test_what_gives_its_items_once_is_told_and_nothing_is_used_up(make: Callable
     sampler = make()
     assert StreamFacts.of(sampler).is_one_shot is expected
     assert (StreamFacts.of(sampler).order is None) is expected
-    assert len(list(begun(sampler))) == len(list(begun(make())))
+    assert len(list(start_iterating(sampler))) == len(list(start_iterating(make())))
 
 
 @pytest.mark.parametrize("make", [BeginsAnew, OfUnknownRandomness, Once], ids=lambda make: make.__name__)

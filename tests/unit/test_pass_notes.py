@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import RandomSampler
 
 from ddp_patch.loaders.contents import Row, RowsSeen, rows_of
-from ddp_patch.orders.chunks import begun, draw
+from ddp_patch.orders.chunks import draw, start_iterating
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.orders import order_of
 from ddp_patch.ranks.histories import NotesReport, PassProgress, PassState
-from ddp_patch.ranks.pass_monitor import PassNotes, difference
+from ddp_patch.ranks.pass_monitor import PassNotes, notes_mismatch
 
 KINDS: dict[str, Callable[[int], Any]] = {
     "indices": int,
@@ -38,7 +38,9 @@ def drawn(items: list[Any], ranks: int = 3, rank: int = 0) -> PassFingerprint:
     def kept(start: int, size: int) -> slice:
         return slice(rank, size, ranks) if start else slice(None)
 
-    chunks = list(draw(begun(items), nullcontext(), round_size=ranks, ahead=True, kept=kept, noted=noted))
+    chunks = list(
+        draw(start_iterating(items), nullcontext(), round_size=ranks, ahead=True, selection=kept, noted=noted)
+    )
     assert sum(chunk.length for chunk in chunks) == len(items)
     noted.end(len(items))
     return noted
@@ -48,7 +50,7 @@ def drawn(items: list[Any], ranks: int = 3, rank: int = 0) -> PassFingerprint:
 @pytest.mark.parametrize("n", [0, 1, 7, 300, 20_000])
 def test_all_ranks_take_one_fingerprint_of_one_order(kind: str, n: int) -> None:
     items = list(map(KINDS[kind], random.Random(1).sample(range(n), n)))
-    taken = [drawn(items, rank=rank).marks for rank in range(3)]
+    taken = [drawn(items, rank=rank).checkpoints for rank in range(3)]
     assert taken[0] == taken[1] == taken[2]
     assert len(taken[0]) <= 60
     assert taken[0][-1][0] == n
@@ -57,7 +59,7 @@ def test_all_ranks_take_one_fingerprint_of_one_order(kind: str, n: int) -> None:
 def test_an_order_that_differs_late_in_a_chunk_shows() -> None:
     items = random.Random(1).sample(range(12_000), 12_000)
     other = [*items[:9000], *items[:8999:-1]]
-    assert drawn(items).marks != drawn(other).marks
+    assert drawn(items).checkpoints != drawn(other).checkpoints
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,13 +68,13 @@ def test_the_first_items_are_all_looked_at(kind: str, place: int) -> None:
     items = list(map(KINDS[kind], range(300)))
     other = [*items]
     other[place], other[place + 1] = items[place + 1], items[place]
-    assert drawn(items).marks[-1] != drawn(other).marks[-1]
+    assert drawn(items).checkpoints[-1] != drawn(other).checkpoints[-1]
 
 
 def test_of_later_chunks_some_are() -> None:
     items = list(range(100_000))
-    assert drawn(items).marks != drawn([*items[:5000], *items[5001:], 5000]).marks
-    assert drawn(items).marks != drawn(items[:-1]).marks
+    assert drawn(items).checkpoints != drawn([*items[:5000], *items[5001:], 5000]).checkpoints
+    assert drawn(items).checkpoints != drawn(items[:-1]).checkpoints
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -81,7 +83,9 @@ def test_a_rank_is_given_the_same_items_with_a_fingerprint_as_without(rank: int)
         def kept(start: int, size: int) -> slice:
             return slice(rank, size, 3)
 
-        chunks = draw(begun(range(10_000)), nullcontext(), round_size=3, ahead=True, kept=kept, noted=noted)
+        chunks = draw(
+            start_iterating(range(10_000)), nullcontext(), round_size=3, ahead=True, selection=kept, noted=noted
+        )
         return [item for chunk in chunks for item in chunk.items]
 
     assert share(PassFingerprint()) == share(None) == [*range(rank, 10_000, 3)]
@@ -93,7 +97,7 @@ class Unseen:
 
 def test_items_without_a_value_are_told_once_and_count_alike(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="ddp_patch"):
-        taken = [drawn([Unseen() for _ in range(9)]).marks for _ in range(2)]
+        taken = [drawn([Unseen() for _ in range(9)]).checkpoints for _ in range(2)]
     assert taken[0] == taken[1]
     assert sum("a Unseen has no value" in message for message in caplog.messages) == 1
 
@@ -104,7 +108,7 @@ def test_an_order_that_is_looked_up_has_a_fingerprint_before_its_first_item() ->
         noted = PassFingerprint()
         for sampler in (RandomSampler(range(10**5)), RandomSampler(range(10), num_samples=10**6)):
             noted.add_order(order_of(sampler, 0, torch.Generator().manual_seed(seed)))
-        taken.append(noted.marks)
+        taken.append(noted.checkpoints)
     assert taken[0] == taken[1] != taken[2]
 
 
@@ -130,32 +134,32 @@ def notes_of(
     """Return what a rank left of a pass, of which it took some items."""
     noted = PassNotes("S", epoch, "0", 0, drawn(items), Holds(rows or {}), lambda: PassProgress(taken, state))
     for _ in range(2):
-        noted.look(4)
-    return noted.encoded(look=4, is_old=is_old)
+        noted.observe_dataset(4)
+    return noted.encoded(look_items=4, is_old=is_old)
 
 
 def test_two_orders_differ_within_so_many_items() -> None:
     mine, theirs = notes_of([*range(99)]), notes_of([*range(60), *range(98, 59, -1)])
-    found = difference([mine], [theirs])
+    found = notes_mismatch([mine], [theirs])
     assert found is not None
     assert found.count is not None
     assert 60 < found.count <= 99
-    assert difference([mine], [notes_of([*range(99)])]) is None
+    assert notes_mismatch([mine], [notes_of([*range(99)])]) is None
 
 
 def test_a_look_is_not_compared_and_neither_is_another_epoch() -> None:
     mine, other = notes_of([*range(9)]), [*range(8, -1, -1)]
-    assert difference([mine], [notes_of(other, taken=4)]) is None
-    assert difference([notes_of([*range(9)], taken=4)], [notes_of(other)]) is None
-    assert difference([mine], [notes_of(other, taken=4, state=PassState.ENDED)]) is not None
-    assert difference([mine], [notes_of(other, epoch=1)]) is None
+    assert notes_mismatch([mine], [notes_of(other, taken=4)]) is None
+    assert notes_mismatch([notes_of([*range(9)], taken=4)], [notes_of(other)]) is None
+    assert notes_mismatch([mine], [notes_of(other, taken=4, state=PassState.ENDED)]) is not None
+    assert notes_mismatch([mine], [notes_of(other, epoch=1)]) is None
 
 
 def test_a_rank_that_is_epochs_ahead_left_its_last_mark() -> None:
     items = [*range(99)]
-    assert len(notes_of(items, is_old=True).marks) == 1
-    assert difference([notes_of(items)], [notes_of(items, is_old=True)]) is None
-    assert difference([notes_of(items)], [notes_of(items[::-1], is_old=True)]) is not None
+    assert len(notes_of(items, is_old=True).checkpoints) == 1
+    assert notes_mismatch([notes_of(items)], [notes_of(items, is_old=True)]) is None
+    assert notes_mismatch([notes_of(items)], [notes_of(items[::-1], is_old=True)]) is not None
 
 
 def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
@@ -169,7 +173,7 @@ def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
     gone = weakref.ref(stands)
     notes = PassNotes("S", 0, "0", 0, drawn([*range(9)]), None, stands.now)
     notes.settle()
-    stands.state = PassState.LEFT
+    stands.state = PassState.ABANDONED
     told = notes.encoded(4, is_old=True)
     notes.settle()
     del stands
@@ -207,7 +211,7 @@ ROWS: list[tuple[dict[str, Row], dict[str, Row], tuple[str, ...]]] = [
 def test_datasets_differ_in_what_names_their_samples(
     mine: dict[str, Row], theirs: dict[str, Row], names: tuple[str, ...]
 ) -> None:
-    found = difference([notes_of([*range(9)], rows=mine)], [notes_of([*range(9)], rows=theirs)])
+    found = notes_mismatch([notes_of([*range(9)], rows=mine)], [notes_of([*range(9)], rows=theirs)])
     assert (() if found is None else found.attributes) == names
 
 

@@ -21,7 +21,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.orders.chunks import State
+from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.ranks.histories import PassState
 from ddp_patch.sharding import sources
@@ -66,19 +66,19 @@ def an_exception(loader: Any) -> None:
 @pytest.mark.parametrize(
     ("do", "sampler", "state"),
     [
-        (nothing, range(N), State.NOT_BEGUN),
-        (one_item, range(N), State.RUNNING),
-        (all_of_it, range(N), State.ENDED),
-        (all_of_it, [], State.ENDED),
-        (a_break, range(N), State.LEFT),
-        (an_exception, FailsAtThree(), State.LEFT),
+        (nothing, range(N), IterationState.NOT_BEGUN),
+        (one_item, range(N), IterationState.RUNNING),
+        (all_of_it, range(N), IterationState.ENDED),
+        (all_of_it, [], IterationState.ENDED),
+        (a_break, range(N), IterationState.ABANDONED),
+        (an_exception, FailsAtThree(), IterationState.ABANDONED),
     ],
 )
-def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: State) -> None:
+def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: IterationState) -> None:
     loader = patched(sampler)
     kept = do(loader)
     assert loader.sampler.latest.state is state
-    assert loader.sampler.latest.is_over is (state in {State.ENDED, State.LEFT})
+    assert loader.sampler.latest.is_inactive is (state in {IterationState.ENDED, IterationState.ABANDONED})
     del kept
 
 
@@ -173,10 +173,10 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     one = train.sampler.latest
     assert one.progress() == (2, PassState.OPEN)
     dataset.may_end.set()
-    while not one.ends_elsewhere():  # the test's time limit ends it
+    while not one.worker_saw_end():  # the test's time limit ends it
         time.sleep(0.001)
     assert one.progress() == (2, PassState.OPEN)
     if takes_all:
         assert len(list(batches)) == 1
     del batches
-    assert one.progress() == ((4, PassState.ENDED) if takes_all else (2, PassState.LEFT))
+    assert one.progress() == ((4, PassState.ENDED) if takes_all else (2, PassState.ABANDONED))

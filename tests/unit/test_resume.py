@@ -922,7 +922,7 @@ def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be
     uneven: Any, layout: Any
 ) -> None:
     for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
-        if Batching(size, drop_last).loses_a_rank(Plan(0, world, uneven, layout), n):
+        if Batching(size, drop_last).leaves_rank_without_step(Plan(0, world, uneven, layout), n):
             continue  # refused
         states = []
         for rank in range(world):

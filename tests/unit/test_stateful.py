@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zoo import Indices, as_it_is, out_of_order
 
 from ddp_patch import StateError, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.streams import workers_pass
+from ddp_patch.streams import stream_pass
 
 N = 24
 
@@ -196,7 +196,7 @@ def test_the_last_batch_is_not_followed_by_a_rest_of_none(monkeypatch: pytest.Mo
     assert loader.state_dict() == loader_state(loader)
     next(iterator)
     with monkeypatch.context() as patch:
-        patch.setattr(workers_pass, "_ENDS_S", 0.01)
+        patch.setattr(stream_pass, "_ENDS_S", 0.01)
         assert "6 batches" in refusal_of_now(loader)  # a worker has not said that it came to its end
     threading.Timer(0.2, dataset.may_end.set).start()
     assert loader.state_dict()["epoch"] == 1  # it waited

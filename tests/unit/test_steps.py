@@ -28,11 +28,11 @@ def test_a_rank_is_lost_where_no_batch_of_its_share_is_full() -> None:
     for n, ranks, size, drop_last in product(range(12), range(1, 5), (1, 2, 3, 5), (False, True)):
         for uneven, layout in product(get_args(Uneven), get_args(Layout)):
             plans, batching = [Plan(rank, ranks, uneven, layout) for rank in range(ranks)], Batching(size, drop_last)
-            assert plans[0].least(n) == min(len(plan.share(n)) for plan in plans)
+            assert plans[0].smallest_share(n) == min(len(plan.share(n)) for plan in plans)
             is_stepless = any(batching.count(len(plan.share(n))) == 0 for plan in plans)
             is_asked_for = uneven == "keep" and not drop_last
             expected = batching.count(n) > 0 and is_stepless and not is_asked_for
-            assert batching.loses_a_rank(plans[-1], n) == expected
+            assert batching.leaves_rank_without_step(plans[-1], n) == expected
 
 
 # Samples, loader, ranks, options, and all remedies that are told.

@@ -14,10 +14,10 @@ from ddp_patch.ranks.order_verdicts import (
     PartMarks,
     alike_marks,
     decoded,
-    divergence,
     encoded,
     following,
     position,
+    stream_mismatch,
 )
 from ddp_patch.streams.shared_state import MarksInMemory
 
@@ -72,13 +72,13 @@ def test_readers_of_one_stream_are_alike_however_far_they_are(kind: str) -> None
     make = {**KEPT, "augmented": augmented}[kind]
     whole = marked(map(make, range(1000)))
     for upto in (0, 1, 100, 777, None):
-        assert divergence([whole], [marked(map(make, range(1000)), upto=upto)]) is None
+        assert stream_mismatch([whole], [marked(map(make, range(1000)), upto=upto)]) is None
 
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_an_item_that_is_skipped_shows(kind: str) -> None:
     mine, theirs = (marked(map(KEPT[kind], numbers), upto=900) for numbers in (range(1000), SKIPPED))
-    found = divergence([mine], [theirs])
+    found = stream_mismatch([mine], [theirs])
     assert found is not None
     assert not found.is_end
     assert 500 < found.count < 600
@@ -89,15 +89,15 @@ def test_an_end_that_another_reader_is_past_shows(kind: str) -> None:
     make = {**KEPT, "augmented": augmented}[kind]
     mine, theirs = marked(map(make, range(600))), marked(map(make, range(1000)), upto=650)
     for one, other in ((mine, theirs), (theirs, mine)):
-        found = divergence([PartMarks(), one], [PartMarks(), other])
+        found = stream_mismatch([PartMarks(), one], [PartMarks(), other])
         assert found is not None
         assert (found.part, found.count, found.is_end) == (1, 600, True)
-    assert divergence([mine], [marked(map(make, range(1000)), upto=600)]) is None
+    assert stream_mismatch([mine], [marked(map(make, range(1000)), upto=600)]) is None
 
 
 def test_augmentation_that_changes_an_item_here_and_there_shows_nothing() -> None:
     mine, theirs = ([number if random.random() > 0.02 else -number for number in range(1, 1000)] for _ in range(2))
-    assert divergence([marked(mine)], [marked(theirs)]) is None
+    assert stream_mismatch([marked(mine)], [marked(theirs)]) is None
 
 
 SHARE_AUGMENTED = (0.02, 0.05, 0.1, 0.2, 0.3)
@@ -111,12 +111,12 @@ def test_items_of_which_some_are_augmented_show_nothing_at_any_moment(share: flo
         mine, theirs = ([make(n if rng.random() > share / 2 else -n) for n in range(1, 300)] for _ in range(2))
         whole = marked(mine)
         for upto in range(16, 300, 8):
-            assert divergence([whole], [marked(theirs, upto=upto)]) is None
+            assert stream_mismatch([whole], [marked(theirs, upto=upto)]) is None
 
 
 def test_a_number_that_names_the_item_shows_that_its_text_is_augmented() -> None:
     mine, theirs = (marked((n, f"{n} {random.random() if n > 200 else ''}") for n in range(600)) for _ in range(2))
-    assert divergence([mine], [theirs]) is None
+    assert stream_mismatch([mine], [theirs]) is None
 
 
 def test_a_skipped_item_shows_in_the_numbers_where_all_names_are_alike() -> None:
@@ -124,7 +124,7 @@ def test_a_skipped_item_shows_in_the_numbers_where_all_names_are_alike() -> None
         return ("cat" if number < 990 else "dog"), number
 
     mine, theirs = (marked(map(sorted_by_class, numbers), upto=900) for numbers in (range(1000), SKIPPED))
-    found = divergence([mine], [theirs])
+    found = stream_mismatch([mine], [theirs])
     assert found is not None
     assert 500 < found.count < 600
 
@@ -136,23 +136,23 @@ def test_an_order_over_a_large_range_shows_after_a_pass_that_was_alike(kind: str
         return [marked(map(KEPT[kind], numbers[:900]))]
 
     before = alike_marks(read(None), read(None))
-    assert divergence(read(1), read(2)) is None
-    found = divergence(read(1), read(2), before)
+    assert stream_mismatch(read(1), read(2)) is None
+    found = stream_mismatch(read(1), read(2), before)
     assert found is not None
     assert found.count <= 3
-    assert divergence(read(3), read(3), before) is None
+    assert stream_mismatch(read(3), read(3), before) is None
 
 
 def test_what_was_augmented_in_a_pass_shows_nothing_in_the_next() -> None:
     def read() -> list[PartMarks]:
         return [marked(random.sample(range(10**9), 900))]
 
-    assert divergence(read(), read(), alike_marks(read(), read())) is None
+    assert stream_mismatch(read(), read(), alike_marks(read(), read())) is None
 
 
 def test_an_order_that_differs_from_the_beginning_shows() -> None:
     mine, theirs = (random.sample(range(80), 80) for _ in range(2))
-    found = divergence([marked(mine)], [marked(theirs)])
+    found = stream_mismatch([marked(mine)], [marked(theirs)])
     assert found is not None
     assert found.count <= 20
 

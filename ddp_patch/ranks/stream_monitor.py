@@ -9,19 +9,19 @@ from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.notices import Mailbox, Peers
 from ddp_patch.ranks.order_verdicts import (
     AlikeMarks,
-    Divergence,
-    Finding,
-    OrderVerdict,
+    OrderComparison,
     PartMarks,
+    StreamMismatch,
+    Verdict,
     alike_marks,
     compare_parts,
     compare_workers,
     decoded,
-    divergence,
     encoded,
+    stream_mismatch,
 )
 
-__all__ = ["ONE_STREAM", "OrderGuard"]
+__all__ = ["ONE_STREAM", "StreamMonitor"]
 
 
 # What to do where no package is known to shuffle.
@@ -45,7 +45,7 @@ _AT_ONCE = 2
 _Passes = Mapping[str, Sequence[PartMarks]]
 
 
-class OrderGuard:
+class StreamMonitor:
     """Compares what this rank's readers read with what the other ranks' read.
 
     Args:
@@ -77,8 +77,8 @@ class OrderGuard:
         self._first_mailbox = Mailbox(peers, "orders", _held_and_decoded)
         self._marks_mailbox = Mailbox(peers, "marks", decoded)
         self._open = set(peers.others)  # whose first items may still show something
-        self._left = (0, 0)  # how many first items were left, and of how many parts no more come
-        self._marks_left = ""
+        self._posted = (0, 0)  # how many first items were left, and of how many parts no more come
+        self._posted_marks = ""
         self._alike: dict[int, dict[str, list[AlikeMarks]]] = {}  # by rank, then by what the ranks call the pass
         self._has_warned = False
 
@@ -107,12 +107,12 @@ class OrderGuard:
             if len(parts) > 1 and self._workers_read_alike(number):
                 found = compare_workers(parts)
                 self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
-        for rank, (held, theirs) in self._first_mailbox.exchange(self._news(mine), most).items():
+        for rank, (held, theirs) in self._first_mailbox.post_and_read(self._news(mine), most).items():
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
                 both = mine[name][found.part], theirs[name][found.part]
                 has_enough = found.is_final or min(part.count for part in both) >= _ENOUGH
-                if found.verdict is OrderVerdict.UNKNOWN and has_enough:  # no items in common, as far as they show
+                if found.verdict is Verdict.UNKNOWN and has_enough:  # no items in common, as far as they show
                     self._require_unsharded(*both, rank, is_held=held == self._held)
                 self._judge(found, f"part {found.part}", f"rank {self._rank}", ranks_text([rank]))
                 if found.is_final:
@@ -125,22 +125,22 @@ class OrderGuard:
         """Return what to leave of the first items: nothing as long as little has come since."""
         every = [part for parts in mine.values() for part in parts]
         items, finals = sum(part.count for part in every), sum(part.is_final for part in every)
-        if finals == self._left[1] and (items == 0 or items < 2 * self._left[0]):
+        if finals == self._posted[1] and (items == 0 or items < 2 * self._posted[0]):
             return None
-        self._left = (items, finals)
+        self._posted = (items, finals)
         return f"{self._held}|{encoded(mine)}"
 
     def _compare_marks(self, most: int | None) -> None:
         mine = self._marks()
         news = encoded(mine)
-        others = self._marks_mailbox.exchange(None if news == self._marks_left else news, most)
-        self._marks_left = news
+        others = self._marks_mailbox.post_and_read(None if news == self._posted_marks else news, most)
+        self._posted_marks = news
         for rank, theirs in others.items():
             known = self._alike.setdefault(rank, {})
             for name, parts in mine.items():
                 other_passes = [before for other, before in known.items() if other != name]
                 best = max(other_passes, key=lambda of_parts: sum(map(max, of_parts)), default=())
-                found = divergence(parts, theirs.get(name, ()), best)
+                found = stream_mismatch(parts, theirs.get(name, ()), best)
                 if found is not None:
                     raise self._other_stream(name, rank, found)
                 if any(part.packed for part in parts):  # of earlier passes only the ends are left
@@ -168,15 +168,15 @@ class OrderGuard:
             "reason, such as a seed, let items have a string or a whole number that names them."
         )
 
-    def _judge(self, found: Finding, where: str, mine: str, theirs: str) -> None:
+    def _judge(self, found: OrderComparison, where: str, mine: str, theirs: str) -> None:
         seen = f"{self._began}: item {found.item} of {where} of {self._name} differs between {mine} and {theirs}"
-        if found.verdict is OrderVerdict.OTHER_ORDER:
+        if found.verdict is Verdict.OTHER_ORDER:
             raise RankMismatchError(
                 f"{seen}, because each reads its own order. Samples would be lost: each rank keeps its share of what "
                 f"should be one order. {self._remedy}. If the dataset already gives each rank other samples, leave its "
                 "loader unpatched."
             )
-        if found.verdict is OrderVerdict.UNKNOWN and found.is_final and not self._has_warned:
+        if found.verdict is Verdict.UNKNOWN and found.is_final and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{seen}. Either only augmentation differs, which is fine, or each reads its own order, which loses "
@@ -187,7 +187,7 @@ class OrderGuard:
                 stacklevel=2,
             )
 
-    def _other_stream(self, name: str, rank: int, found: Divergence) -> RankMismatchError:
+    def _other_stream(self, name: str, rank: int, found: StreamMismatch) -> RankMismatchError:
         where = f"part {found.part} of {self._name} in {name.rpartition(' (')[0]}"
         what, remedy = (
             (f"{where} ends after {found.count} items on one of them, and has more on the other", ONE_STREAM)

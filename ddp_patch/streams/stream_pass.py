@@ -12,12 +12,12 @@ from typing import Any
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule
-from ddp_patch.sharding.passes import Pass, Sharing
+from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.streams.balanced_parts import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 
-__all__ = ["WorkersPass"]
+__all__ = ["StreamPass"]
 
 
 _INDICES = [None] * 1024
@@ -26,12 +26,12 @@ _INDICES = [None] * 1024
 _ENDS_S = 10
 
 
-class WorkersPass(Pass[None]):
+class StreamPass(Pass[None]):
     """A pass over an iterable dataset: an index for every item, None, forever. Workers find the end, if there is one.
 
     Args:
         start: Where it begins.
-        sharing: What all passes over the loader have in common.
+        context: What all passes over the loader have in common.
         worker: What reads the stream, as the main process has it.
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
@@ -44,13 +44,13 @@ class WorkersPass(Pass[None]):
     def __init__(
         self,
         start: Position,
-        sharing: Sharing,
+        context: PassContext,
         worker: StreamWorker[Any],
         number: int,
         ahead: int,
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(start, sharing)
+        super().__init__(start, context)
         self._at_end = at_end
         self.rounds: BalancedRounds | None = None
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
@@ -63,14 +63,14 @@ class WorkersPass(Pass[None]):
         super().deliver(note, is_next=is_next)
         if note is None:
             return
-        if note.first is not None or note.before is not None:
-            self._starts[note.reader].append(note)
+        if note.first is not None or note.initial_state is not None:
+            self._starts[note.worker_index].append(note)
         if note.state is not None:
-            self._states[note.reader].append(note)
+            self._states[note.worker_index].append(note)
 
-    def note_exhausted(self) -> None:
+    def note_end_seen(self) -> None:
         """Record that the training loop has seen the end; see ``Pass``."""
-        super().note_exhausted()
+        super().note_end_seen()
         self._at_end()
 
     @property
@@ -79,7 +79,7 @@ class WorkersPass(Pass[None]):
         return None
 
     @property
-    def is_counted(self) -> bool:
+    def is_comparable(self) -> bool:
         """Whether ranks take equally much; they do where each reads the whole dataset."""
         return self._worker.is_exact
 
@@ -88,12 +88,12 @@ class WorkersPass(Pass[None]):
         """How many items all ranks share in it: as the dataset says, or as was found by its end."""
         said = super().likely_length
         # Before, one rank may know and another not.
-        return self.lengths_found()[0] if said is None and self.is_over else said
+        return self.lengths_found()[0] if said is None and self.is_inactive else said
 
     @property
     def batches(self) -> int:
         """How many batches it has given, counted high; see ``Pass``."""
-        return super().batches if self.rounds is None else self.rounds.given
+        return super().batches if self.rounds is None else self.rounds.batches_delivered
 
     def in_rounds(self) -> BalancedRounds:
         """Return what records the rounds in which ranks send each other batches."""
@@ -105,7 +105,7 @@ class WorkersPass(Pass[None]):
         """How many batches each worker of a dataset that splits itself made in all; -1 for those that may make more."""
         return self._shared.batches_made(self._number)
 
-    def _parts(self) -> Iterator[list[None]]:
+    def _chunks(self) -> Iterator[list[None]]:
         while True:
             yield _INDICES
 
@@ -113,14 +113,14 @@ class WorkersPass(Pass[None]):
         """Return True: nothing has to be drawn here to know what is left."""
         return True
 
-    def ends_elsewhere(self) -> bool:
+    def worker_saw_end(self) -> bool:
         """Return whether a worker has come to the end: from then on more is asked for than there is."""
         return any(length is not None for length in self._shared.lengths(self._number))
 
     @property
     def is_in_parts(self) -> bool:
         """Whether several workers read a part each; False while that is unknown."""
-        return self.is_counted and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
+        return self.is_comparable and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
 
     @property
     def left_out(self) -> int:
@@ -139,7 +139,7 @@ class WorkersPass(Pass[None]):
             length = self.likely_length if lengths[0] is None and self._plan.needs_length else lengths[0]
             return self._schedule_of([Part(self.skip, length)])
         skips = [split(done, self._plan.num_replicas)[1] for done in self._parts_before()]
-        parts, first = list(map(Part, skips, lengths, count())), self._shared.first_role(self._number)
+        parts, first = list(map(Part, skips, lengths, count())), self._shared.first_part(self._number)
         return self._schedule_of(parts[first:] + parts[:first])
 
     def whole_schedule(self) -> Schedule | None:
@@ -154,10 +154,10 @@ class WorkersPass(Pass[None]):
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it, where every rank knows that; otherwise None."""
         if self.rounds is not None:
-            return self.rounds.given if self.rounds.is_over else None
+            return self.rounds.batches_delivered if self.rounds.is_over else None
         if not self.is_in_parts:
             return super().most_batches()
-        return self.schedule().most if self.is_over else None
+        return self.schedule().most if self.is_inactive else None
 
     def most_found(self, batches: int) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows; see ``Pass``."""
@@ -178,22 +178,24 @@ class WorkersPass(Pass[None]):
             )
         return most
 
-    def _given_after(self, batches: int) -> int:
+    def _prepared_beyond(self, batches: int) -> int:
         return 0  # what was drawn ahead was drawn in workers
 
     def position_after(self, batches: int) -> Position:
         """Return the position after this many of its batches; see ``Pass``."""
         position = super().position_after(batches)
         if not batches:
-            return replace(position, parts=self.start.parts, marks=self.start.marks)
-        if not self.is_counted:
+            return replace(position, parts=self.start.parts, snapshots=self.start.snapshots)
+        if not self.is_comparable:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         self._require_own_start()
         if self.is_in_parts:
             return self._position_in_parts(position, batches)
         position = self.position(self.schedule().taken(batches)[0])
-        before = self.start.marks[0] if self.start.marks else StreamSnapshot()
-        return replace(position, marks=[self._snapshot_after((batches - 1) % self._shared.readers, batches, before)])
+        before = self.start.snapshots[0] if self.start.snapshots else StreamSnapshot()
+        return replace(
+            position, snapshots=[self._snapshot_after((batches - 1) % self._shared.readers, batches, before)]
+        )
 
     def _position_in_parts(self, position: Position, batches: int) -> Position:
         """Return the position after some batches where workers read a part each."""
@@ -204,15 +206,15 @@ class WorkersPass(Pass[None]):
                 "come to its end on some ranks and not on others, so the ranks' workers no longer take the same turns. "
                 "Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
             )
-        first, taken, made = self._shared.first_role(self._number), schedule.taken(batches), schedule.made(batches)
-        marks, done, known = self.start.marks or [StreamSnapshot()] * readers, [], []
-        for role, before in enumerate(self._parts_before()):
-            reader = (role - first) % readers
-            done.append((*split(before, ranks)[0], (ranks, taken[reader])))
-            known.append(self._snapshot_after(reader, made[reader], marks[role]))
+        first, taken, made = self._shared.first_part(self._number), schedule.taken(batches), schedule.made(batches)
+        marks, done, known = self.start.snapshots or [StreamSnapshot()] * readers, [], []
+        for part, before in enumerate(self._parts_before()):
+            worker = (part - first) % readers
+            done.append((*split(before, ranks)[0], (ranks, taken[worker])))
+            known.append(self._snapshot_after(worker, made[worker], marks[part]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
-        return replace(position, parts=PartsDone(upcoming, done), marks=known)
+        return replace(position, parts=PartsDone(upcoming, done), snapshots=known)
 
     def _require_own_start(self) -> None:
         """Refuse to count batches of a pass that another package's loader resumed in the workers."""
@@ -223,15 +225,15 @@ class WorkersPass(Pass[None]):
                 "state_dict(), or resume by restore_loader()."
             )
 
-    def _snapshot_after(self, reader: int, batches: int, before: StreamSnapshot) -> StreamSnapshot:
-        """Return what is known of a reader's stream after some batches of it; ``before``, when the pass began."""
+    def _snapshot_after(self, worker: int, batches: int, previous: StreamSnapshot) -> StreamSnapshot:
+        """Return what is known of a worker's stream after some batches of it; ``previous``, when the pass began."""
         if not batches:
-            return before
-        first, at_first = before.first, before.before
-        for note in self._starts[reader]:
+            return previous
+        first, at_first = previous.first, previous.initial_state
+        for note in self._starts[worker]:
             first = note.first if note.first is not None and note.batches <= batches else first
-            at_first = at_first if note.before is None else (pickle.loads(note.before),)  # noqa: S301 - our worker's
-        states = [note.state for note in self._states[reader] if note.batches == batches and note.state]
+            at_first = at_first if note.initial_state is None else (pickle.loads(note.initial_state),)  # noqa: S301 - our worker's
+        states = [note.state for note in self._states[worker] if note.batches == batches and note.state]
         return StreamSnapshot(first, tuple(map(pickle.loads, states)), at_first)
 
     def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:
@@ -247,7 +249,7 @@ class WorkersPass(Pass[None]):
     def is_done_without_workers(self) -> bool:
         """Whether a loader without workers has found the end of it: it asked for more than there is."""
         if self._worker.loaded_at_end == self.epoch:
-            return self.taken > self.skip
+            return self.items_pulled > self.skip
         end = self.schedule().count
         asked = self._batches_asked() + self._batching.count(self.left_out)
         return end is not None and asked > end

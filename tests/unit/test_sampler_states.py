@@ -17,11 +17,11 @@ from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.orders.generators import (
-    as_read,
+    native_state,
     random_generators,
     same_state,
     seeded_anew,
-    set_as_read,
+    set_native_state,
     was_seeded,
 )
 
@@ -341,15 +341,15 @@ def test_a_look_between_seeding_and_choosing_changes_nothing(name: str, epoch: i
 @pytest.mark.parametrize("name", GENERATORS)
 def test_whether_a_generator_was_seeded_or_drawn_from(name: str) -> None:
     generator = GENERATORS[name]()
-    before = as_read(generator)
+    before = native_state(generator)
     raw: Any = type("Holds", (), {"sampler": type("Sampler", (), {})()})()
     raw.sampler.generator = generator
     for _ in range(700):  # past the words that a twister makes at once
         draws(raw)
         assert not was_seeded(generator, before)
-    later = as_read(generator)
+    later = native_state(generator)
     assert not same_state(later, before)
-    set_as_read(generator, seeded_anew(generator, before, 1))
+    set_native_state(generator, seeded_anew(generator, before, 1))
     assert was_seeded(generator, later)
     assert not same_state(seeded_anew(generator, before, 1), seeded_anew(generator, before, 2))
 

@@ -11,28 +11,28 @@ from typing import Any, ClassVar
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.orders.generators import (
     RandomGenerator,
-    as_read,
     generator_states,
     is_stateful,
+    native_state,
     plain_attributes,
     random_generators,
     same_state,
     seeded_anew,
-    set_as_read,
     set_generator_states,
+    set_native_state,
     was_seeded,
 )
 from ddp_patch.orders.random_states import one_at_a_time
 
-__all__ = ["SamplerState", "SamplerStates", "Transparent"]
+__all__ = ["AttributeProxy", "SamplerSnapshot", "SamplerStates"]
 
 
 # How many epochs' beginnings are kept, for who goes back to one.
-_LATEST = 32
+_MOST_BEGINNINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerState:
+class SamplerSnapshot:
     """What the samplers' order follows from, besides (seed, epoch).
 
     Attributes:
@@ -54,38 +54,49 @@ class _Generator:
 
     Attributes:
         generator: The generator.
-        own: The state in which the passes left it.
-        shown: The state in which everybody else finds it; while a pass draws, None if that is the passes' own, too.
+        pass_state: The state in which the passes left it.
+        outside_state: The state that code outside the passes sees. None while a pass draws and both states are the
+            same.
     """
 
     generator: RandomGenerator
-    own: Any
-    shown: Any
+    pass_state: Any
+    outside_state: Any
 
     @property
     def is_seeded(self) -> bool:
         """Whether somebody else has seeded it since a pass drew from it."""
-        if self.shown is None or same_state(as_read(self.generator), self.shown):
+        if self.outside_state is None or same_state(native_state(self.generator), self.outside_state):
             return False
-        return was_seeded(self.generator, self.shown)
+        return was_seeded(self.generator, self.outside_state)
 
     def enter(self) -> None:
         """Let it draw on where the passes left it; but if it was seeded, as the seed says."""
-        now = as_read(self.generator)
+        now = native_state(self.generator)
         if self.is_seeded:
-            self.own = now
+            self.pass_state = now
         # As long as nobody else has drawn from it, everybody finds it where the passes left it, as in one process.
-        self.shown = None if same_state(now, self.own) else now
-        if self.shown is not None:
-            set_as_read(self.generator, self.own)
+        self.outside_state = None if same_state(now, self.pass_state) else now
+        if self.outside_state is not None:
+            set_native_state(self.generator, self.pass_state)
+
+    def set_pass_state(self, state: Any) -> None:
+        """Let passes draw on from a state, even if it was seeded."""
+        self.pass_state = state
+        if self.is_seeded:
+            self.outside_state = native_state(self.generator)
+
+    def take_present_state(self) -> None:
+        """Let passes draw on from where everybody finds it now."""
+        self.pass_state = self.outside_state = native_state(self.generator)
 
     def leave(self) -> None:
         """Put it back to where everybody else finds it."""
-        self.own = as_read(self.generator)
-        if self.shown is None:
-            self.shown = self.own
+        self.pass_state = native_state(self.generator)
+        if self.outside_state is None:
+            self.outside_state = self.pass_state
         else:
-            set_as_read(self.generator, self.shown)
+            set_native_state(self.generator, self.outside_state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,28 +111,28 @@ class SamplerStates:
     """The samplers of a stream, and other objects that may hold random generators or a state.
 
     Their generators and counters belong to the passes of one loader: they are put back to where these passes left them
-    whenever one draws, whatever others drew or counted meanwhile. An epoch that is chosen by ``set_epoch`` begins with
-    what it would have begun with if nobody had looked into it or into others.
+    whenever one draws, whatever others drew or counted meanwhile. After ``set_epoch(n)``, epoch n starts from the same
+    states as if no other pass had been broken off.
 
     Args:
         holders: Those objects. The attributes that they have now count as unchanged.
-        counted: The attributes that a pass is known to change, by the position of their holder, and name.
+        changing: The attributes that a pass is known to change, by the position of their holder, and name.
         is_private: Whether the passes draw from them by this object alone. A dataset draws from its own while it is
             read, by workers or in the main process.
     """
 
     def __init__(
-        self, holders: Sequence[Any], counted: Collection[tuple[int, str]] = (), *, is_private: bool = True
+        self, holders: Sequence[Any], changing: Collection[tuple[int, str]] = (), *, is_private: bool = True
     ) -> None:
         self.holders: Sequence[Any] = holders
         self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
         self._own: list[_Generator] = []
-        self._counted = set(counted)
+        self._changing = set(changing)
         self._counters: dict[tuple[int, str], Any] = {}
-        self._before: Sequence[Mapping[str, Any]] | None = None  # the attributes when a pass began to draw
+        self._attributes_before: Sequence[Mapping[str, Any]] | None = None  # the attributes when a pass began to draw
         self._find()
-        self._count()
+        self._note_changes()
         self._beginnings = {0: self._now()}
         # The states of generators that were seeded since an epoch was chosen or drawn to its end, by their ids.
         self._seeded: dict[int, Any] = {}
@@ -140,20 +151,20 @@ class SamplerStates:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """While entered, let the samplers draw from what the passes left."""
-        if self._before is not None:
+        if self._attributes_before is not None:
             yield
             return
         with one_at_a_time():
-            self._seeded |= {id(one.generator): as_read(one.generator) for one in self._own if one.is_seeded}
+            self._seeded |= {id(one.generator): native_state(one.generator) for one in self._own if one.is_seeded}
             for one in self._own:
                 one.enter()
             self._put_back()
-            self._before = [plain_attributes(holder) for holder in self.holders]
+            self._attributes_before = [plain_attributes(holder) for holder in self.holders]
             try:
                 yield
             finally:
-                self._count()
-                self._before = None
+                self._note_changes()
+                self._attributes_before = None
                 for one in self._own:
                     one.leave()
 
@@ -162,16 +173,17 @@ class SamplerStates:
         known = {id(one.generator): one for one in self._own}
         found = random_generators(self.holders) if self.is_private else []
         self._own = [
-            known.get(id(generator)) or _Generator(generator, state := as_read(generator), state) for generator in found
+            known.get(id(generator)) or _Generator(generator, state := native_state(generator), state)
+            for generator in found
         ]
 
-    def _count(self) -> None:
+    def _note_changes(self) -> None:
         """Note which attributes a pass has changed, and what all those are that passes change."""
-        for place, was in enumerate(self._before or ()):
+        for place, was in enumerate(self._attributes_before or ()):
             now = plain_attributes(self.holders[place])
-            self._counted.update((place, name) for name, value in now.items() if was.get(name, _UNSET) != value)
+            self._changing.update((place, name) for name, value in now.items() if was.get(name, _UNSET) != value)
         held = [getattr(holder, "__dict__", {}) for holder in self.holders]
-        self._counters = {key: held[key[0]][key[1]] for key in self._counted if key[1] in held[key[0]]}
+        self._counters = {key: held[key[0]][key[1]] for key in self._changing if key[1] in held[key[0]]}
 
     def _put_back(self) -> None:
         for (place, name), value in self._counters.items():
@@ -180,19 +192,19 @@ class SamplerStates:
     @property
     def has_counters(self) -> bool:
         """Whether passes are known to change attributes."""
-        return bool(self._counted)
+        return bool(self._changing)
 
     @contextmanager
     def changed_by_user(self) -> Iterator[None]:
         """While entered, the user may change what passes count: they continue from there."""
         with one_at_a_time():
-            if self._before is None:  # else a pass is drawing, and will note it
+            if self._attributes_before is None:  # else a pass is drawing, and will note it
                 self._put_back()
             try:
                 yield
             finally:
-                if self._before is None:
-                    self._count()
+                if self._attributes_before is None:
+                    self._note_changes()
 
     # ---- between passes ----
 
@@ -202,7 +214,7 @@ class SamplerStates:
         if epoch is not None:
             beginning = self._beginning(epoch)
             # Whoever seeded a generator chose what comes next, even if somebody looked at that meanwhile.
-            self._seeded |= {id(one.generator): as_read(one.generator) for one in self._own if one.is_seeded}
+            self._seeded |= {id(one.generator): native_state(one.generator) for one in self._own if one.is_seeded}
             states = {id(generator): state for generator, state in beginning.generators} | self._seeded
             known = [(one, states[id(one.generator)]) for one in self._own if id(one.generator) in states]
             for one, state in known:
@@ -218,17 +230,15 @@ class SamplerStates:
     def _beginning(self, epoch: int) -> _Beginning:
         if epoch in self._beginnings:
             return self._beginnings[epoch]
-        # From the first, which all ranks know: one that looked on alone knows of more.
+        # Derive it from the earliest known epoch, because only that one is known to all ranks.
         first = min(self._beginnings)
         return _later(self._beginnings[first], epoch - first)
 
     def _set(self, generator: _Generator, state: Any) -> None:
-        if self._before is None:
-            generator.own = state
-            if generator.is_seeded:
-                generator.shown = as_read(generator.generator)
+        if self._attributes_before is None:
+            generator.set_pass_state(state)
         else:
-            set_as_read(generator.generator, state)
+            set_native_state(generator.generator, state)
 
     def begin_from_here(self) -> None:
         """Let the latest epoch that is known to begin somewhere begin with what is held now."""
@@ -237,18 +247,18 @@ class SamplerStates:
     def end(self, epoch: int) -> None:
         """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
         self._beginnings[epoch + 1], self._seeded = self._now(), {}
-        if len(self._beginnings) > _LATEST:
+        if len(self._beginnings) > _MOST_BEGINNINGS:
             del self._beginnings[min(known for known in self._beginnings if known)]
 
     def _now(self) -> _Beginning:
-        if self._before is not None:
-            self._count()
-            return _Beginning([(one.generator, as_read(one.generator)) for one in self._own], dict(self._counters))
-        return _Beginning([(one.generator, one.own) for one in self._own], dict(self._counters))
+        if self._attributes_before is not None:
+            self._note_changes()
+            return _Beginning([(one.generator, native_state(one.generator)) for one in self._own], dict(self._counters))
+        return _Beginning([(one.generator, one.pass_state) for one in self._own], dict(self._counters))
 
     # ---- states ----
 
-    def held(self) -> SamplerState:
+    def held(self) -> SamplerSnapshot:
         """Return what they hold now."""
         attributes = [
             {name: value for name, value in plain_attributes(holder).items() if first.get(name, _UNSET) != value}
@@ -257,19 +267,19 @@ class SamplerStates:
         changed = attributes if any(attributes) else ()
         states = self.generators()
         try:
-            return SamplerState(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
+            return SamplerSnapshot(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
         except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
             why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
-            return SamplerState(states, (), changed, why)
+            return SamplerSnapshot(states, (), changed, why)
 
     def generators(self) -> Sequence[Any]:
         """Return the states of their random generators."""
         with self.drawing():
             return generator_states(self.holders)
 
-    def reinstate(self, held: SamplerState) -> None:
+    def restore_states(self, held: SamplerSnapshot) -> None:
         """Make them hold what they held before."""
-        self.reinstate_generators(held.generators)
+        self.restore_generators(held.generators)
         for holder, state in zip(self._stateful(), held.samplers, strict=True):
             holder.load_state_dict(copy.deepcopy(state))
         attributes = held.attributes or [{} for _ in self.holders]
@@ -278,19 +288,19 @@ class SamplerStates:
                 held_now = vars(holder)
                 # A generator that it was given since stays: its state was restored above.
                 held_now.update({k: v for k, v in plain.items() if not isinstance(held_now.get(k), RandomGenerator)})
-        self._count()
+        self._note_changes()
 
-    def reinstate_generators(self, states: Sequence[Any]) -> None:
+    def restore_generators(self, states: Sequence[Any]) -> None:
         """Put their random generators into states that ``generators`` returned."""
         set_generator_states(self.holders, states)
         self._find()
-        if self._before is None:
+        if self._attributes_before is None:
             for one in self._own:
-                one.own = one.shown = as_read(one.generator)
+                one.take_present_state()
 
-    def restore(self, epoch: int, held: SamplerState) -> None:
+    def restore_epoch(self, epoch: int, held: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
-        self.reinstate(held)
+        self.restore_states(held)
         self._beginnings = {epoch: self._now()}
 
     def _stateful(self) -> Iterable[Any]:
@@ -316,7 +326,7 @@ def _told(holder: Any) -> Any:
     return getattr(holder, "state_between_passes", holder.state_dict)()
 
 
-class Transparent:
+class AttributeProxy:
     """Base of a wrapper; its own are the attributes of its class, and those that it has when it is sealed.
 
     Subclasses of the user's may set attributes of their own at any time: these are never sealed.
