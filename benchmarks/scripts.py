@@ -1,13 +1,19 @@
-"""Run scripts that others wrote under autopatch, unedited, and compare what the ranks read with what one process reads.
+"""Run scripts that others wrote as one process on 1, 2 and 3 ranks, unedited, and compare what the ranks do.
 
 ``python benchmarks/scripts.py FOLDER`` takes checkouts from FOLDER, each in a folder of its repository's name; further
-arguments choose some. What is read is recorded from outside: where torch's loaders fetch samples, in every process.
-Each script gets small data of ours.
+arguments choose some. Each script gets small data of ours. Recorded from outside, in every process: what torch's
+loaders fetch, and the parameters at the end.
+
+Each runs twice. The first time it is as it is. The second time what ranks cannot share with one process stands still:
+dropout passes all, batch normalisation takes its running numbers, transforms of a sample draw from the sample's own
+seed, and all is in double precision. Then all ranks must end with the parameters of one, and print its evaluation.
 """
 
 import json
+import math
 import os
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -15,26 +21,59 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
-RANKS = (2, 3)
+import torch
+
+RANKS = (1, 2, 3)
 LIMIT_S = 900.0
+CLOSE = 1e-7  # of the largest parameter, in double precision
 
-# Python imports it as it starts. torchrun itself, which has no rank, is let be.
+# Python imports it as it starts. What starts the ranks, which has no rank, is let be.
 RECORDER = """
-import json, os, pathlib
-if "RECORD_TO" in os.environ and ("RANK" in os.environ or "ALONE" in os.environ):
+import atexit, json, os, pathlib
+if "RECORD_TO" in os.environ and "RANK" in os.environ:
+    import torch
+    from torch.nn import functional
+    from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data._utils.fetch import _MapDatasetFetcher as Fetcher
-    fetch = Fetcher.fetch
+    folder, still, optimizers = pathlib.Path(os.environ["RECORD_TO"]), os.environ["STILL"] == "True", {}
+    fetch, normalise, attend = Fetcher.fetch, functional.batch_norm, functional.scaled_dot_product_attention
+
     def recording(self, index):
-        indices = [int(one) for one in (index if isinstance(index, (list, tuple)) else [index])]
-        place = pathlib.Path(os.environ["RECORD_TO"], str(os.getpid()))
-        with place.open("a") as file:
-            file.write(json.dumps([f"{type(self.dataset).__name__}, {len(self.dataset)}", indices]) + "\\n")
-        return fetch(self, index)
+        is_batch, dataset = isinstance(index, (list, tuple)), self.dataset
+        indices = [int(one) for one in (index if is_batch else [index])]
+        line = json.dumps([f"{type(dataset).__name__}, {len(dataset)}", torch.is_grad_enabled(), indices])
+        with (folder / f"{os.environ['RANK']}-{os.getpid()}.jsonl").open("a") as file:
+            file.write(line + "\\n")
+        if not (still and is_batch and hasattr(dataset, "set_random_state")):  # as MONAI's have it
+            return fetch(self, index)
+        samples = [(dataset.set_random_state(seed=one), dataset[one])[1] for one in indices]
+        return [each.double() for each in self.collate_fn(samples)]
+
+    def steady(input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+        return normalise(input, mean, var, weight, bias, False, momentum, eps)
+
+    def attending(query, key, value, attn_mask=None, dropout_p=0.0, *args, **options):
+        return attend(query, key, value, attn_mask, 0.0, *args, **options)
+
+    def save():
+        groups = [group["params"] for optimizer in optimizers.values() for group in optimizer.param_groups]
+        torch.save([each.detach() for group in groups for each in group], folder / f"{os.environ['RANK']}.pt")
+
     Fetcher.fetch = recording
+    register_optimizer_step_post_hook(lambda optimizer, *_: optimizers.setdefault(id(optimizer), optimizer) and None)
+    atexit.register(save)
+    if still:
+        torch.set_default_dtype(torch.float64)
+        functional.dropout = functional.dropout2d = lambda input, *args, **options: input
+        functional.batch_norm, functional.scaled_dot_product_attention = steady, attending
 """
+
+# How often each sample was read, by its dataset and whether that was under grad.
+Reads: TypeAlias = dict[tuple[str, bool], Counter[int]]
 
 
 @dataclass(frozen=True)
@@ -44,18 +83,27 @@ class Script:
     Attributes:
         repository: The folder of its checkout.
         path: Where it is there.
+        evaluation: Finds the numbers of its evaluations in what it prints.
         data: Makes its data, in the folder above the one that it runs in, which has a copy of its own folder beside it.
         arguments: Its own.
-        options: Of ``ddp_patch run``.
-        passed: Which datasets are passed over whole: an epoch at a time, each sample once. Default: all.
+        looked: Datasets of which it takes a few batches ahead, as workers please.
     """
 
     repository: str
     path: str
+    evaluation: str
     data: Callable[[Path], object] = lambda folder: None
     arguments: Sequence[str] = ()
-    options: Sequence[str] = ()
-    passed: Sequence[str] | None = None
+    looked: Sequence[str] = ()
+
+
+@dataclass
+class Ran:
+    """What a script did on some ranks: what it printed, what each rank read, and each one's last parameters."""
+
+    lines: list[str]
+    reads: list[Reads]
+    parameters: list[list[torch.Tensor]] = field(repr=False)
 
 
 def mnist(folder: Path) -> None:
@@ -103,59 +151,97 @@ def names(folder: Path) -> None:
     (folder / "run" / "names.txt").write_text("\n".join(sorted(made)))
 
 
-SMALL = ("--max-steps", "3", "--n-layer", "1", "--n-embd", "8", "--n-embd2", "8", "--type", "bow")
+SMALL = ("--max-steps", "501", "--n-layer", "1", "--n-embd", "8", "--n-embd2", "8", "--type", "bow")
 SCRIPTS = [
-    Script("examples", "mnist/main.py", lambda at: mnist(at / "data"), ("--epochs", "2", "--no-accel")),
-    Script("ignite", "examples/mnist/mnist.py", lambda at: mnist(at / "run"), ("--epochs", "2")),
-    # It shuffles the dataset without a seed, before it takes a part to test on.
-    Script("pytorch_geometric", "examples/mutag_gin.py", mutag, ("--epochs", "2"), ("--manual-seed", "0")),
-    # It looks at two batches of the validation first.
-    Script("pytorch-lightning", "examples/pytorch/basics/transformer.py", words, passed=("Subset, 63",)),
-    Script("tutorials", "2d_segmentation/torch/unet_training_array.py"),
+    Script(
+        "examples",
+        "mnist/main.py",
+        r"Average loss: ([\d.]+), Accuracy: (\d+)",
+        lambda at: mnist(at / "data"),
+        ("--epochs", "2", "--no-accel"),
+    ),
+    Script(
+        "ignite",
+        "examples/mnist/mnist.py",
+        r"Results.*accuracy: ([\d.]+) Avg loss: ([\d.]+)",
+        lambda at: mnist(at / "run"),
+        ("--epochs", "2"),
+    ),
+    Script("pytorch_geometric", "examples/mutag_gin.py", r"Train: ([\d.]+), Test: ([\d.]+)", mutag, ("--epochs", "2")),
+    Script("pytorch-lightning", "examples/pytorch/basics/transformer.py", r"test_loss\D+([\d.]+)", words),
+    Script(
+        "tutorials",
+        "2d_segmentation/torch/unet_training_array.py",
+        r"current mean dice: (\d\.\d+)",
+        looked=("ArrayDataset, 40",),
+    ),
     # It draws with replacement, 10,000,000,000 samples in an epoch.
-    Script("makemore", "makemore.py", names, ("-i", "names.txt", *SMALL), passed=()),
+    Script(
+        "makemore",
+        "makemore.py",
+        r"train loss: ([\d.]+) test loss: ([\d.]+)",
+        names,
+        ("-i", "names.txt", "--num-workers", "0", *SMALL),
+    ),
 ]
 
 
-def read_by(script: Script, folder: Path, ranks: int) -> dict[str, Counter[int]]:
-    """Run a script, and return how often each sample of each dataset was read."""
-    record = folder / f"record-{ranks}"
+def ran(script: Script, folder: Path, ranks: int, *, still: bool) -> Ran:
+    """Run a script on some ranks, and return what was recorded."""
+    record = folder / f"record-{ranks}-{still}"
     record.mkdir()
-    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "ddp_patch", "run"]
+    own = {"RECORD_TO": str(record), "STILL": str(still), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    own["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     target = str(folder / "code" / Path(script.path).name)
-    under = [] if ranks == 1 else ["-m", *launch, "--init-process-group", "gloo", *script.options]
-    environment = {"RECORD_TO": str(record), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if ranks == 1:
-        environment["ALONE"] = "1"
-    subprocess.run(  # noqa: S603 - what the list above names
-        [sys.executable, *under, target, *script.arguments],
+    done = subprocess.run(  # noqa: S603 - what the list above names
+        [sys.executable, "-m", "ddp_patch", "run", "-n", str(ranks), "--manual-seed", "0", target, *script.arguments],
         cwd=folder / "run",
-        env={**os.environ, **environment},
+        env={**os.environ, **own},
         check=True,
         timeout=LIMIT_S,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    read: defaultdict[str, Counter[int]] = defaultdict(Counter)
-    for line in (line for file in record.iterdir() for line in file.read_text().splitlines()):
-        dataset, indices = json.loads(line)
-        read[dataset].update(indices)
-    return read
+    reads: list[Reads] = [defaultdict(Counter) for _ in range(ranks)]
+    for place in record.glob("*.jsonl"):
+        for line in place.read_text().splitlines():
+            dataset, is_training, indices = json.loads(line)
+            if dataset not in script.looked:
+                reads[int(place.name.partition("-")[0])][dataset, is_training].update(indices)
+    return Ran(done.stdout.splitlines(), reads, [torch.load(record / f"{rank}.pt") for rank in range(ranks)])
 
 
-def require_shared(script: Script, alone: dict[str, Counter[int]], shared: dict[str, Counter[int]], ranks: int) -> None:
-    """Hold the ranks to each sample as often as in one process, but for what completes the last rounds."""
-    for dataset in alone.keys() if script.passed is None else script.passed:
-        once, many = alone[dataset], shared[dataset]
-        passes = max(once.values())
-        if any(many[index] < times for index, times in once.items()):
-            raise SystemExit(f"{script.path} on {ranks} ranks lost samples of {dataset}")
-        if not 0 <= many.total() - once.total() < passes * ranks:
-            raise SystemExit(f"{script.path} on {ranks} ranks read {many.total()} of {dataset}, not {once.total()}")
+def evaluated(script: Script, told: Ran) -> list[float]:
+    """Return the numbers of the evaluations that a script has printed."""
+    found = re.finditer(script.evaluation, "\n".join(told.lines))
+    return [float(value) for match in found for value in match.groups()]
+
+
+def require_alike(script: Script, one: Ran, many: Ran, *, still: bool) -> float:
+    """Hold the ranks to what one does; return the largest difference of a parameter, as a part of the largest one."""
+    ranks = len(many.reads)
+    for key, times in one.reads[0].items():
+        name, is_training = key
+        together = sum((reads[key] for reads in many.reads), Counter[int]())
+        if is_training and together != times:
+            raise SystemExit(f"{script.path} on {ranks} ranks trained on {together} of {name}, not {times}")
+        if not is_training and any(reads[key] != times for reads in many.reads):
+            raise SystemExit(f"{script.path} on {ranks} ranks did not evaluate all of {name} on each rank")
+    if len(one.lines) != len(many.lines):
+        raise SystemExit(f"{script.path} on {ranks} ranks printed {len(many.lines)} lines, not {len(one.lines)}")
+    first = many.parameters[0]
+    if any(not torch.equal(*pair) for own in many.parameters for pair in zip(first, own, strict=True)):
+        raise SystemExit(f"{script.path}: the ranks ended with parameters that differ")
+    pairs = list(zip(first, one.parameters[0], strict=True))
+    differs = max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+    values = zip(evaluated(script, one), evaluated(script, many), strict=True)
+    if still and (differs > CLOSE or not all(math.isclose(a, b, rel_tol=CLOSE) for a, b in values)):
+        raise SystemExit(f"{script.path} on {ranks} ranks trained something else: {differs:.1e}, {list(values)}")
+    return differs
 
 
 def main(checkouts: Path, *repositories: str) -> None:
-    """Run the scripts, in one process first, which prepares what ranks would prepare at the same time."""
+    """Run the scripts, on one rank first, which prepares what ranks would prepare at the same time."""
     for script in SCRIPTS:
         if repositories and script.repository not in repositories:
             continue
@@ -165,12 +251,16 @@ def main(checkouts: Path, *repositories: str) -> None:
             (folder / "sitecustomize.py").write_text(RECORDER)
             shutil.copytree((checkouts / script.repository / script.path).parent, folder / "code")
             script.data(folder)
-            alone = read_by(script, folder, 1)
-            for ranks in RANKS:
-                shared = read_by(script, folder, ranks)
-                require_shared(script, alone, shared, ranks)
-                told = {name: (alone[name].total(), shared[name].total()) for name in alone}
-                print(f"{script.repository}/{script.path} on {ranks} ranks: {told}", flush=True)
+            for still in (False, True):
+                one = ran(script, folder, 1, still=still)
+                for ranks in RANKS:
+                    many = one if ranks == 1 else ran(script, folder, ranks, still=still)
+                    differs = require_alike(script, one, many, still=still)
+                    read = {key: "+".join(str(reads[key].total()) for reads in many.reads) for key in one.reads[0]}
+                    how = "what is random stands still" if still else "as it is"
+                    print(f"{script.repository}/{script.path} on {ranks} ranks, {how}: {len(many.lines)} lines")
+                    print(f"  printed {evaluated(script, many)}, parameters differ by {differs:.1e}")
+                    print(f"  read {read}", flush=True)
 
 
 if __name__ == "__main__":

@@ -225,6 +225,19 @@ SCRIPTS: Mapping[str, str] = {
             F.mse_loss(nn.functional.dropout(model(x[chosen])), y[chosen]).backward()
             optimizer.step()
     """,
+    "an evaluation under grad that counts its batches, and never asks for the end": """
+        loader = DataLoader(data, 8, shuffle=True)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(2):
+            for a, b in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(a), b).backward()
+                optimizer.step()
+            batches = iter(loader)
+            for _ in range(len(loader)):
+                next(batches)
+    """,
     "a state of the optimizer that is loaded, later parameters, float32": """
         torch.set_default_dtype(torch.float32)
         data = TensorDataset(x.float(), y.float())

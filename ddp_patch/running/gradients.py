@@ -1,6 +1,7 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class PassWeights:
     Attributes:
         name: What errors call the loader.
         backwards: How often ``backward()`` was called before it.
+        length: How many batches it has; None if that is not known.
         given: How many batches it gave.
         fetches_ahead: Whether it gave several before the first call of ``backward()``.
         is_over: Whether it came to its end.
@@ -35,6 +37,7 @@ class PassWeights:
 
     name: str
     backwards: int = 0
+    length: int | None = None
     given: int = 0
     fetches_ahead: bool = False
     is_over: bool = False
@@ -50,6 +53,7 @@ class StepWeight:
     Examples:
         >>> step, train = StepWeight(), PassWeights("train")
         >>> step.take(train, 0.8)
+        []
         >>> step.of_backward()
         0.8
     """
@@ -59,14 +63,22 @@ class StepWeight:
         self._last: PassWeights | None = None
         self._taken: list[tuple[PassWeights, float]] = []  # since the last backward()
 
-    def take(self, of: PassWeights, weight: float) -> None:
-        """Note that the script took a batch of a pass."""
+    def take(self, of: PassWeights, weight: float) -> list[PassWeights]:
+        """Note that the script took a batch; return other passes of which it took all without a ``backward()``."""
         of.given += 1
         of.latest = [*of.latest[-1:], weight]
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._last = weight, of
-        # Of a pass that has ended without a backward(), the script wanted no gradient.
-        self._taken = [*((other, own) for other, own in self._taken if other is of or not other.is_over), (of, weight)]
+        if not self._taken or self._taken[-1][0] is of:
+            self._taken.append((of, weight))
+            return []
+        # Of a pass that has ended without a backward(), the script wanted no gradient. One that takes no more batches
+        # than there are never asks for the end.
+        times = Counter(id(other) for other, _ in self._taken if other is not of)
+        unused = {id(other): other for other, _ in self._taken if times[id(other)] == other.length}
+        kept = [each for each in self._taken if each[0] is of or not (each[0].is_over or id(each[0]) in unused)]
+        self._taken = [*kept, (of, weight)]
+        return list(unused.values())
 
     def of_backward(self) -> float:
         """Return the weight of the gradient that ``backward()`` is about to compute.

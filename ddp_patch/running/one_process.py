@@ -332,7 +332,7 @@ class OneProcess:
         self._divide(known, loader)
         key = self._numbers.enter(own=True)
         steps = steps_of("autopatch", loader, require_batches("autopatch", loader), iterator := iter(loader))
-        weights = PassWeights(known.record.place, self._gradients.backwards)
+        weights = PassWeights(known.record.place, self._gradients.backwards, _length(iterator))
         return _Pass(iterator, self._weighed(steps, weights), partial(self._numbers.leave, key))
 
     def _weighed(self, steps: Steps, weights: PassWeights) -> Iterator[Any]:
@@ -345,18 +345,22 @@ class OneProcess:
     def _take(self, weights: PassWeights, record: BatchRecord) -> None:
         whole = record.total or 1  # a divided batch's is known
         part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
-        self._gradients.weight.take(weights, self._ranks * part)
+        for ended in self._gradients.weight.take(weights, self._ranks * part):
+            self._tell_unused(ended)
 
     def _note_end(self, weights: PassWeights) -> None:
         """Note that the script came to the end of a divided pass: compare the parameters, without waiting."""
         weights.is_over = True
         if self._gradients.backwards == weights.backwards and weights.given:
-            self._tell(
-                f"The loader made at {weights.name} was divided, and backward() was not called in its pass: each rank "
-                "computed with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass "
-                f"--whole {weights.name}: then every rank gets all of it."
-            )
+            self._tell_unused(weights)
         self._replicas.compare()
+
+    def _tell_unused(self, weights: PassWeights) -> None:
+        self._tell(
+            f"The loader made at {weights.name} was divided, and backward() was not called in its pass: each rank "
+            "computed with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass "
+            f"--whole {weights.name}: then every rank gets all of it."
+        )
 
     def _whole_pass(self, known: _Loader) -> Iterator[Any]:
         if known.whole is None:
@@ -415,6 +419,14 @@ class OneProcess:
     def _destroy_group(self) -> None:
         if self._has_made_group and dist.is_initialized():  # the script may have destroyed it
             dist.destroy_process_group()
+
+
+def _length(iterator: Iterator[Any]) -> int | None:
+    """Return how many batches the iterator of a loader gives; None if it does not know."""
+    try:
+        return len(iterator)  # type: ignore[arg-type]  # torch's has a length
+    except (TypeError, NotImplementedError):
+        return None
 
 
 class _Pass(Iterator[Any]):
