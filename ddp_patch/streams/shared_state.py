@@ -11,7 +11,7 @@ import torch
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint, hashes_if_any
 from ddp_patch.ranks.order_verdicts import PartMarks, following
 
-__all__ = ["FirstItems", "MarksInMemory", "SharedWorkerState", "shared_arrays"]
+__all__ = ["LARGEST", "FirstItems", "MarksInMemory", "SharedWorkerState", "shared_arrays"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 # Remember the epochs of this many passes: iterators may live side by side.
 _LATEST = 64
 _UNKNOWN, _ONE_STREAM = -1, -2
+
+# The largest state of a dataset, in bytes, that travels. A stream with larger ones is read again.
+LARGEST = 64 * 1024
 
 
 class SharedWorkerState:
@@ -30,10 +33,14 @@ class SharedWorkerState:
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
+        keeps_states: Whether a worker writes, at the end too, its dataset's own state: it goes on from that.
     """
 
-    def __init__(self, readers: int) -> None:
+    def __init__(self, readers: int, *, keeps_states: bool = False) -> None:
         self.readers: int = readers
+        self._states = torch.zeros((readers if keeps_states else 0, LARGEST), dtype=torch.uint8)
+        self._states.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        (self._of_states,) = shared_arrays((len(self._states), 2))
         of_each = (_LATEST, readers)
         self._ends, self._offsets, self._roles, self._made, self._epochs, self._latest, self._loads = shared_arrays(
             (*of_each, 2), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,)
@@ -103,6 +110,20 @@ class SharedWorkerState:
         """Write how many items the reader of a role found in pass ``number``, and their fingerprint if it was taken."""
         digits = -1 if order is None else int(order[:15], 16)
         self._ends[number % _LATEST, role] = torch.tensor([length, digits])
+
+    def keep_state(self, number: int, role: int, state: bytes | None) -> None:
+        """Write the dataset's own state, pickled, of the reader of a role at the end of pass ``number``, if it has one.
+
+        Nothing is written unless this keeps states.
+        """
+        if role < len(self._states) and state is not None:
+            self._states[role, : len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            self._of_states[role] = torch.tensor([number, len(state)])
+
+    def states(self, number: int) -> Sequence[bytes | None]:
+        """Return what the reader of each role wrote at the end of pass ``number``; nothing unless this keeps states."""
+        noted = enumerate(self._of_states.tolist())
+        return [self._states[role, :size].numpy().tobytes() if of == number else None for role, (of, size) in noted]
 
     def end_batches(self, number: int, role: int, batches: int) -> None:
         """Write how many batches the reader of a role made in pass ``number`` of a dataset that splits itself."""

@@ -12,6 +12,7 @@ from typing import Any
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule
+from ddp_patch.sharding.held import SamplerState
 from ddp_patch.sharding.passes import Pass, Sharing
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.streams.balanced_parts import BalancedRounds
@@ -178,6 +179,10 @@ class WorkersPass(Pass[None]):
             )
         return most
 
+    def position_at_end(self, held: SamplerState) -> Position:
+        """Return the position after everything was taken; see ``Pass``."""
+        return replace(super().position_at_end(held), marks=self._worker.marks_between())
+
     def _given_after(self, batches: int) -> int:
         return 0  # what was drawn ahead was drawn in workers
 
@@ -209,7 +214,7 @@ class WorkersPass(Pass[None]):
         for role, before in enumerate(self._parts_before()):
             reader = (role - first) % readers
             done.append((*split(before, ranks)[0], (ranks, taken[reader])))
-            known.append(self._snapshot_after(reader, made[reader], marks[role]))
+            known.append(self._snapshot_after(reader, made[reader], marks[role % len(marks)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), marks=known)
