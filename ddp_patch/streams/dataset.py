@@ -278,7 +278,7 @@ class StreamWorker(Generic[T]):
         self._reinstate_generators(number, epoch)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
         start = self._with_unread(replace(start, generators=generator_states([random_holder(self.dataset)])))
-        self._is_underway, self._upcoming = True, ()
+        self._is_underway, self._upcoming = True, start.snapshot.before if start.ended else ()
         begun = WorkerPass(self, start)
         with worker_info_told(begun.info):
             # Told after that, because it may seed these generators.
@@ -375,8 +375,11 @@ class StreamWorker(Generic[T]):
             return ()
         states = self.shared.states(self.shared.latest_pass) if self.shared.latest_pass >= 0 else ()
         # No worker writes one before the first pass, and none where the main process reads.
-        before = [() if state is None else (pickle.loads(state),) for state in states] or [self.unread()]  # noqa: S301
-        return [StreamSnapshot(before=state) for state in before] if any(before) else ()
+        written = states or [pickled(state) for state in self.unread()]
+        if not any(written):
+            return ()
+        before = [() if state is None else (pickle.loads(state),) for state in written]  # noqa: S301 - our worker's
+        return [StreamSnapshot(before=state) for state in before]
 
     # ---- another package's loader, and what travels with batches ----
 
