@@ -39,11 +39,12 @@ class SharedWorkerState:
     def __init__(self, readers: int, *, keeps_states: bool = False) -> None:
         self.readers: int = readers
         self._states = torch.zeros((readers if keeps_states else 0, LARGEST), dtype=torch.uint8)
-        self._states.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        (self._of_states,) = shared_arrays((len(self._states), 2))
+        if keeps_states:
+            self._states.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         of_each = (_LATEST, readers)
-        self._ends, self._offsets, self._roles, self._made, self._epochs, self._latest, self._loads = shared_arrays(
-            (*of_each, 2), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,)
+        of_states = (len(self._states), 2)
+        self._ends, self._offsets, self._roles, self._made, self._epochs, self._latest, self._loads, self._of_states = (
+            shared_arrays((*of_each, 2), (*of_each, 2), of_each, of_each, (_LATEST,), (1,), (1,), of_states)
         )
 
     @property

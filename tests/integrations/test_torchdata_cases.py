@@ -1,8 +1,8 @@
 """The cases of torchdata's own tests of stateful iterable datasets, with patched loaders: each batch comes once."""
 
 import pickle
-from collections.abc import Iterator
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import cycle, islice, product
 from typing import Any
 
@@ -29,7 +29,7 @@ def part() -> list[int]:
 class Place:
     """An iterator that tells where it stands."""
 
-    def __init__(self, items: list[int], epoch: int = 0) -> None:
+    def __init__(self, items: Sequence[int] = range(N), epoch: int = 0) -> None:
         self.items, self.at, self.epoch = items, 0, epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -51,9 +51,6 @@ class Place:
 class Own(Place, IterableDataset[Any]):
     """Its own iterator, which stays at its end."""
 
-    def __init__(self) -> None:
-        super().__init__(list(range(N)))
-
 
 class Draws(Own):
     """Its state has the global generator's, and more keys at each item."""
@@ -62,8 +59,7 @@ class Draws(Own):
         return super().__next__(), int(torch.randint(1000, ()))
 
     def state_dict(self) -> dict[str, Any]:
-        seen = {str(item): {item: item} for item in range(self.at)}
-        return {**super().state_dict(), **seen, "generator": torch.get_rng_state()}
+        return {**super().state_dict(), **{str(at): at for at in range(self.at)}, "generator": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -173,17 +169,15 @@ def assert_goes_on(kind: Any, loader: Any, options: Any, share: Any, epoch: int,
     running = iter(stopped)
     assert list(islice(running, batches)) == whole[epoch][:batches]
     # torchdata's loader has a way of its own.
-    is_own = loader is StatefulDataLoader
-    save = stopped.state_dict if is_own else partial(loader_state, stopped)
-    state, again = pickle.dumps(save()), save()
-    assert str(pickle.loads(state)) == str(again)  # noqa: S301 - our own
+    own, ours = (StatefulDataLoader.state_dict, StatefulDataLoader.load_state_dict), (loader_state, restore_loader)
+    save, restore = own if loader is StatefulDataLoader else ours
+    state = pickle.dumps(save(stopped))
+    assert str(pickle.loads(state)) == str(save(stopped))  # noqa: S301 - our own
     if place == "the same, read on":
         list(running)
-    resumed = stopped
-    if place.startswith("a new one"):
-        resumed = patched(loader, dataset if place.endswith("dataset") else kind(), share, options)
-    restore = resumed.load_state_dict if is_own else partial(restore_loader, resumed)
-    restore(pickle.loads(state))  # noqa: S301 - our own
+    given = dataset if place.endswith("dataset") else kind()
+    resumed = patched(loader, given, share, options) if place.startswith("a new one") else stopped
+    restore(resumed, pickle.loads(state))  # noqa: S301 - our own
     rest = whole[epoch + 1 :] if stop == "end" else [whole[epoch][batches:], *whole[epoch + 1 :]]
     assert [list(resumed) for _ in rest[:2]] == rest[:2], (share, epoch, stop, place)
 
