@@ -74,7 +74,7 @@ class StreamSnapshot:
     Attributes:
         first: The hashes of its first items; None if nobody looked.
         state: The dataset's own state, as the only element; empty if it has no state with a position.
-        initial_state: That state when the stream began, likewise, if nobody had read the dataset before.
+        initial_state: That state when the stream began, likewise, if nobody had read the dataset before, or to its end.
     """
 
     first: StreamStart | None = None
@@ -151,7 +151,9 @@ class Position:
 
     def following(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
-        return Position(self.epoch + 1, held=self.held, seed=self.seed) if self.ended else self
+        return (
+            Position(self.epoch + 1, held=self.held, snapshots=self.snapshots, seed=self.seed) if self.ended else self
+        )
 
 
 def split(done: Consumed, num_replicas: int) -> tuple[Consumed, int]:
@@ -235,7 +237,9 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
         raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
     done = tuple((ranks, taken) for ranks, taken in state["done"])
     held, parts = _read_held(state, holders), _read_parts(state["parts"])
-    marks = _read_marks(state["marks"], state.get("before"), parts)
+    # Where an epoch begins, nobody knows yet whether it has parts.
+    number = len(parts.done) if parts else 1 if any(taken for _, taken in done) else None
+    marks = _read_marks(state["marks"], state.get("before"), number)
     return Position(state["epoch"], done, held, state["ended"], parts, marks, state["loader"]["seed"])
 
 
@@ -252,10 +256,10 @@ def _read_parts(parts: Any) -> PartsDone | None:
     return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
 
 
-def _read_marks(marks: Any, before: Any, parts: PartsDone | None) -> Sequence[StreamSnapshot]:
+def _read_marks(marks: Any, before: Any, number: int | None) -> Sequence[StreamSnapshot]:
     if not (isinstance(marks, list | tuple) and all(map(_is_mark, marks))):
         raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
-    if len(marks) not in {0, 1 if parts is None else len(parts.done)}:
+    if number is not None and len(marks) not in {0, number}:
         raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
     before = [()] * len(marks) if before is None else before
     if not (_is_list(before, len(marks), len(marks)) and all(_is_list(state, 0, 1) for state in before)):

@@ -1,6 +1,7 @@
 """One rank's share of an iterable dataset, which the loader's workers read."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.position import BatchNote, NotedBatch, Position, StreamSnapshot, split
 from ddp_patch.sharding.sampler_states import AttributeProxy
-from ddp_patch.streams.reading import Reader, can_snapshot, this_worker
+from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
-from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition
+from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition, pickled
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "generators_only"]
 
@@ -155,6 +156,7 @@ class StreamWorker(Generic[T]):
         division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
         first_items: Where to record what is read first, for the ranks to compare; None if nobody does.
         marks: Where to mark what is read to the end, as above.
+        is_kept: Whether the next pass reads the same dataset, not a new copy of it.
 
     Attributes:
         reader: Tells the dataset which worker it is in.
@@ -173,6 +175,7 @@ class StreamWorker(Generic[T]):
         division: Plan | None = None,
         first_items: FirstItems | None = None,
         marks: MarksInMemory | None = None,
+        is_kept: bool = False,
     ) -> None:
         self.dataset: IterableDataset[T] = dataset
         self.plan: Plan = plan
@@ -183,12 +186,14 @@ class StreamWorker(Generic[T]):
         self.division: Plan | None = division
         self.first_items: FirstItems | None = first_items
         self.marks: MarksInMemory | None = marks
+        self.is_kept: bool = is_kept
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
         self._tells_rest = True
         self._loads: int = shared.loads  # how many loaded states this copy knows of
-        self._was_read = False  # in this process, or in the one from which it was copied
+        self._is_underway = False  # read, and not to its end, in this process or the one from which it was copied
+        self._upcoming: Sequence[Any] = ()  # the dataset's own state in which the next pass begins, if one was loaded
         self._first_pass: int | None = None  # that a worker was started for
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
         self._giving: WorkerPass[T] | None = None  # which pass gave an item last: the next batch has its items
@@ -272,12 +277,11 @@ class StreamWorker(Generic[T]):
         self._restore_generators(number, epoch)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, number, epoch)
         start = self._with_unread(replace(start, generators=generator_states([generators_only(self.dataset)])))
-        self._was_read = True
+        self._is_underway, self._upcoming = True, start.snapshot.initial_state if start.ended else ()
         begun = WorkerPass(self, start)
         with worker_info_told(begun.info):
             # Told after that, because it may seed these generators.
-            if callable(tell := getattr(self.dataset, "set_epoch", None)):
-                tell(epoch)
+            tell_epoch(self.dataset, epoch)
         if not self.is_exact:
             return begun.by_worker(), self.position_unbegun
         if start.ended:
@@ -335,7 +339,7 @@ class StreamWorker(Generic[T]):
         before, skip = split(position.done if parts is None else parts.done[part], self.plan.num_replicas)
         counts: Literal["stream", "parts", "nothing"]
         counts = "parts" if parts is not None else "nothing" if position.is_at_epoch_start else "stream"
-        known = position.snapshots[0 if parts is None else part] if position.snapshots else StreamSnapshot()
+        known = position.snapshots[part % len(position.snapshots)] if position.snapshots else StreamSnapshot()
         return WorkerPosition(number, epoch, part, before, skip, counts, snapshot=known)
 
     def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
@@ -346,14 +350,35 @@ class StreamWorker(Generic[T]):
         return [sum(items for _, items in done) // self.batching.size for done in own]
 
     def _with_unread(self, start: WorkerPosition) -> WorkerPosition:
-        """Return a position with the dataset's own state, if it has one and nobody has read the dataset yet."""
-        is_known = self._was_read or not start.is_at_epoch_start or bool(start.snapshot.initial_state)
-        if is_known or not can_snapshot(self.dataset, self.options):
+        """Return a position with the dataset's own state where an epoch begins, if that is known."""
+        if not start.is_at_epoch_start or start.snapshot.initial_state:
             return start
-        with suppress(Exception):  # the user's code; without a state its stream is read again
-            before = (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
-            return replace(start, snapshot=replace(start.snapshot, initial_state=before))
-        return start
+        return replace(start, snapshot=replace(start.snapshot, initial_state=self._upcoming or self.unread()))
+
+    def unread(self) -> Sequence[Any]:
+        """Return the dataset's own state, as the only element, if nobody has read the dataset yet, or to its end."""
+        if not self._is_underway and can_snapshot(self.dataset, self.options):
+            with suppress(Exception):  # the user's code; without a state its stream is read again
+                return (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
+        return ()
+
+    def end(self, number: int, part: int) -> None:
+        """Record that a pass has come to the end of what it reads, as the worker of a part."""
+        self._is_underway = False
+        for state in self.unread():
+            self.shared.keep_state(number, part, pickled(state))
+
+    def snapshots_between(self) -> Sequence[StreamSnapshot]:
+        """Return the dataset's own states where the next epoch begins, as far as the main process knows them."""
+        if not self.is_kept:
+            return ()
+        states = self.shared.states(self.shared.latest_pass) if self.shared.latest_pass >= 0 else ()
+        # No worker writes one before the first pass, and none where the main process reads.
+        written = states or [pickled(state) for state in self.unread()]
+        if not any(written):
+            return ()
+        before = [() if state is None else (pickle.loads(state),) for state in written]  # noqa: S301 - our worker's
+        return [StreamSnapshot(initial_state=state) for state in before]
 
     # ---- another package's loader, and what travels with batches ----
 
@@ -367,6 +392,7 @@ class StreamWorker(Generic[T]):
     def note_loaded(self, loaded: WorkerPosition) -> None:
         """Record where another package's loader resumes, before it begins there."""
         self.loaded_at_end = loaded.epoch if loaded.ended else None
+        self._upcoming = loaded.snapshot.initial_state if loaded.ended else ()
         if self._first_pass is not None:  # a worker's first batch may come long after another's
             self.shared.note_offset(self._first_pass, this_worker()[0], loaded.offset)
 

@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
@@ -15,10 +15,10 @@ from ddp_patch.errors import StateError
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
-from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
 from ddp_patch.sharding.position import StreamSnapshot, StreamStart
 
-__all__ = ["DatasetStateTracker", "Reader", "can_snapshot", "this_worker"]
+__all__ = ["DatasetStateTracker", "Reader", "can_snapshot", "tell_epoch", "this_worker"]
 
 
 T = TypeVar("T")
@@ -31,6 +31,12 @@ def this_worker() -> tuple[int, int]:
     """Return which worker of how many this is; the main process is the only one."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
+
+
+def tell_epoch(dataset: object, epoch: int) -> None:
+    """Tell a dataset its epoch, if it has a method for that."""
+    if callable(tell := getattr(dataset, "set_epoch", None)):
+        tell(epoch)
 
 
 class Reader:
@@ -126,28 +132,35 @@ class DatasetStateTracker:
         dataset: The dataset that the user gave.
         states: The random states that the dataset draws from, if its own state may be taken; otherwise None.
         known: What is known of the stream where it begins, or of that which is to be continued.
+        epoch: Which epoch it is of.
 
     Attributes:
         start: The hashes of the first items that were read; None if the stream was not read from its beginning.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], states: PrivateRNG | None, known: StreamSnapshot) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], states: PrivateRNG | None, known: StreamSnapshot, epoch: int
+    ) -> None:
         self.start: StreamStart | None = None
-        self._dataset, self._states, self._known = dataset, states, known
+        self._dataset, self._states, self._known, self._epoch = dataset, states, known, epoch
         self._generators = generator_states([dataset]) if states is not None else ()
         self._is_over = self._is_drawn = False
 
     def iterate(self) -> Iterator[Any]:
         """Begin to iterate the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset = cast(Any, self._dataset)
-        for state in self._known.initial_state:
-            if not self._stands_at(state):  # it was read since
-                dataset.load_state_dict(state)
+        is_moved = self._known.initial_state and not self._stands_at(*self._known.initial_state)  # it was read since
+        if is_moved:
+            # Its state may have random states, from which the epoch does not draw. One that takes a state only once it
+            # is iterated begins anew by itself.
+            with ambient_unmoved(), suppress(Exception):
+                dataset.load_state_dict(*self._known.initial_state)
+            tell_epoch(dataset, self._epoch)  # the state may have the epoch before
         iterator: Iterator[Any] = iter(dataset)
         self._is_drawn = iterator is dataset or _is_again(dataset, iterator)
         if iterator is not dataset and is_stateful(iterator):
             self._states = None
-        return iterator
+        return _anew_if_empty(dataset, iterator) if is_moved else iterator
 
     def iterate_from_state(self) -> Iterator[Any]:
         """Begin to iterate the dataset where its ``state_dict()`` was taken that is to be continued.
@@ -158,8 +171,14 @@ class DatasetStateTracker:
             StateError: It took it neither time.
         """
         dataset, (state,) = cast(Any, self._dataset), self._known.state
-        dataset.load_state_dict(state)
+        refused: Exception | None = None
+        try:
+            dataset.load_state_dict(state)
+        except Exception as error:  # noqa: BLE001 - the user's, which may have nothing yet to put the state into
+            refused = error
         iterator: Any = iter(dataset)
+        if refused is not None and iterator is not dataset:
+            raise refused
         if iterator is dataset and not self._stands_at(state):
             dataset.load_state_dict(state)
             if not self._stands_at(state):
@@ -171,7 +190,10 @@ class DatasetStateTracker:
         return cast(Iterator[Any], iterator)
 
     def _stands_at(self, state: Any) -> bool:
-        return fingerprint([cast(Any, self._dataset).state_dict()]) == fingerprint([state])
+        try:
+            return fingerprint([cast(Any, self._dataset).state_dict()]) == fingerprint([state])
+        except Exception:  # noqa: BLE001 - the user's, which may tell a state only once it is iterated
+            return False
 
     def watch(self, items: Iterator[T]) -> Iterator[T]:
         """Pass the items of a stream on that is read from its beginning.
@@ -234,6 +256,20 @@ class DatasetStateTracker:
             return pickle.dumps(cast(Any, self._dataset).state_dict())
         except Exception:  # noqa: BLE001 - the user's code, without which the stream is read again
             return None
+
+
+def _anew_if_empty(dataset: Any, iterator: Iterator[T]) -> Iterator[T]:
+    """Yield the items of a dataset that was given a state; if that was of its end, those after that."""
+    is_empty = True
+    for _ in range(2):
+        with suppress(StopIteration):
+            while True:  # by next() alone: iter() might begin its own iterator anew
+                item = next(iterator)
+                is_empty = False
+                yield item
+        if not is_empty:
+            return
+        iterator = iter(dataset)
 
 
 def _is_again(dataset: Any, iterator: Any) -> bool:

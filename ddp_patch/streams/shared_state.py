@@ -11,7 +11,7 @@ import torch
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint, hashes_if_any
 from ddp_patch.ranks.order_verdicts import PartMarks, following
 
-__all__ = ["FirstItems", "MarksInMemory", "SharedWorkerState", "shared_arrays"]
+__all__ = ["LARGEST", "FirstItems", "MarksInMemory", "SharedWorkerState", "shared_arrays"]
 
 T = TypeVar("T")
 
@@ -19,6 +19,9 @@ T = TypeVar("T")
 # Remember the epochs of this many passes: iterators may live side by side.
 _EPOCHS_KEPT = 64
 _UNKNOWN, _ONE_STREAM = -1, -2
+
+# The largest state of a dataset, in bytes, that travels. A stream with larger ones is read again.
+LARGEST = 64 * 1024
 
 
 class SharedWorkerState:
@@ -30,13 +33,18 @@ class SharedWorkerState:
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
+        keeps_states: Whether a worker writes, at the end too, its dataset's own state: it goes on from that.
     """
 
-    def __init__(self, readers: int) -> None:
+    def __init__(self, readers: int, *, keeps_states: bool = False) -> None:
         self.readers: int = readers
+        self._states = torch.zeros((readers if keeps_states else 0, LARGEST), dtype=torch.uint8)
+        if keeps_states:
+            self._states.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         of_each = (_EPOCHS_KEPT, readers)
-        self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads = shared_arrays(
-            (*of_each, 2), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,)
+        of_states = (len(self._states), 2)
+        self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads, self._of_states = (
+            shared_arrays((*of_each, 2), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,), of_states)
         )
 
     @property
@@ -105,6 +113,20 @@ class SharedWorkerState:
         """Write how many items the reader of a part found in pass ``number``, and their fingerprint if it was taken."""
         digits = -1 if order is None else int(order[:15], 16)
         self._ends[number % _EPOCHS_KEPT, part] = torch.tensor([length, digits])
+
+    def keep_state(self, number: int, part: int, state: bytes | None) -> None:
+        """Write the dataset's own state, pickled, of the reader of a part at the end of pass ``number``, if it has one.
+
+        Nothing is written unless this keeps states.
+        """
+        if part < len(self._states) and state is not None:
+            self._states[part, : len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            self._of_states[part] = torch.tensor([number, len(state)])
+
+    def states(self, number: int) -> Sequence[bytes | None]:
+        """Return what the reader of each part wrote at the end of pass ``number``; nothing unless this keeps states."""
+        noted = enumerate(self._of_states.tolist())
+        return [self._states[part, :size].numpy().tobytes() if of == number else None for part, (of, size) in noted]
 
     def end_batches(self, number: int, part: int, batches: int) -> None:
         """Write how many batches the reader of a part made in pass ``number`` of a dataset that splits itself."""

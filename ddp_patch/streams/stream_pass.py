@@ -14,6 +14,7 @@ from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule
 from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
+from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.streams.balanced_parts import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 
@@ -178,6 +179,10 @@ class StreamPass(Pass[None]):
             )
         return most
 
+    def position_at_end(self, held: SamplerSnapshot) -> Position:
+        """Return the position after everything was taken; see ``Pass``."""
+        return replace(super().position_at_end(held), snapshots=self._worker.snapshots_between())
+
     def _prepared_beyond(self, batches: int) -> int:
         return 0  # what was drawn ahead was drawn in workers
 
@@ -211,7 +216,7 @@ class StreamPass(Pass[None]):
         for part, before in enumerate(self._parts_before()):
             worker = (part - first) % readers
             done.append((*split(before, ranks)[0], (ranks, taken[worker])))
-            known.append(self._snapshot_after(worker, made[worker], marks[part]))
+            known.append(self._snapshot_after(worker, made[worker], marks[part % len(marks)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
         return replace(position, parts=PartsDone(upcoming, done), snapshots=known)

@@ -19,6 +19,7 @@ from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
+from ddp_patch.streams.reading import can_snapshot
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.stream_pass import StreamPass
 
@@ -57,7 +58,9 @@ class StreamSampler(EpochSampler[None]):
                 "batch_size": given.batch_size or 1,
             }
         super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
-        peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers))
+        is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
+        keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
+        peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
         first_items, marks = None, None
         if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
             first_items = FirstItems(shared.readers)
@@ -83,6 +86,7 @@ class StreamSampler(EpochSampler[None]):
             division=agreed.division,
             first_items=first_items,
             marks=marks,
+            is_kept=is_kept,
         )
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
@@ -134,7 +138,7 @@ class StreamSampler(EpochSampler[None]):
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
-        start = self.position or Position(epoch, held=self.held())
+        start = self.position or self._beginning(epoch)
         at_end = partial(self._compare_end, epoch, number)
         current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
@@ -187,13 +191,16 @@ class StreamSampler(EpochSampler[None]):
             )
         return position
 
+    def _beginning(self, epoch: int) -> Position:
+        return Position(epoch, held=self.held(), snapshots=self.worker.snapshots_between())
+
     def _position_now(self) -> Position:
         # Other packages' loaders find the position in an epoch by reading it again.
         if self.position is not None:
             return self.position
         current = self.latest
         if current is None or current.epoch != self._iterated:
-            return Position(self._iterated, held=self.held())
+            return self._beginning(self._iterated)
         if not self._workers and current.is_done_without_workers:
-            return Position(current.epoch + 1, held=self.held())
+            return self._beginning(current.epoch + 1)
         return replace(current.position(current.skip), parts=current.start.parts, snapshots=current.start.snapshots)

@@ -18,11 +18,12 @@ from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import require_sure_length, share
 from ddp_patch.sharding.position import BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import DatasetStateTracker, can_snapshot, this_worker
+from ddp_patch.streams.shared_state import LARGEST
 
 if TYPE_CHECKING:
     from ddp_patch.streams.dataset import StreamWorker
 
-__all__ = ["WorkerPass", "WorkerPosition"]
+__all__ = ["WorkerPass", "WorkerPosition", "pickled"]
 
 T = TypeVar("T")
 
@@ -108,9 +109,6 @@ class WorkerPosition:
 
 _NOTHING: Any = object()
 
-# The largest state of a dataset, in bytes, that travels with a batch. A stream with larger ones is read again.
-_LARGEST = 64 * 1024
-
 
 class WorkerPass(Generic[T]):
     """One worker's pass over an epoch, or over what is left of one.
@@ -139,7 +137,7 @@ class WorkerPass(Generic[T]):
         self.info: Any = worker.reader.info(self.told_worker_id, self.told_num_workers, seed, worker.dataset)
         self._states = states = epoch_states(worker.options, worker.seed, start.epoch)
         private = states if isinstance(states, PrivateRNG) and can_snapshot(worker.dataset, worker.options) else None
-        self._tracker = DatasetStateTracker(worker.dataset, private, start.snapshot)
+        self._tracker = DatasetStateTracker(worker.dataset, private, start.snapshot, start.epoch)
         self._takes_snapshots = private is not None
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.
@@ -197,6 +195,7 @@ class WorkerPass(Generic[T]):
         mine = self._of_worker(islice(of_rank, start.items_done if skipped is None else 0, None))
         yield from mine if worker.division is None else _divided(mine, worker, worker.division)
         self._is_over = True
+        worker.end(start.number, start.part)
 
     def _compared(self, read: Iterator[T]) -> Iterator[T]:
         """Pass on what is read from the stream's beginning, noting what the ranks compare."""
@@ -221,8 +220,8 @@ class WorkerPass(Generic[T]):
         size, start = self._worker.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
         state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
-        before = None if self._has_noted_before else _pickled(self.start.snapshot.initial_state[0])
-        if state is not None and len(state) > _LARGEST:
+        before = None if self._has_noted_before else pickled(self.start.snapshot.initial_state[0])
+        if state is not None and len(state) > LARGEST:
             self._takes_snapshots, state = False, None
         self._noted, self._has_noted_before = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
@@ -236,7 +235,9 @@ class WorkerPass(Generic[T]):
     def position(self) -> WorkerPosition:
         """Return how far it is."""
         start, snapshot = self.start, self.start.snapshot
-        if self._place != start.offset:
+        if self._is_over:
+            snapshot = StreamSnapshot(initial_state=self._worker.unread())
+        elif self._place != start.offset:
             state = self._snapshot()
             states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
             snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.initial_state)
@@ -360,11 +361,11 @@ class WorkerPass(Generic[T]):
             )
 
 
-def _pickled(state: object) -> bytes | None:
+def pickled(state: object) -> bytes | None:
     """Return a dataset's state pickled; None if that cannot be, or is too large."""
     with suppress(Exception):  # the user's objects
-        pickled = pickle.dumps(state)
-        return pickled if len(pickled) <= _LARGEST else None
+        written = pickle.dumps(state)
+        return written if len(written) <= LARGEST else None
     return None
 
 
