@@ -217,7 +217,7 @@ def packages(session: nox.Session) -> None:
 
 @nox.session
 def scripts(session: nox.Session) -> None:
-    """Run scripts of others under autopatch, as ``docs/autopatch.md`` tells; needs ``-- FOLDER``, their checkouts."""
+    """Run scripts of others as one process, for ``docs/autopatch.md``; needs ``-- FOLDER``, their checkouts."""
     pinned = ("-c", "constraints-packages.txt")
     session.install(*pinned, ".[packages]", "pytorch-ignite", "requests", "tensorboard")
     session.run("python", "benchmarks/scripts.py", *session.posargs)

@@ -128,7 +128,7 @@ class Gradients:
     def __init__(
         self, lockstep: Lockstep | None, tell: Callable[[str], object], on_first_step: Callable[[], object]
     ) -> None:
-        self.weight = StepWeight()
+        self.weight: StepWeight = StepWeight()
         self.sent_bytes: int = 0
         self.averaging_s: float = 0.0
         self.began_s: float | None = None
