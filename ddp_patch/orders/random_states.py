@@ -250,6 +250,16 @@ class GlobalState:
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
         return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
 
+    @classmethod
+    def seeded(cls, sequence: np.random.SeedSequence) -> "GlobalState":
+        """Return a state that follows from a seed; that of now stays."""
+        return cls(
+            torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
+            np.random.MT19937(sequence),
+            None,
+            random.Random(_python_seed(sequence)).getstate(),
+        )
+
     def is_same(self, other: "GlobalState") -> bool:
         """Return whether the same numbers would be drawn from another one."""
         mine, others = self.numpy.state, other.numpy.state
@@ -296,13 +306,7 @@ class PrivateRNG:
         self._is_entered = self._was_moved = False
 
     def _at_first(self) -> GlobalState:
-        sequence = _derive(self._seed, *self._key)
-        return GlobalState(
-            torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
-            np.random.MT19937(sequence),
-            None,
-            random.Random(_python_seed(sequence)).getstate(),
-        )
+        return GlobalState.seeded(_derive(self._seed, *self._key))
 
     @property
     def is_unmoved(self) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
 from ddp_patch.compat.private_torch import imported_fsdp
+from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.options import Options
@@ -126,6 +127,8 @@ class Models:
 
 HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
 _PASSES = HEADINGS.index("passes")
+# What follows from training as one process.
+_DECIDED = {"share", "uneven", "layout", "seed", "rank", "num_replicas", "process_group", "device_mesh"}
 
 
 class Summary:
@@ -233,6 +236,11 @@ def autopatch(
         ...     [batch.tolist() for batch in loader]
         [[1, 3], [5, 7], [9]]
     """
+    if as_one_process and (given := [*(_DECIDED & options.keys()), *(["dry_run"] if dry_run else [])]):
+        raise InvalidOptionError(
+            f"autopatch was given as_one_process=True and {', '.join(sorted(given))}: as one process, all ranks of the "
+            "launcher divide each batch, and nothing is left out. Leave these options out, or as_one_process."
+        )
     one = OneProcessOptions(Mode.ONE_PROCESS) if as_one_process else None
     with running(Patterns(only, excepted), options, one, dry_run=dry_run) as summary:
         yield summary

@@ -1,6 +1,7 @@
 """Which random numbers a script draws: the same on every rank, or this rank's own while it trains on its part."""
 
 import random
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -45,10 +46,7 @@ class RandomNumbers:
         """Let passes over divided loaders draw this rank's own numbers from now on."""
         if self._has_begun:
             return
-        common = _States()
-        seed_all(int(self._sequence.generate_state(1)[0]))
-        self._other = _States()
-        common.install()
+        self._other = _States.seeded(self._sequence)
         self._has_begun = True
         self._swap()
 
@@ -67,19 +65,33 @@ class RandomNumbers:
     def _swap(self) -> None:
         own = self._has_begun and next(reversed(self._passes.values()), False)
         if own != self._draws_own:
-            now = _States()
+            now = _States.capture()
             self._other.install()
             self._other, self._draws_own = now, own
 
 
+@dataclass(frozen=True, slots=True)
 class _States:
-    """The states of all global generators now, those of CUDA included where it is used."""
+    """States of all global generators, those of CUDA included where it is used."""
 
-    def __init__(self) -> None:
-        self._global = GlobalState.capture()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    of_cpu: GlobalState
+    of_cuda: list[torch.Tensor]
+
+    @classmethod
+    def capture(cls) -> "_States":
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return cls(GlobalState.capture(), torch.cuda.get_rng_state_all() if used else [])
+
+    @classmethod
+    def seeded(cls, sequence: np.random.SeedSequence) -> "_States":
+        now = cls.capture()
+        if now.of_cuda:
+            torch.cuda.manual_seed_all(int(sequence.generate_state(1)[0]))
+        found = cls(GlobalState.seeded(sequence), cls.capture().of_cuda)
+        now.install()
+        return found
 
     def install(self) -> None:
-        self._global.install()
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        self.of_cpu.install()
+        if self.of_cuda:
+            torch.cuda.set_rng_state_all(self.of_cuda)

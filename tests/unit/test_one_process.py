@@ -1,0 +1,156 @@
+"""Parts of a script that runs as one process, without other ranks."""
+
+import copy
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddp_patch import InvalidOptionError, UnsupportedLoaderError, WorldError, autopatch
+from ddp_patch.running.gradients import PassWeights, StepWeight
+from ddp_patch.running.launch import is_rank, take_slurm
+from ddp_patch.running.random_numbers import RandomNumbers, seed_all
+from ddp_patch.running.replicas import batch_norms, models_of, sync_batch_norms
+
+TRAIN, TEST = "train", "test"
+BACKWARD, END = "backward", "end"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ([(TRAIN, 1.0), BACKWARD, (TRAIN, 0.8), BACKWARD], [1.0, 0.8]),
+        ([BACKWARD], [1.0]),
+        ([(TRAIN, 0.8), BACKWARD, BACKWARD, BACKWARD], [0.8, 0.8, 0.8]),  # several losses of a batch
+        ([(TRAIN, 0.8), (TRAIN, 0.8), BACKWARD], [0.8]),  # one loss of two batches
+        ([(TRAIN, 1.0), (TRAIN, 0.8), BACKWARD], "several batches of train"),
+        ([(TEST, 1.2), (TRAIN, 0.8), BACKWARD, (TRAIN, 0.9), BACKWARD], [0.8, 0.9]),  # a look at another loader
+        ([(TEST, 1.2), (TRAIN, 0.8), BACKWARD, (TEST, 1.2), (TRAIN, 0.8), BACKWARD], "test and train"),
+        ([(TEST, 1.0), (TEST, 1.2), (TEST, END), (TRAIN, 0.8), BACKWARD], [0.8]),  # an evaluation
+        ([(TRAIN, 1.0), (TRAIN, 1.2), (TRAIN, END), BACKWARD], "several batches of train"),
+        ([(TRAIN, 1.0), (TRAIN, 1.0), BACKWARD, (TRAIN, 0.8), BACKWARD, (TRAIN, END), BACKWARD], "fetched ahead"),
+        ([(TRAIN, 1.0), (TRAIN, 1.0), BACKWARD, (TRAIN, 1.0), BACKWARD, (TRAIN, END), BACKWARD], [1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_weight_is_that_of_the_batch_that_was_taken(
+    script: list[str | tuple[str, float | str]], expected: list[float] | str
+) -> None:
+    step, passes = StepWeight(), {name: PassWeights(name) for name in (TRAIN, TEST)}
+
+    def weights() -> list[float]:
+        found = []
+        for event in script:
+            if isinstance(event, str):
+                found.append(step.of_backward())
+            elif isinstance(event[1], str):
+                passes[event[0]].is_over = True
+            else:
+                step.take(passes[event[0]], event[1])
+        return found
+
+    if isinstance(expected, str):
+        with pytest.raises(UnsupportedLoaderError, match=expected):
+            weights()
+    else:
+        assert weights() == expected
+
+
+def test_models_are_found_by_their_parameters() -> None:
+    first, loss = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.MSELoss()
+    second = copy.deepcopy(first)
+    wrapped = nn.ModuleDict({"model": second})
+    parameters = [*second.parameters(), *first.parameters()]
+    assert models_of(parameters) == [wrapped, first]
+    assert models_of([nn.Parameter(torch.zeros(1))]) == []
+    assert batch_norms([wrapped, loss]) == ["ModuleDict.model.1"]
+    with pytest.raises(UnsupportedLoaderError, match="accelerators only"):
+        sync_batch_norms([first])
+
+
+def drawn() -> tuple[float, float, float]:
+    return torch.rand(()).item(), np.random.rand(), random.random()
+
+
+def test_a_rank_draws_its_own_numbers_in_divided_passes_alone() -> None:
+    found = []
+    for rank in range(2):
+        seed_all(5)
+        numbers = RandomNumbers(5, rank)
+        first = numbers.enter(own=True)
+        before = drawn()
+        numbers.begin_own()
+        own = drawn()
+        inner = numbers.enter(own=False)
+        within = drawn()
+        numbers.leave(inner)
+        later = drawn()
+        numbers.leave(first)
+        found.append((before, own, within, later, drawn()))
+    for place, is_own in enumerate((False, True, False, True, False)):
+        a, b = found[0][place], found[1][place]
+        assert (set(a) & set(b) == set()) if is_own else a == b
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        (
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n7"},
+            ("3", "4", "1", "n7"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "3",
+                "SLURM_NTASKS": "4",
+                "SLURM_STEP_NODELIST": "n[7-8]",
+                "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
+            },
+            ("3", "4", "0", "10.0.0.7"),
+        ),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[7-8]"}, "MASTER_ADDR"),
+    ],
+)
+def test_tasks_of_slurm_are_ranks(
+    environment: dict[str, str], expected: tuple[str, ...] | str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    monkeypatch.setattr(os, "environ", environment)
+    if isinstance(expected, str):
+        with pytest.raises(WorldError, match=expected):
+            take_slurm()
+        return
+    take_slurm()
+    assert is_rank() == (expected is not None)
+    if expected is not None:
+        assert tuple(environment[name] for name in names) == expected
+        assert 20_000 <= int(environment["MASTER_PORT"]) < 30_000
+
+
+def test_one_rank_runs_without_a_process_group() -> None:
+    model = nn.Linear(1, 1)
+    batches = torch.arange(7.0).reshape(7, 1)
+    loader: DataLoader[torch.Tensor] = DataLoader(list(batches), batch_size=3)  # type: ignore[arg-type]  # a list is one
+    with autopatch(as_one_process=True) as summary:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in loader:
+            model(batch).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert [len(batch) for batch in loader] == [3, 3, 1]
+    assert "1 rank trained as one process: 3 optimizer steps." in str(summary)
+    assert "whole and divided" in str(summary)
+    backward = torch.autograd.backward
+    with autopatch():
+        assert torch.autograd.backward is backward
+
+
+@pytest.mark.parametrize("options", [{"share": "samples"}, {"dry_run": True}, {"rank": 0, "num_replicas": 2}])
+def test_options_that_one_process_decides_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(InvalidOptionError, match=next(iter(options))), autopatch(as_one_process=True, **options):  # type: ignore[arg-type]  # several kinds
+        pass
