@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
 from ddp_patch.ranks.exchange import by_value, ranks_text
@@ -16,6 +15,10 @@ from ddp_patch.running.gradients import Gradients
 from ddp_patch.running.lockstep import Lockstep
 
 __all__ = ["Replicas", "batch_norms", "models_of", "sync_batch_norms"]
+
+
+# torch's own, and what derives from them; SyncBatchNorm does not.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Replicas:
@@ -112,11 +115,11 @@ def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
     holders: dict[int, list[nn.Module]] = {}
     for module in modules:
-        for child in module._modules.values():
+        for child in module.children():
             holders.setdefault(id(child), []).append(module)
     outermost: dict[int, tuple[int, nn.Module]] = {}
     for module in modules:
-        own = [numbers[id(each)] for each in module._parameters.values() if id(each) in numbers]
+        own = [numbers[id(each)] for each in module.parameters(recurse=False) if id(each) in numbers]
         if own:
             for top in _tops(module, holders):
                 first, _ = outermost.get(id(top), (own[0], top))
@@ -145,7 +148,7 @@ def batch_norms(models: Iterable[nn.Module]) -> list[str]:
         f"{type(model).__name__}{name and f'.{name}'}"
         for model in models
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, _BATCH_NORMS)
     ]
 
 
@@ -158,7 +161,7 @@ def sync_batch_norms(models: Iterable[nn.Module]) -> None:
     for model in models:
         if not batch_norms([model]):
             continue
-        if isinstance(model, _BatchNorm):
+        if isinstance(model, _BATCH_NORMS):
             raise UnsupportedLoaderError(
                 f"--sync-batchnorm cannot replace a {type(model).__name__} that is no part of a model. Put it into an "
                 "nn.Module, or leave the option out."

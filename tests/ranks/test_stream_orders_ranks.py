@@ -402,7 +402,7 @@ def counted(rank: int, world_size: int) -> tuple[int, int, int]:
     calls.clear()
     times, size = len(left), sum(left)
     in_step(train, 128)
-    return times, size, len(left) - times + len(calls) + len(train.sampler.worker.first_items.of(0, 2).items)
+    return times, size, len(left) - times + len(calls) + len(train.sampler.worker.first_items.marks_of(0, 2).items)
 
 
 def test_notes_are_left_a_few_times_and_then_nobody_notes_or_asks_more() -> None:
