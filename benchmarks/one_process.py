@@ -23,6 +23,7 @@ from ddp_patch.testing import run_ranks
 PAGE = Path(__file__).parents[1] / "docs" / "autopatch.md"
 PARAMETERS = (10_000, 1_000_000, 25_000_000)
 BATCH, TURNS = 256, 7
+PASS = 40  # steps
 
 
 def model_of(parameters: int) -> nn.Sequential:
@@ -34,7 +35,7 @@ def model_of(parameters: int) -> nn.Sequential:
 def steps_of(model: nn.Module, batch: int) -> Callable[[int], float]:
     """Return what trains some steps, and returns the seconds that one took."""
     width = next(iter(model.parameters())).shape[1]
-    loader = DataLoader(TensorDataset(torch.randn(batch * 4, width)), batch_size=batch)
+    loader = DataLoader(TensorDataset(torch.randn(batch * PASS, width)), batch_size=batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train(least: int) -> float:
@@ -68,7 +69,7 @@ def on_ranks(rank: int, world_size: int, parameters: int, turns: int) -> dict[st
 
 def steps(parameters: int) -> int:
     """Return how many steps a turn has."""
-    return max(4, 400_000 // parameters)
+    return max(PASS, 400_000 // parameters)
 
 
 def alone(parameters: int, turns: int) -> list[float]:
