@@ -186,6 +186,23 @@ SCRIPTS: Mapping[str, str] = {
         for optimizer in optimizers:
             optimizer.step()
     """,
+    "sparse gradients that a part of a batch does not reach": """
+        class Words(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.often, self.seldom = nn.Embedding(13, 4, sparse=True), nn.Embedding(13, 4, sparse=True)
+
+            def forward(self, a):
+                found, (rows,) = self.often(a).sum(1), (a == 3).nonzero(as_tuple=True)
+                return found.index_add(0, rows, self.seldom(a[rows]).sum(1)) if len(rows) else found
+
+        model = Words()
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.05)
+        for a, b in DataLoader(TensorDataset(torch.arange(119) % 13, y[:, 0]), 6):
+            optimizer.zero_grad()
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+    """,
     "checkpointed layers, batch normalisation in evaluation, the training set evaluated": """
         from torch.utils.checkpoint import checkpoint
 

@@ -23,6 +23,7 @@ __all__ = [
     "Use",
     "about_to_use",
     "called_before",
+    "from_here",
     "made",
     "places_recorded",
     "script_line",
@@ -147,8 +148,13 @@ def _wrapped(kind: type[DataLoader[Any]], name: str, call: Callable[[DataLoader[
 
 
 def script_line(frame: FrameType | None) -> str:
-    """Return the innermost line of a call stack that is outside torch and this package, from the current folder."""
-    file, _, line = _line(_outside(frame)).rpartition(":")
+    """Return the innermost line of a call stack that is outside torch and this package, as ``from_here`` shows it."""
+    return from_here(_line(_outside(frame)))
+
+
+def from_here(place: str) -> str:
+    """Return a file and line as ``train.py:41``, from the current folder where the file lies below it."""
+    file, _, line = place.rpartition(":")
     here = Path.cwd()
     return f"{Path(file).relative_to(here) if Path(file).is_relative_to(here) else file}:{line}"
 

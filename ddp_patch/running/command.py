@@ -22,7 +22,7 @@ from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
-from ddp_patch.running.launch import HANDED_ON, is_rank, started, take_slurm
+from ddp_patch.running.launch import HANDED_ON, OF_RANK, is_rank, started, take_slurm
 from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions
 from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.records import Patterns
@@ -30,9 +30,6 @@ from ddp_patch.running.session import logger
 from ddp_patch.running.voice import Voice, errors_reported
 
 __all__ = ["DESCRIPTION", "process_group", "run"]
-
-
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
@@ -63,7 +60,7 @@ def process_group(backend: str) -> Iterator[None]:
     Raises:
         WorldError: The environment does not say which rank this is.
     """
-    if missing := [name for name in _LAUNCHED if name not in os.environ]:
+    if missing := [name for name in OF_RANK if name not in os.environ]:
         raise WorldError(
             f"--init-process-group {backend} makes a process group from torchrun's environment, which lacks "
             f"{', '.join(missing)}. Start with torchrun --nproc-per-node N -m ddp_patch run ..."
@@ -105,7 +102,11 @@ def run(arguments: Sequence[str]) -> None:
     if handed_on:
         parser.error(f"{', '.join(handed_on)}: a launcher's options need -n, and that no launcher has started this.")
     one_process, voice = None, None
-    if _may_be_one_process(given):
+    if not _may_be_one_process(given):
+        if unused := [name for name in _OF_ONE_PROCESS if getattr(given, name) != parser.get_default(name)]:
+            listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+            parser.error(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
+    else:
         voice = Voice(int(os.environ.get("RANK", "0")), given.log_dir)
         one_process = _one_process(given, voice)
     with errors_reported(voice), ExitStack() as stack:
@@ -128,6 +129,7 @@ def run(arguments: Sequence[str]) -> None:
         del names
 
 
+_OF_ONE_PROCESS = ("loss", "whole", "shard_evaluation", "sync_batchnorm", "all_ranks_write", "log_dir")
 # The environment's name of the seed that was drawn for all ranks of a run.
 _SEED = "DDP_PATCH_SEED"
 

@@ -1,7 +1,6 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_patch.compat.private_torch import backward_in_progress
-from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.running.averaging import average, checksums
-from ddp_patch.running.lockstep import Act, Lockstep
+from ddp_patch.running.lockstep import Act, Counts, Lockstep
 
 __all__ = ["Gradients", "PassWeights", "StepWeight"]
+
+
+# What gradient a parameter has on this rank.
+_NONE, _DENSE, _SPARSE = range(3)
 
 
 @dataclass(eq=False)
@@ -27,8 +30,8 @@ class PassWeights:
 
     Attributes:
         name: What errors call the loader.
-        backwards: How often ``backward()`` was called before it.
         length: How many batches it has; None if that is not known.
+        backwards: How often ``backward()`` was called before it.
         given: How many batches it gave.
         fetches_ahead: Whether it gave several before the first call of ``backward()``.
         is_over: Whether it came to its end.
@@ -36,8 +39,8 @@ class PassWeights:
     """
 
     name: str
-    backwards: int = 0
-    length: int | None = None
+    length: int | None
+    backwards: int
     given: int = 0
     fetches_ahead: bool = False
     is_over: bool = False
@@ -50,35 +53,53 @@ class StepWeight:
     A weight is ranks x samples of this rank's part / samples of the whole batch, so that the mean over the ranks is the
     gradient of the mean over the whole batch.
 
+    Args:
+        on_unused: Called with a pass of which all was taken without a ``backward()``.
+
     Examples:
-        >>> step, train = StepWeight(), PassWeights("train")
+        >>> step = StepWeight()
+        >>> train = step.begin("train")
         >>> step.take(train, 0.8)
-        []
         >>> step.of_backward()
         0.8
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_unused: Callable[[PassWeights], object] = lambda of: None) -> None:
+        self._on_unused = on_unused
+        self._backwards = 0
         self._weight = 1.0
         self._last: PassWeights | None = None
         self._taken: list[tuple[PassWeights, float]] = []  # since the last backward()
 
-    def take(self, of: PassWeights, weight: float) -> list[PassWeights]:
-        """Note that the script took a batch; return other passes of which it took all without a ``backward()``."""
+    def begin(self, name: str, length: int | None = None) -> PassWeights:
+        """Return what is known of a pass that begins."""
+        return PassWeights(name, length, self._backwards)
+
+    def take(self, of: PassWeights, weight: float) -> None:
+        """Note that the script took a batch of a pass."""
         of.given += 1
         of.latest = [*of.latest[-1:], weight]
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._last = weight, of
-        if not self._taken or self._taken[-1][0] is of:
-            self._taken.append((of, weight))
-            return []
-        # Of a pass that has ended without a backward(), the script wanted no gradient. One that takes no more batches
-        # than there are never asks for the end.
-        times = Counter(id(other) for other, _ in self._taken if other is not of)
-        unused = {id(other): other for other, _ in self._taken if times[id(other)] == other.length}
-        kept = [each for each in self._taken if each[0] is of or not (each[0].is_over or id(each[0]) in unused)]
-        self._taken = [*kept, (of, weight)]
-        return list(unused.values())
+        if self._taken and self._taken[-1][0] is not of:
+            self._leave_out_what_is_over(of)
+        self._taken.append((of, weight))
+
+    def end(self, of: PassWeights) -> None:
+        """Note that a pass came to its end."""
+        of.is_over = True
+        if of.given and of.backwards == self._backwards:
+            self._on_unused(of)
+
+    def _leave_out_what_is_over(self, current: PassWeights) -> None:
+        """Forget batches of other passes that are over: of those the script wanted no gradient.
+
+        A loop that takes as many batches as there are never asks for the end.
+        """
+        for other in dict.fromkeys(each for each, _ in self._taken if each is not current):
+            if not other.is_over and other.given == other.length and other.backwards == self._backwards:
+                self.end(other)
+        self._taken = [each for each in self._taken if each[0] is current or not each[0].is_over]
 
     def of_backward(self) -> float:
         """Return the weight of the gradient that ``backward()`` is about to compute.
@@ -88,6 +109,7 @@ class StepWeight:
                 that no weight is right.
         """
         taken, self._taken = self._taken, []
+        self._backwards += 1
         counted = [(of, weight) for of, weight in taken if of is self._last or of.given > 1]  # not mere looks
         if len({weight for _, weight in counted}) > 1:
             names = " and ".join(dict.fromkeys(of.name for of, _ in counted))
@@ -113,28 +135,31 @@ class Gradients:
 
     Args:
         lockstep: Compares what the ranks do; None for a single rank.
+        counts: What the script has done so far; the calls and steps are counted here.
         tell: Tells the user something, once.
         on_first_step: Called after the first step of an optimizer.
+        on_unused: Called with a divided pass of which all was taken without a ``backward()``.
 
     Attributes:
         weight: Knows the weight of a ``backward()``.
         sent_bytes: How many bytes this rank has sent.
         averaging_s: How many seconds that took.
         began_s: When the first ``backward()`` began; None before.
-        backwards: How often ``backward()`` was called.
-        steps: How many steps the optimizers made.
     """
 
     def __init__(
-        self, lockstep: Lockstep | None, tell: Callable[[str], object], on_first_step: Callable[[], object]
+        self,
+        lockstep: Lockstep | None,
+        counts: Counts,
+        tell: Callable[[str], object],
+        on_first_step: Callable[[], object],
+        on_unused: Callable[[PassWeights], object],
     ) -> None:
-        self.weight: StepWeight = StepWeight()
+        self.weight: StepWeight = StepWeight(on_unused)
         self.sent_bytes: int = 0
         self.averaging_s: float = 0.0
         self.began_s: float | None = None
-        self.backwards: int = 0
-        self.steps: int = 0
-        self._lockstep, self._tell, self._on_first_step = lockstep, tell, on_first_step
+        self._lockstep, self._counts, self._tell, self._on_first_step = lockstep, counts, tell, on_first_step
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._was_loaded = False
 
@@ -190,7 +215,7 @@ class Gradients:
         self._was_loaded = True
 
     def _backward(self, run: Callable[[Any, Any], None], tensors: Any, gradients: Any, *, create_graph: bool) -> None:
-        self.backwards += 1
+        self._counts.backwards += 1
         if self._lockstep is None:
             run(tensors, gradients)
             return
@@ -213,21 +238,18 @@ class Gradients:
 
     def _average(self, lockstep: Lockstep) -> None:
         parameters = self.parameters
-        has = tuple(parameter.grad is not None for parameter in parameters)
-        lockstep.backwards = self.backwards
+        kinds = tuple(_NONE if each.grad is None else _SPARSE if each.grad.is_sparse else _DENSE for each in parameters)
         facts = {"parameters": len(parameters), "state": self._loaded_state()}
-        if not lockstep.meet(Act.BACKWARD, usual=hash(has) >> 2, **facts):
-            has = tuple(lockstep.largest(has))
-        found = []
-        for parameter, is_used in zip(parameters, has, strict=True):
-            if is_used and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                found.append(parameter)
-        self.sent_bytes += average([_grad(each) for each in found if not _grad(each).is_sparse], lockstep.ranks)
-        for parameter in found:
-            if _grad(parameter).is_sparse:
-                parameter.grad = self._sparse_mean(lockstep, _grad(parameter))
+        if not lockstep.meet(Act.BACKWARD, usual=hash(kinds) >> 2, **facts):
+            kinds = tuple(lockstep.largest(kinds))
+        for parameter, kind in zip(parameters, kinds, strict=True):
+            if parameter.grad is None and kind != _NONE:
+                parameter.grad = torch.zeros_like(parameter) if kind == _DENSE else _no_rows(parameter)
+        dense = [each.grad for each in parameters if each.grad is not None and not each.grad.is_sparse]
+        self.sent_bytes += average(dense, lockstep.ranks)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = self._sparse_mean(lockstep, parameter.grad)
 
     def _loaded_state(self) -> int:
         """Return a checksum of what the optimizers hold if a state was loaded since the last call, otherwise 0."""
@@ -237,7 +259,9 @@ class Gradients:
         alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         states = [optimizer.state[each] for optimizer in alive for each in self.parameters if each in optimizer.state]
         held = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(checksums(held)) >> 2 or 1
+        options = [value for optimizer in alive for group in optimizer.param_groups for value in group.values()]
+        numbers = hash(tuple(value for value in options if isinstance(value, int | float)))  # alike in every process
+        return (sum(checksums(held)) + numbers) % 2**62 or 1
 
     def _sparse_mean(self, lockstep: Lockstep, gradient: torch.Tensor) -> torch.Tensor:
         own = gradient.coalesce()
@@ -255,7 +279,8 @@ class Gradients:
                 f"The {type(optimizer).__name__} was made before its script ran as one process, so nobody has averaged "
                 "its gradients. Make it within autopatch(as_one_process=True)."
             )
-        if not self.backwards and not (any(callable(each) for each in args) or callable(options.get("closure"))):
+        has_closure = any(map(callable, [*args, options.get("closure")]))
+        if not self._counts.backwards and not has_closure:
             raise UnsupportedLoaderError(
                 f"The {type(optimizer).__name__} makes a step, and no backward() was called, so its gradients are of "
                 "this rank's part of the data and nobody has averaged them. torch.autograd.grad() and gradients that "
@@ -263,18 +288,15 @@ class Gradients:
             )
 
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        self.steps += 1
-        if self._lockstep is not None:
-            self._lockstep.steps = self.steps
-        if self.steps == 1:
+        self._counts.steps += 1
+        if self._counts.steps == 1:
             self._on_first_step()
 
 
-def _grad(parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        raise RankMismatchError("A gradient is gone that was there a moment ago: another thread has removed it.")
-    return gradient
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the sparse gradient of an embedding of which no row was used."""
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(rows, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
 
 
 def _weighed(root: torch.Tensor, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from ddp_patch.errors import WorldError
 
-__all__ = ["HANDED_ON", "is_rank", "started", "take_slurm"]
+__all__ = ["HANDED_ON", "OF_RANK", "is_rank", "started", "take_slurm"]
 
 
 # Options of torchrun that are handed on to it as they are.
@@ -24,12 +24,12 @@ HANDED_ON = (
     "max-restarts",
     "local-addr",
 )
-_OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_rank() -> bool:
     """Return whether a launcher has started this process as one of several, or as the only one."""
-    return all(name in os.environ for name in _OF_RANK)
+    return all(name in os.environ for name in OF_RANK)
 
 
 def take_slurm() -> None:
@@ -42,7 +42,9 @@ def take_slurm() -> None:
         The environment of srun's tasks, as its manual names it.
     """
     told = os.environ
-    if is_rank() or "SLURM_PROCID" not in told or int(told.get("SLURM_NTASKS", "1")) < 2:
+    # A batch script has SLURM_PROCID and SLURM_NTASKS, too; the number of a step's tasks has only what srun started.
+    tasks = told.get("SLURM_STEP_NUM_TASKS", "1")
+    if is_rank() or "SLURM_PROCID" not in told or int(tasks) < 2:
         return
     nodes = told.get("SLURM_STEP_NODELIST", told.get("SLURM_NODELIST", ""))
     first = told.get("MASTER_ADDR") or (told.get("SLURM_LAUNCH_NODE_IPADDR") if "[" in nodes or "," in nodes else nodes)
@@ -51,7 +53,7 @@ def take_slurm() -> None:
             "srun has started this process as one of several tasks, and neither MASTER_ADDR nor "
             "SLURM_LAUNCH_NODE_IPADDR says where the first one is. Set MASTER_ADDR to the name of its node."
         )
-    told["RANK"], told["WORLD_SIZE"] = told["SLURM_PROCID"], told["SLURM_NTASKS"]
+    told["RANK"], told["WORLD_SIZE"] = told["SLURM_PROCID"], tasks
     told["LOCAL_RANK"], told["MASTER_ADDR"] = told.get("SLURM_LOCALID", "0"), first
     told.setdefault("MASTER_PORT", str(20_000 + crc32(told.get("SLURM_JOB_ID", "0").encode()) % 10_000))
 
@@ -61,7 +63,7 @@ def started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> i
 
     Args:
         ranks: How many on this machine, as ``--nproc-per-node`` takes it.
-        handed_on: Options of torchrun; without any, all ranks are on this machine.
+        handed_on: Options of torchrun; all ranks are on this machine if none says where others are.
         arguments: Those of each rank's command.
 
     Returns:
@@ -76,7 +78,8 @@ def started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> i
     cores = os.cpu_count() or 1
     if ranks.isdecimal():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(ranks)))))
-    where = handed_on or ["--standalone"]
+    is_alone = not any(each.startswith(("--nnodes", "--rdzv", "--master")) for each in handed_on)
+    where = [*handed_on, *(["--standalone"] if is_alone else [])]
     command = [f"--nproc-per-node={ranks}", *where, "-m", "ddp_patch", "run", *arguments]
     try:
         run_ranks(get_args_parser().parse_args(command))  # type: ignore[no-untyped-call]  # torch leaves it unannotated

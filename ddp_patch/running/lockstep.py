@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import count
@@ -17,7 +18,7 @@ from ddp_patch.errors import MissingRanksError, RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.ranks.exchange import already_in, by_value, ranks_text
 
-__all__ = ["Act", "Lockstep"]
+__all__ = ["Act", "Counts", "Lockstep"]
 
 
 class Act(IntEnum):
@@ -44,6 +45,22 @@ _PERIOD_S = 2.0
 _ENDED = "has ended"
 
 
+@dataclass
+class Counts:
+    """What a script has done on this rank.
+
+    Attributes:
+        backwards: How often it called ``backward()``.
+        steps: How many steps its optimizers made.
+    """
+
+    backwards: int = 0
+    steps: int = 0
+
+    def __str__(self) -> str:
+        return f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
+
+
 class Lockstep:
     """Compares what the ranks do next, each time before they communicate.
 
@@ -51,18 +68,13 @@ class Lockstep:
         rank: This rank.
         ranks: How many there are.
         timeout: How many seconds a rank waits for the others.
-
-    Attributes:
-        backwards: How often the script called ``backward()``.
-        steps: How many steps its optimizers made.
+        counts: What the script has done so far.
     """
 
-    def __init__(self, rank: int, ranks: int, timeout: float) -> None:
+    def __init__(self, rank: int, ranks: int, timeout: float, counts: Counts) -> None:
         self.rank: int = rank
         self.ranks: int = ranks
-        self.backwards: int = 0
-        self.steps: int = 0
-        self._timeout = timeout
+        self._timeout, self._counts = timeout, counts
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._store: Any = dist.PrefixStore(f"ddp_patch/lockstep/{next(_numbers)}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
         self._script = threading.get_ident()
@@ -85,7 +97,7 @@ class Lockstep:
             RankMismatchError: Another rank does something else; every rank raises it.
             MissingRanksError: Another rank did not come within the timeout, or has ended.
         """
-        own = torch.tensor([act, self.backwards, self.steps, *(*facts.values(), 0, 0)[:2], usual])
+        own = torch.tensor([act, self._counts.backwards, self._counts.steps, *(*facts.values(), 0, 0)[:2], usual])
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
         differs = largest[: len(own)] != -largest[len(own) :]
@@ -93,11 +105,11 @@ class Lockstep:
             self._refuse(act, facts)
         return not bool(differs[-1])
 
-    def largest(self, flags: Sequence[bool]) -> list[bool]:
-        """Return, for each of some flags, whether it is set on any rank."""
-        found = torch.tensor(flags, dtype=torch.uint8)
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest that any rank has of each of some numbers below 256."""
+        found = torch.tensor(numbers, dtype=torch.uint8)
         self._together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
-        return found.bool().tolist()
+        return [int(number) for number in found]
 
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
@@ -154,9 +166,8 @@ class Lockstep:
 
     def _refuse(self, act: Act, facts: Mapping[str, int]) -> None:
         doing = f"{_WORDS[act]} at {script_line(sys._getframe(2))}"
-        counts = f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
         also = f" ({', '.join(f'{name}: {value}' for name, value in facts.items())})" if facts else ""
-        rows = by_value(dict(enumerate(self.gathered(f"{doing}, {counts}{also}"))))
+        rows = by_value(dict(enumerate(self.gathered(f"{doing}, {self._counts}{also}"))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
         raise RankMismatchError(
             f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
@@ -170,6 +181,6 @@ class Lockstep:
 
     def _write_place(self) -> None:
         frame = sys._current_frames().get(self._script)
-        where = f"is at {script_line(frame)}, after {self.backwards} calls of backward() and {self.steps} steps"
+        where = f"is at {script_line(frame)}, {self._counts}"
         with suppress(RuntimeError):  # the store may be gone
             self.put("place", where.encode())

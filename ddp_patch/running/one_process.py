@@ -9,7 +9,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 from unittest.mock import patch
 
 import torch
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import WorldError
+from ddp_patch.devices import device_here
+from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
-from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.facts import look_at
 from ddp_patch.loaders.hooks import Use
 from ddp_patch.options import Options
 from ddp_patch.orders.random_states import loader_seed
@@ -29,13 +30,12 @@ from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.averaging import broadcast
 from ddp_patch.running.gradients import Gradients, PassWeights
-from ddp_patch.running.lockstep import Act, Lockstep
-from ddp_patch.running.random_numbers import RandomNumbers
+from ddp_patch.running.lockstep import Act, Counts, Lockstep
+from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.records import Patterns, UsedLoader, compared, is_off, shown, unpatched, what_it_is
 from ddp_patch.running.replicas import Replicas
 from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
 from ddp_patch.running.voice import saved_once
-from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import require_batches
 
 __all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions"]
@@ -43,6 +43,8 @@ __all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions"]
 
 Loss: TypeAlias = Literal["mean", "sum"]
 
+# What takes other ranks, where a rank has all of a loader.
+_ALONE: dict[str, Any] = {"verify": False, "agreement": "auto"}
 _DATA_MADE_ALIKE = (
     "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
     "random data outside of such loops, or with a generator of its own."
@@ -91,18 +93,18 @@ class _Loader:
     Attributes:
         loader: The loader itself. It becomes the divided one when that is first asked for.
         record: What is reported of it.
-        original: A copy of it as the script made it.
-        is_whole: Whether it is never divided.
         seed: What its order follows from.
+        original: A copy of it as the script made it; None if it is left as it is.
+        is_whole: Whether it is never divided.
         whole: A copy that gives every rank all of it.
         is_divided: Whether the loader itself is divided by now.
     """
 
     loader: "weakref.ref[DataLoader[Any]]"
     record: UsedLoader
-    original: DataLoader[Any]
-    is_whole: bool
     seed: int
+    original: DataLoader[Any] | None = None
+    is_whole: bool = False
     whole: DataLoader[Any] | None = None
     is_divided: bool = False
 
@@ -132,10 +134,9 @@ class OneProcess:
         self._world = World(0, 1)
         self._seed = 0
         self._lockstep: Lockstep | None = None
-        self._numbers = RandomNumbers(0, 0)
-        self._gradients = Gradients(None, self._tell, self._numbers.begin_own)
+        self._counts = Counts()
         self._has_made_group = False
-        self._replicas = Replicas(None, self._gradients, self._tell)
+        self._prepare()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -157,7 +158,11 @@ class OneProcess:
             except BaseException as error:
                 self._leave(error)
                 raise
-            self._finish()
+            else:
+                self._finish()
+            finally:
+                if self._has_made_group and dist.is_initialized():  # the script may have destroyed it
+                    dist.destroy_process_group()
 
     def used(self, loader: DataLoader[Any], use: Use) -> None:
         """Note that a loader is about to be used."""
@@ -167,7 +172,8 @@ class OneProcess:
             self._session.used(loader, use)
         elif self.mode is Mode.ONE_PROCESS and use in {Use.ASKED, Use.HANDED} and not is_off():
             with unpatched():
-                if (known := self._look(loader)) is not None and not known.is_whole:
+                known = self._look(loader)
+                if known.original is not None and not known.is_whole:
                     self._divide(known, loader)
 
     def iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
@@ -178,13 +184,13 @@ class OneProcess:
         if is_too_soon(loader, user):
             return None
         self._decide()
-        if self.mode is Mode.RANKS:
+        if self.mode is Mode.RANKS or user is not None:
             return None
         with unpatched():  # what looking at it and iterating it iterates
-            known = None if user is not None else self._look(loader)
-            if known is None:
-                return None
+            known = self._look(loader)
             known.record.passes += 1
+            if known.original is None:
+                return None
             if known.is_whole or not (torch.is_grad_enabled() or self._chosen.shard_evaluation):
                 return self._whole_pass(known)
             return self._divided_pass(known, loader)
@@ -225,21 +231,21 @@ class OneProcess:
         """What the summary says beside the table."""
         if self.mode is Mode.UNDECIDED:
             return ["The script has used no loader, and made no optimizer."]
-        gradients = self._gradients
-        steps = f"{gradients.steps:,} optimizer step{'' if gradients.steps == 1 else 's'}"
-        if self._ranks == 1:
-            return [f"1 rank trained as one process: {steps}."]
-        found = [f"{self._ranks} ranks trained as one process: {steps}."]
+        gradients, counts = self._gradients, self._counts
+        done = f"{counts.steps:,} optimizer step{'' if counts.steps == 1 else 's'}"
+        found = []
         if gradients.began_s is not None:
             share = gradients.averaging_s / max(1e-9, perf_counter() - gradients.began_s)
-            megabytes = gradients.sent_bytes / 1e6 / max(1, gradients.steps)
-            found = [f"{found[0][:-1]}, {megabytes:.3g} MB averaged a step, in {share:.0%} of the time."]
+            megabytes = gradients.sent_bytes / 1e6 / max(1, counts.steps)
+            done += f", {megabytes:.3g} MB averaged a step, in {share:.0%} of the time"
             if share > 0.2:
                 found.append(f"To spend less of it: {_TWO_LINES}.")
-        if gradients.backwards and not any("divided" in record.fate for record in self.records):
-            found.append("No loader was divided: every rank computed all of each batch, and no time was saved.")
-        unused = sorted(self._chosen.whole.unused)
-        return found + [f"The pattern {pattern!r} of --whole matched no loader that was used." for pattern in unused]
+            if not any("divided" in record.fate for record in self.records):
+                found.append("No loader was divided: every rank computed all of each batch, and no time was saved.")
+        unused = [*(f"{each!r} of --whole" for each in sorted(self._chosen.whole.unused))]
+        unused += map(repr, sorted(self._session.patterns.unused))
+        found += [f"The pattern {pattern} matched no loader that was used." for pattern in unused]
+        return [f"{_ranks(self._ranks)} trained as one process: {done}.", *found]
 
     def _decide(self) -> None:
         """Decide how the script is run, once: by whether it has made a process group by now."""
@@ -252,31 +258,52 @@ class OneProcess:
             self._begin()
 
     def _begin(self) -> None:
+        options = self._options
+        if options.share not in {"auto", "within_batches"} or options.uneven == "drop":
+            raise InvalidOptionError(
+                f"share={options.share!r} and uneven={options.uneven!r} were given, and the script makes no process "
+                "group, so its ranks train as one process, which divides each batch. Leave them out, or pass --mode "
+                "ranks to a script that makes a group."
+            )
         self._ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        self._seed = torch.initial_seed() % 2**63
+        self._seed = (torch.initial_seed() if options.seed is None else options.seed) % 2**63
         if self._ranks > 1:
             self._join()
-        self._numbers = RandomNumbers(self._seed, self._world.rank)
-        self._gradients = Gradients(self._lockstep, self._tell, self._numbers.begin_own)
-        self._replicas = Replicas(self._lockstep, self._gradients, self._tell)
+        self._prepare()
         self._stack.enter_context(self._gradients.hooked())
         if self._is_first:
-            ranks = "1 rank trains" if self._ranks == 1 else f"{self._ranks} ranks train"
-            logger.info("%s as one process; orders and random numbers follow from seed %d", ranks, self._seed)
+            trains = "trains" if self._ranks == 1 else "train"
+            logger.info(
+                "%s %s as one process; orders and random numbers follow from seed %d",
+                _ranks(self._ranks),
+                trains,
+                self._seed,
+            )
+
+    def _prepare(self) -> None:
+        self._numbers = RandomNumbers(self._seed, self._world.rank)
+        self._gradients = Gradients(
+            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused
+        )
+        self._replicas = Replicas(self._lockstep, self._gradients, self._counts, self._tell)
 
     def _join(self) -> None:
         """Make the process group, if there is none, and what the ranks do in it."""
         timeout = self._options.timeout
         if not dist.is_initialized():
-            backend = "gloo"
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            backend, device = "gloo", device_here("auto", is_one_of_several=True)
+            if device is not None and device.type == "cuda":
+                torch.cuda.set_device(device)
                 backend = "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
             self._has_made_group = True
         self._world = find_world() or World(0, 1)
-        self._lockstep = Lockstep(dist.get_rank(), self._ranks, timeout)
-        self._seed = self._lockstep.gathered(self._seed)[0]
+        self._lockstep = Lockstep(dist.get_rank(), self._ranks, timeout, self._counts)
+        seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))
+        if len(set(seeds)) > 1:
+            self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
+            seed_all(seeds[0][1] % 2**63)
+        self._seed = seeds[0][0]
         name = "init_process_group"
         self._stack.enter_context(patch.object(dist, name, self._refusing(name, getattr(dist, name))))
         if not self._chosen.all_ranks_write:
@@ -292,26 +319,24 @@ class OneProcess:
             self._told.add(text)
             logger.warning("%s", text)
 
-    def _look(self, loader: DataLoader[Any]) -> _Loader | None:
-        """Return what is known of a loader; None if it is left as it is."""
+    def _look(self, loader: DataLoader[Any]) -> _Loader:
+        """Return what is known of a loader."""
         known = self._known.get(id(loader))
         if known is not None and known.loader() is loader:
             return known
         facts = look_at(loader)
         record = UsedLoader(shown(loader), what_it_is(facts), "left alone", ranks=self._ranks)
-        why = self._session.why_left(facts)
-        if facts.sharded_by is not None:
-            record.fate, why = "shards itself", type(facts.sharded_by).__name__
-        record.note = why or ""
         self.records.append(record)
-        if why is not None:
-            return None
-        is_unbatched = facts.level is Level.UNBATCHED or facts.batch_size is None is facts.loader.batch_sampler
-        is_whole = is_unbatched or self._chosen.whole.matches(loader)
-        record.note = "it makes no batches" if is_unbatched else "--whole" if is_whole else ""
-        seed = loader_seed(self._seed, digest(record.what), len(self.records))
-        known = _Loader(weakref.ref(loader), record, copy_loader(loader), is_whole, seed)
+        known = _Loader(weakref.ref(loader), record, loader_seed(self._seed, digest(record.what), len(self.records)))
         self._known[id(loader)] = known
+        if facts.sharded_by is not None:
+            record.fate, record.note = "shards itself", type(facts.sharded_by).__name__
+        elif (why := self._session.why_left(facts)) is not None:
+            record.note = why
+        else:
+            is_unbatched = loader.batch_sampler is None
+            known.original, known.is_whole = copy_loader(loader), self._chosen.whole.matches(loader) or is_unbatched
+            record.note = "it makes no batches" if is_unbatched else "--whole" if known.is_whole else ""
         return known
 
     def _divide(self, known: _Loader, loader: DataLoader[Any]) -> None:
@@ -321,6 +346,8 @@ class OneProcess:
         if self._lockstep is not None:
             self._lockstep.meet(Act.LOADER)
         options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
+        if self._lockstep is None:
+            options = replace(options, **_ALONE)
         with as_it_was_if_refused(loader, known.record, Use.ITERATED, _DATA_MADE_ALIKE):
             facts = look_at(loader)
             patch_each("autopatch", {"": loader}, self._world, lambda: options, compared(loader), change_loader)
@@ -332,27 +359,19 @@ class OneProcess:
         self._divide(known, loader)
         key = self._numbers.enter(own=True)
         steps = steps_of("autopatch", loader, require_batches("autopatch", loader), iterator := iter(loader))
-        weights = PassWeights(known.record.place, self._gradients.backwards, _length(iterator))
+        weights = self._gradients.weight.begin(known.record.place, _length(iterator))
         return _Pass(iterator, self._weighed(steps, weights), partial(self._numbers.leave, key))
 
     def _weighed(self, steps: Steps, weights: PassWeights) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
+        step = self._gradients.weight
         for batch, record in steps:
-            self._take(weights, record)
+            if self._lockstep is not None:
+                whole = record.total or 1  # a divided batch's is known
+                part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
+                step.take(weights, self._ranks * part)
             yield batch
-        self._note_end(weights)
-
-    def _take(self, weights: PassWeights, record: BatchRecord) -> None:
-        whole = record.total or 1  # a divided batch's is known
-        part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
-        for ended in self._gradients.weight.take(weights, self._ranks * part):
-            self._tell_unused(ended)
-
-    def _note_end(self, weights: PassWeights) -> None:
-        """Note that the script came to the end of a divided pass: compare the parameters, without waiting."""
-        weights.is_over = True
-        if self._gradients.backwards == weights.backwards and weights.given:
-            self._tell_unused(weights)
+        step.end(weights)
         self._replicas.compare()
 
     def _tell_unused(self, weights: PassWeights) -> None:
@@ -364,8 +383,8 @@ class OneProcess:
 
     def _whole_pass(self, known: _Loader) -> Iterator[Any]:
         if known.whole is None:
-            known.whole = known.original
-            options = replace(self._options, seed=known.seed, agreement="auto")
+            known.whole = cast("DataLoader[Any]", known.original)
+            options = replace(self._options, seed=known.seed, share="auto", cost=None, **_ALONE)
             with as_it_was_if_refused(known.whole, known.record, Use.ITERATED):
                 facts = look_at(known.whole)
                 patch_each("autopatch", {"": known.whole}, World(0, 1), lambda: options, place_share=change_loader)
@@ -407,18 +426,16 @@ class OneProcess:
                 self._replicas.compare_posted()
             finally:
                 self._lockstep.stop()
-        self._destroy_group()
 
     def _leave(self, error: BaseException) -> None:
         """End alone, and tell the others why."""
         if self._lockstep is not None:
             why = f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
             self._lockstep.leave(why.splitlines()[0])
-        self._destroy_group()
 
-    def _destroy_group(self) -> None:
-        if self._has_made_group and dist.is_initialized():  # the script may have destroyed it
-            dist.destroy_process_group()
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 def _length(iterator: Iterator[Any]) -> int | None:

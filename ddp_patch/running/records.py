@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts
-from ddp_patch.loaders.hooks import Made, made
+from ddp_patch.loaders.hooks import Made, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
@@ -103,13 +102,9 @@ UNKNOWN = "an unknown place"
 
 
 def shown(loader: DataLoader[Any]) -> str:
-    """Return where a loader was made: ``train.py:41``, from the current folder where it lies below it."""
+    """Return where a loader was made, as ``from_here`` shows it."""
     where = made(loader)
-    if where is None:
-        return UNKNOWN
-    file, _, line = where.place.rpartition(":")
-    here = Path.cwd()
-    return f"{Path(file).relative_to(here) if Path(file).is_relative_to(here) else file}:{line}"
+    return UNKNOWN if where is None else from_here(where.place)
 
 
 def compared(loader: DataLoader[Any]) -> str:
@@ -156,10 +151,9 @@ class Patterns:
 
     def matches(self, loader: DataLoader[Any]) -> bool:
         """Return whether a loader is made at one of the lines of ``only``."""
-        matched = [
-            self._matches(made(loader), pattern) for pattern in self.only
-        ]  # each, so that each is seen to be used
-        return any(matched)
+        where = made(loader)
+        # Each is looked at, so that each is seen to be used.
+        return any([self._matches(where, pattern) for pattern in self.only])  # noqa: C419 - as said
 
     def _matches(self, where: Made | None, pattern: str) -> bool:
         if where is None:
@@ -275,13 +269,12 @@ class UsedLoader:
         """What the log says."""
         steps = "unknown steps" if self.steps is None else _counted(self.steps, "step")
         share = f"{self.ranks} ranks x {steps}"
-        own = "unknown steps" if self.steps is None else _counted(self.steps, "step")
         told = {
             "patched": share,
             "would be patched": f"would be {share}",
-            "divided": f"each batch divided over {_counted(self.ranks, 'rank')}, {own}",
-            "whole": f"whole on every rank, {own}",
-            "whole and divided": f"whole under no_grad, else divided over {_counted(self.ranks, 'rank')}, {own}",
+            "divided": f"each batch divided over {_counted(self.ranks, 'rank')}, {steps}",
+            "whole": f"whole on every rank, {steps}",
+            "whole and divided": f"whole under no_grad, else divided over {_counted(self.ranks, 'rank')}, {steps}",
         }.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 

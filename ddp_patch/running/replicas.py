@@ -12,7 +12,7 @@ from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
 from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.running.averaging import broadcast, checksums
 from ddp_patch.running.gradients import Gradients
-from ddp_patch.running.lockstep import Lockstep
+from ddp_patch.running.lockstep import Counts, Lockstep
 
 __all__ = ["Replicas", "batch_norms", "models_of", "sync_batch_norms"]
 
@@ -27,11 +27,14 @@ class Replicas:
     Args:
         lockstep: The ranks; None for a single one.
         gradients: Knows the parameters of the script's optimizers.
+        counts: What the script has done so far.
         tell: Tells the user something, once.
     """
 
-    def __init__(self, lockstep: Lockstep | None, gradients: Gradients, tell: Callable[[str], object]) -> None:
-        self._lockstep, self._gradients, self._tell = lockstep, gradients, tell
+    def __init__(
+        self, lockstep: Lockstep | None, gradients: Gradients, counts: Counts, tell: Callable[[str], object]
+    ) -> None:
+        self._lockstep, self._gradients, self._counts, self._tell = lockstep, gradients, counts, tell
         self._posted = 0
         self._names: list[str] = []  # of the parameters whose checksums were left last
         self._known: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
@@ -95,7 +98,7 @@ class Replicas:
         parties = by_value({rank: None if place is None else own[place] for rank, own in sums.items()}).values()
         raise RankMismatchError(
             f"The ranks no longer train the same model: the parameters differ first in {which}, between "
-            f"{' and '.join(map(ranks_text, parties))}, after {self._gradients.steps} optimizer steps. Change "
+            f"{' and '.join(map(ranks_text, parties))}, {self._counts}. Change "
             "parameters only by an optimizer's step, or alike on every rank: in loops over divided loaders, random "
             "numbers and losses differ between the ranks."
         )

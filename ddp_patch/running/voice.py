@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 
+from _ddp_patch_command import INTERRUPTED
 from ddp_patch.errors import MissingRanksError
 from ddp_patch.loaders.hooks import OURS
 from ddp_patch.ranks.exchange import digest
@@ -23,7 +24,6 @@ from ddp_patch.running.lockstep import Lockstep
 __all__ = ["Voice", "errors_reported", "saved_once"]
 
 _PERIOD_S = 0.05
-INTERRUPTED = 130  # as shells say of a program that Ctrl-C ended
 
 
 class Voice:
@@ -37,38 +37,43 @@ class Voice:
     """
 
     def __init__(self, rank: int, log_dir: Path | None) -> None:
-        self._rank, self._is_logged = rank, log_dir is not None
+        self._rank, self._log_dir = rank, log_dir
         self._real = [os.dup(number) for number in (1, 2)]
-        self._held: IO[bytes] | None = None
-        if not rank:
-            return
-        if log_dir is None:
-            self._held = TemporaryFile()  # noqa: SIM115 - open as long as the process writes
-        else:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            self._held = (log_dir / f"rank-{rank}.log").open("w+b", buffering=0)
-        _redirect(self._held.fileno(), self._held.fileno())
+        self._held: list[IO[bytes]] = []
+        if rank:
+            self._held = [TemporaryFile() for _ in self._real]  # noqa: SIM115 - open until all is decided
+            _redirect(*(file.fileno() for file in self._held))
 
     def silence(self) -> None:
         """Write nothing from now on, but to the log if there is one."""
-        if self._held is not None and not self._is_logged:
-            null = os.open(os.devnull, os.O_WRONLY)
-            _redirect(null, null)
-            os.close(null)
-        self._held = None
+        if not self._held:
+            return
+        log = os.open(os.devnull, os.O_WRONLY)
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            log = os.open(self._log_dir / f"rank-{self._rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        _redirect(log, log)
+        self._write_held(log, log)
 
     def release(self) -> None:
         """Write what was held back, and all that comes."""
-        if self._held is not None:
+        if self._held:
             _redirect(*self._real)
-            self._held.seek(0)
-            os.write(self._real[1], self._held.read())
-        self._held = None
+            self._write_held(*self._real)
+
+    def _write_held(self, *files: int) -> None:
+        for file, held in zip(files, self._held, strict=True):
+            held.seek(0)
+            with open(file, "wb", closefd=False) as out:
+                out.write(held.read())
+            held.close()
+        self._held = []
 
     def report(self, text: str) -> None:
         """Write a text to stderr, with the rank before each line."""
         lines = "".join(f"[rank {self._rank}] {line}\n" for line in text.splitlines())
-        os.write(self._real[1], lines.encode(errors="replace"))
+        with open(self._real[1], "wb", closefd=False) as out:
+            out.write(lines.encode(errors="replace"))
 
 
 def _redirect(out: int, err: int) -> None:

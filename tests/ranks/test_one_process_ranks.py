@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from zoo import seed_ambient
 
-from ddp_patch import RankMismatchError, UnsupportedLoaderError, WorldError, autopatch
+from ddp_patch import RankMismatchError, UnsupportedLoaderError, WorldError, autopatch, leave_alone
+from ddp_patch.running.context import running
+from ddp_patch.running.one_process import Mode, OneProcessOptions
+from ddp_patch.running.records import LEFT_ALONE, Patterns
 
 
 def results(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -228,3 +232,128 @@ def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
         assert sum(word in text for text in first["told"]) == 1, word
     assert "whole (it makes no batches)" in first["table"]
     assert "2 ranks trained as one process: 5 optimizer steps" in first["table"]
+
+
+def loaded(rank: int, world_size: int) -> list[float]:
+    """Load a state of many tensors of 64 bits, whose checksums together need more."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3, dtype=torch.float64) for _ in range(40)]
+    model = nn.Sequential(*layers)
+    with autopatch(as_one_process=True, timeout=30):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for batch in random_loader(8, 3, batch_size=4):
+            model(batch.double()).mean().backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+    return [parameter.sum().item() for parameter in model.parameters()]
+
+
+def test_a_large_state_of_an_optimizer_is_compared() -> None:
+    first, other = run_ranks(loaded, 2)
+    assert first == other
+
+
+def other_rates(rank: int, loader: Any, model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in loader:
+        model(batch).mean().backward()
+        state = optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.1 * (1 + rank)
+        optimizer.load_state_dict(state)
+
+
+WRONG.append((other_rates, RankMismatchError, ["state:"]))
+
+
+def seeded_differently(rank: int, world_size: int) -> dict[str, Any]:
+    seed_ambient(100 + rank)
+    samples: Any = torch.arange(24.0).reshape(12, 2) / 24
+    told = Told()
+    logging.getLogger("ddp_patch.autopatch").addHandler(told)
+    with autopatch(as_one_process=True, timeout=30):
+        loader, model = DataLoader(samples, batch_size=4, shuffle=True), nn.Linear(2, 1)
+        trained(model, loader)
+        drawn = torch.rand(2).tolist(), np.random.rand(), random.random()
+    return {"drawn": drawn, "weight": model.weight.tolist(), "told": told.texts}
+
+
+def test_ranks_that_are_seeded_differently_go_on_with_one_seed() -> None:
+    first, other = run_ranks(seeded_differently, 2)
+    assert first["drawn"] == other["drawn"]
+    assert first["weight"] == other["weight"]
+    assert any("seeded differently" in text for text in first["told"])
+
+
+def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    def run_with(chosen: OneProcessOptions, body: Callable[[Any, Any], Any], **given: Any) -> Any:
+        options: Any = given
+        torch.manual_seed(0)
+        with running(Patterns(), options, replace(chosen, mode=Mode.ONE_PROCESS)) as summary:
+            result = body(random_loader(11, 2, batch_size=4), nn.Linear(2, 1, dtype=torch.float64))
+        return result, str(summary)
+
+    def summed(loader: Any, model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in loader:
+            model(batch.double()).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.tolist()
+
+    def sizes(loader: Any, model: Any) -> Any:
+        with torch.no_grad():
+            evaluated = [len(batch) for batch in loader]
+        return evaluated, [len(batch) for batch in loader]
+
+    def saved(loader: Any, model: Any) -> Any:
+        torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.save(model.state_dict(), folder / f"{world_size}-{rank}.pt")
+        return (folder / f"{world_size}-{rank}.pt").exists()
+
+    def converted(loader: Any, model: Any) -> Any:
+        if world_size == 1:  # sees all of a batch
+            return None
+        normalised = nn.Sequential(model, nn.BatchNorm1d(1))
+        with pytest.raises(UnsupportedLoaderError) as caught:
+            torch.optim.SGD(normalised.parameters(), lr=0.1)
+        return str(caught.value)
+
+    def left(loader: Any, model: Any) -> Any:
+        return [[len(batch) for batch in leave_alone_once(loader)] for _ in range(3)]
+
+    return {
+        "sum": run_with(OneProcessOptions(loss="sum"), summed)[0],
+        "whole": run_with(OneProcessOptions(whole=Patterns("test_one_process_ranks.py")), sizes),
+        "unmatched": run_with(OneProcessOptions(whole=Patterns("no.py")), sizes),
+        "sharded": run_with(OneProcessOptions(shard_evaluation=True), sizes)[0],
+        "verified": run_with(OneProcessOptions(), sizes, verify=True)[0],
+        "saved": run_with(OneProcessOptions(), saved)[0],
+        "written": run_with(OneProcessOptions(all_ranks_write=True), saved)[0],
+        "converted": run_with(OneProcessOptions(sync_batchnorm=True), converted)[0],
+        "left": run_with(OneProcessOptions(), left),
+    }
+
+
+def leave_alone_once(loader: Any) -> Any:
+    return loader if LEFT_ALONE in vars(loader) else leave_alone(loader)
+
+
+def test_each_option_does_what_it_says(tmp_path: Path) -> None:
+    (alone,), ranks = run_ranks(with_options, 1, tmp_path), run_ranks(with_options, 2, tmp_path)
+    whole, parts = [4, 4, 3], ([2, 2, 2], [2, 2, 1])
+    for rank, (found, part) in enumerate(zip(ranks, parts, strict=True)):
+        np.testing.assert_allclose(found["sum"], alone["sum"], atol=1e-12)
+        assert found["whole"][0] == (whole, whole)
+        assert "whole (--whole)" in found["whole"][1]
+        assert found["unmatched"][0] == found["verified"] == (whole, part)
+        assert "'no.py' of --whole matched no loader" in found["unmatched"][1]
+        assert found["sharded"] == (part, part)
+        assert found["saved"] == (rank == 0)
+        assert found["written"]
+        assert "--sync-batchnorm" in found["converted"]
+        assert "accelerators only" in found["converted"]
+        sizes, table = found["left"]
+        assert sizes == [whole] * 3
+        (row,) = [line for line in table.splitlines() if "left alone" in line]
+        assert row.split()[-1] == "3"
+    assert "'no.py' of --whole matched no loader" in alone["unmatched"][1]

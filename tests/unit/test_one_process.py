@@ -1,8 +1,13 @@
 """Parts of a script that runs as one process, without other ranks."""
 
 import copy
+import io
 import os
 import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,11 +15,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddp_patch import InvalidOptionError, UnsupportedLoaderError, WorldError, autopatch
-from ddp_patch.running.gradients import PassWeights, StepWeight
+from ddp_patch import InvalidOptionError, MissingRanksError, UnsupportedLoaderError, WorldError, autopatch
+from ddp_patch.running.context import running
+from ddp_patch.running.gradients import StepWeight
 from ddp_patch.running.launch import is_rank, take_slurm
+from ddp_patch.running.one_process import Mode, OneProcessOptions
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
+from ddp_patch.running.records import Patterns
 from ddp_patch.running.replicas import batch_norms, models_of, sync_batch_norms
+from ddp_patch.running.voice import saved_once
 
 TRAIN, TEST = "train", "test"
 BACKWARD, END = "backward", "end"
@@ -39,7 +48,8 @@ BACKWARD, END = "backward", "end"
 def test_the_weight_is_that_of_the_batch_that_was_taken(
     script: list[str | tuple[str, float | str]], expected: list[float] | str
 ) -> None:
-    step, passes = StepWeight(), {name: PassWeights(name) for name in (TRAIN, TEST)}
+    step = StepWeight()
+    passes = {name: step.begin(name) for name in (TRAIN, TEST)}
 
     def weights() -> list[float]:
         found = []
@@ -47,7 +57,7 @@ def test_the_weight_is_that_of_the_batch_that_was_taken(
             if isinstance(event, str):
                 found.append(step.of_backward())
             elif isinstance(event[1], str):
-                passes[event[0]].is_over = True
+                step.end(passes[event[0]])
             else:
                 step.take(passes[event[0]], event[1])
         return found
@@ -99,21 +109,22 @@ def test_a_rank_draws_its_own_numbers_in_divided_passes_alone() -> None:
     ("environment", "expected"),
     [
         ({}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "n7"}, None),  # the batch script itself,
         (
-            {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n7"},
+            {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n7"},
             ("3", "4", "1", "n7"),
         ),
         (
             {
                 "SLURM_PROCID": "3",
-                "SLURM_NTASKS": "4",
+                "SLURM_STEP_NUM_TASKS": "4",
                 "SLURM_STEP_NODELIST": "n[7-8]",
                 "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7",
             },
             ("3", "4", "0", "10.0.0.7"),
         ),
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[7-8]"}, "MASTER_ADDR"),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "n[7-8]"}, "MASTER_ADDR"),
     ],
 )
 def test_tasks_of_slurm_are_ranks(
@@ -153,4 +164,80 @@ def test_one_rank_runs_without_a_process_group() -> None:
 @pytest.mark.parametrize("options", [{"share": "samples"}, {"dry_run": True}, {"rank": 0, "num_replicas": 2}])
 def test_options_that_one_process_decides_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))), autopatch(as_one_process=True, **options):  # type: ignore[arg-type]  # several kinds
+        pass
+
+
+class OneOfTwo:
+    """Stands for the ranks, of which the first has saved a file some times."""
+
+    rank = 1
+
+    def __init__(self, times: list[int]) -> None:
+        self.times = times
+
+    def left(self, name: str) -> dict[int, bytes]:
+        return {0: str(self.times.pop(0) if len(self.times) > 1 else self.times[0]).encode()}
+
+
+def test_a_file_that_another_rank_saves_is_waited_for(tmp_path: Path) -> None:
+    file, told, ranks = tmp_path / "model.pt", list[str](), OneOfTwo([0, 1, 1, 2])
+    torch.save("of the first rank", file)
+    with saved_once(cast(Any, ranks), told.append, timeout=5):
+        torch.save("of this one", file)
+        torch.save("of this one", file)
+        assert torch.load(file) == "of the first rank"
+        assert ranks.times == [2]
+        memory = io.BytesIO()
+        torch.save("in memory", memory)
+        memory.seek(0)
+        assert torch.load(memory) == "in memory"
+    assert told
+    with saved_once(cast(Any, OneOfTwo([0])), told.append, timeout=0.1):
+        torch.save("of this one", file)
+        with pytest.raises(MissingRanksError, match=r"model\.pt.* 1 times"):
+            torch.load(file)
+
+
+VOICE = """
+import os, sys
+from pathlib import Path
+from ddp_patch.running.voice import Voice
+voice = Voice(1, Path(sys.argv[2]))
+print("early")
+print("error", file=sys.stderr)
+getattr(voice, sys.argv[1])()
+print("late")
+os.system("echo of a child")
+voice.report("reported")
+"""
+
+
+def test_a_silent_rank_speaks_only_of_errors(tmp_path: Path) -> None:
+    for act in ("release", "silence"):
+        command = [sys.executable, "-c", VOICE, act, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - our own
+        assert done.stderr.splitlines()[-1] == "[rank 1] reported"
+        if act == "release":
+            assert sorted(done.stdout.split("\n")) == ["", "early", "late", "of a child"]
+            assert done.stderr.startswith("error\n")
+            assert not list(tmp_path.iterdir())
+    assert not done.stdout
+    assert "error" not in done.stderr
+    assert set((tmp_path / "rank-1.log").read_text().splitlines()) == {"early", "error", "late", "of a child"}
+
+
+def test_orders_follow_from_a_seed_that_is_given() -> None:
+    def order(seed: int | None) -> list[int]:
+        loader: Any = DataLoader(range(20), batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a range is one
+        with autopatch(as_one_process=True, seed=seed):
+            return [int(item) for batch in loader for item in batch]
+
+    found = []
+    for manual in (1, 2):
+        torch.manual_seed(manual)
+        found.append((order(7), order(None)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
+    one = running(Patterns(), {"share": "batches"}, OneProcessOptions(Mode.ONE_PROCESS))
+    with pytest.raises(InvalidOptionError, match="share='batches'"), one:  # as a command line, which knows no mode yet
         pass

@@ -96,6 +96,9 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         (["--only", "", "script.py"], "only="),
         (["--init-process-group", "gloo", "script.py"], "RANK, WORLD_SIZE"),
         (["absent.py"], "absent.py"),
+        (["--loss", "sum", "--log-dir", "logs", "script.py"], "--loss, --log-dir"),
+        (["--mode", "ranks", "--whole", "val.py", "script.py"], "--whole"),
+        (["--nnodes", "2", "script.py"], "--nnodes"),
     ],
 )
 def test_wrong_usage_exits_with_2(
