@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -327,6 +328,9 @@ def _rank_main(task: _Task, sender: Connection) -> None:
             message = pickle.dumps(("returned", _result(task)))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
             message = pickle.dumps(("raised", traceback.format_exc()))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the function may have put anything there
+                stream.flush()  # the parent ends this process once it has the message
         sender.send_bytes(message)
         faulthandler.unregister(signal.SIGUSR1)
     if dist.is_initialized():
