@@ -28,6 +28,7 @@ from ddp_patch.auditing.show_epochs import EpochReport
 from ddp_patch.auditing.show_maps import Pictured, pictured
 from ddp_patch.auditing.show_report import Report
 from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.streams.stream_sampler import faster_by_worker
 
 __all__ = ["Expectations", "Inspection"]
 
@@ -108,7 +109,15 @@ class Inspection:
             problems=tuple(problem for problem in self._problems if problem.kind not in allowed),
             allowed=tuple(problem for problem in self._problems if problem.kind in allowed),
             pictured=self._pictured,
+            note=self._note(first),
         )
+
+    def _note(self, first: RankDraws) -> str | None:
+        """Return what would be faster, by what rank 0 drew in epoch 0."""
+        traits, ranks = self._world.traits, self._world.world_size
+        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(first.parts) < 2:
+            return None
+        return faster_by_worker(self._world.subject.name, ranks, sum(first.parts))
 
     @property
     def _orders(self) -> int:

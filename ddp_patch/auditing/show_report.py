@@ -151,6 +151,7 @@ class Report:
         code: The file and line where the function is defined, or where the loader was made. None if that is not known:
             where a loader was made, the command line alone knows.
         patched: The report of the same loader patched, with ``patched=True``; otherwise None.
+        note: What would be faster, though nothing is wrong; None if nothing is known to be.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -179,6 +180,7 @@ class Report:
     why_not_balanced: str | None = None
     code: str | None = None
     patched: "Report | None" = None
+    note: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -222,6 +224,7 @@ class Report:
         else:
             found += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
         found += self._balance()
+        found += [("note", self.note)] if self.note is not None else []
         found += [("epochs differ", _yes(self.epochs_differ)), ("same order whatever the seed", _yes(self.seeds_agree))]
         memory = "" if self.memory is None else f"; memory grew by {self.memory / 2**20:.0f} MiB"
         found += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -139,14 +139,14 @@ def set_generator_states(holders: Iterable[object], states: Sequence[Any]) -> No
 
 
 @contextmanager
-def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[None]:
-    """Put the generators back, afterwards, into the states that they have now."""
-    before = [(generator, generator_state(generator)) for generator in generators]
+def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[Callable[[], bool]]:
+    """Put generators back, afterwards, into their states of now; yield what tells whether any was drawn from."""
+    before = [(generator, native_state(generator)) for generator in generators]
     try:
-        yield
+        yield lambda: not all(same_state(native_state(generator), state) for generator, state in before)
     finally:
         for generator, state in before:
-            set_generator_state(generator, state)
+            set_native_state(generator, state)
 
 
 def generator_state(generator: RandomGenerator) -> Any:

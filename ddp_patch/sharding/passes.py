@@ -9,7 +9,6 @@ from weakref import ref
 from ddp_patch.orders.chunks import IterationState, Progress
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
-from ddp_patch.ranks.notices import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import Division
@@ -37,6 +36,10 @@ _PASS_STATE_OF = {
     IterationState.ENDED: PassState.ENDED,
     IterationState.ABANDONED: PassState.ABANDONED,
 }
+
+
+def _leave_nothing(_batches: int) -> None:
+    """Stand for what leaves counts, where nobody compares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class Pass(Progress, Generic[T]):
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._notes = None if note is None else note(self)
-        self._step_counts: StepCounts | None = None
+        self._post: Callable[[int], object] | None = None  # leaves the count of batches for the other ranks
 
     # ---- what differs between samplers and workers ----
 
@@ -263,16 +266,18 @@ class Pass(Progress, Generic[T]):
             note: What the worker that made it noted of it.
             is_next: Whether it is the one after the latest; where the loader went on after an error, nobody knows.
         """
-        self.batches_delivered = self.batches_delivered + 1 if is_next and self.batches_delivered is not None else None
         self.has_failed = False
-        # Another rank's stream may be longer, and no rank know it before the end.
-        if self.batches_delivered and self._is_unsure:
-            if self._step_counts is None:
-                self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
-            self._step_counts.post(self.batches_delivered)
+        if not is_next or self.batches_delivered is None:
+            self.batches_delivered = None
+            return
+        self.batches_delivered += 1
+        if self._post is None:
+            self._post = self._monitor.steps(self.epoch, self.begins_at).post if self._is_unsure else _leave_nothing
+        self._post(self.batches_delivered)
 
     @property
     def _is_unsure(self) -> bool:
+        """Whether another rank's stream may be longer, and no rank know it before the end."""
         return self._monitor.is_on and self.is_comparable and not self.is_drawn_at_once
 
     def note_failed(self) -> None:

@@ -1,8 +1,8 @@
 """A sampler that gives one rank its share of another sampler's stream."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.fingerprint import PassFingerprint
-from ddp_patch.orders.generators import random_generators, torch_generators, unmoved
+from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators, unmoved
 from ddp_patch.orders.orders import (
     InOrder,
     ScalableShuffle,
@@ -72,7 +72,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
         self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
-        self._len_draws_nothing = False  # whether its length is known to be counted without drawing
+        self._draws_nothing_in: int | None = None  # the epoch in which counting the data is known to draw nothing
         self._nested_epochs = NestedEpochs(self._wrapped_sampler)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
@@ -90,6 +90,10 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     def _changing(self) -> AbstractContextManager[object] | None:
         return self._sampler_states.changed_by_user() if self._sampler_states.has_counters else None
+
+    def _set(self, name: str, value: Any) -> None:
+        super()._set(name, value)
+        self._draws_nothing_in = None  # it may be another dataset
 
     @classmethod
     def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> Self:
@@ -148,20 +152,26 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     def _stream_length(self, epoch: int) -> int:
         """The wrapped sampler's length, or its own TypeError; some samplers draw to find it."""
-        with (
-            epoch_states(self.agreed.options, self.agreed.seed, epoch),
-            unmoved(random_generators(self._sampler_states.holders)),
-        ):
+        with self._counting(epoch, partial(random_generators, self._sampler_states.holders)):
             return len(cast(Any, self._wrapped_sampler))
 
     @contextmanager
-    def _counting(self, epoch: int) -> Iterator[None]:
-        """While entered, let torch's samplers count their data, which may draw; they have generators of their own."""
-        options, seed = self.agreed.options, self.agreed.seed
-        states = nullcontext() if self._len_draws_nothing else epoch_states(options, seed, epoch)
-        with states:
+    def _counting(self, epoch: int, drawn_from: Callable[[], Sequence[RandomGenerator]] = tuple) -> Iterator[None]:
+        """While entered, let samplers count their data, which may draw; unguarded once it is known to draw nothing.
+
+        Args:
+            epoch: In which epoch.
+            drawn_from: Tells which generators to put back, besides the global ones.
+        """
+        if self._draws_nothing_in == epoch:
             yield
-        self._len_draws_nothing |= isinstance(states, PrivateRNG) and states.is_unmoved
+            return
+        states = epoch_states(self.agreed.options, self.agreed.seed, epoch)
+        with states, unmoved(drawn_from()) as was_moved:
+            yield
+            draws_nothing = not was_moved()
+        if draws_nothing and not (isinstance(states, PrivateRNG) and not states.is_unmoved):
+            self._draws_nothing_in = epoch
 
     def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
         if not self._order_is_drawn:
@@ -200,6 +210,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         Calling it is optional: after each pass that draws anything, the next epoch follows.
         """
         super().set_epoch(epoch)
+        self._draws_nothing_in = None
         self._nested_epochs.tell(self.epochs.upcoming)
 
     def __iter__(self) -> Iterator[T]:

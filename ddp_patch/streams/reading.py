@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import islice
+from time import perf_counter
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -47,12 +48,14 @@ class Reader:
         asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
+        spent_s: How many seconds the dataset took for the items that it gave.
     """
 
     def __init__(self) -> None:
         self.has_asked: bool = False
         self.asked_before_item: bool = False
         self.has_asked_rank: bool = False
+        self.spent_s: float = 0.0
         self._has_dataset = False  # whether somebody reached for the dataset through the worker info
 
     def info(self, worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo | None:
@@ -82,11 +85,13 @@ class Reader:
             iterator = begin()
         noting: AbstractContextManager[None] = rank_noted(self._note_rank)
         while True:
+            began_s = perf_counter()
             with worker_info_told(info), noting:
                 try:
                     item = next(iterator)
                 except StopIteration:
                     return
+            self.spent_s += perf_counter() - began_s
             noting = nullcontext()
             self.asked_before_item |= self.has_asked
             yield item

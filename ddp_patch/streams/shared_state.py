@@ -44,7 +44,7 @@ class SharedWorkerState:
         of_each = (_EPOCHS_KEPT, readers)
         of_states = (len(self._states), 2)
         self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads, self._of_states = (
-            shared_arrays((*of_each, 2), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,), of_states)
+            shared_arrays((*of_each, 3), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,), of_states)
         )
 
     @property
@@ -109,10 +109,18 @@ class SharedWorkerState:
             (items for noted, items in self._offsets[number % _EPOCHS_KEPT].tolist() if noted == number), default=0
         )
 
-    def end(self, number: int, part: int, length: int, order: str | None = None) -> None:
-        """Write how many items the reader of a part found in pass ``number``, and their fingerprint if it was taken."""
+    def end(self, number: int, part: int, length: int, order: str | None = None, spent_s: float = 0.0) -> None:
+        """Write what the reader of a part found in pass ``number``.
+
+        Args:
+            number: The pass.
+            part: The part.
+            length: How many items it has.
+            order: Their fingerprint, if it was taken.
+            spent_s: How many seconds it took the dataset to give them.
+        """
         digits = -1 if order is None else int(order[:15], 16)
-        self._ends[number % _EPOCHS_KEPT, part] = torch.tensor([length, digits])
+        self._ends[number % _EPOCHS_KEPT, part] = torch.tensor([length, digits, round(1000 * spent_s)])
 
     def keep_state(self, number: int, part: int, state: bytes | None) -> None:
         """Write the dataset's own state, pickled, of the reader of a part at the end of pass ``number``, if it has one.
@@ -140,9 +148,13 @@ class SharedWorkerState:
         """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""
         return [length if length >= 0 else None for length in self._ends[number % _EPOCHS_KEPT, :, 0].tolist()]
 
+    def most_spent_s(self, number: int) -> float:
+        """Return how many seconds the dataset took for its items in pass ``number``, where it took longest."""
+        return int(self._ends[number % _EPOCHS_KEPT, :, 2].max()) / 1000
+
     def facts(self, number: int) -> dict[str, object]:
         """Return what pass ``number`` has drawn, as facts to compare; nothing before all readers came to the end."""
-        drawn, orders = self._ends[number % _EPOCHS_KEPT].T.tolist()
+        drawn, orders, _ = self._ends[number % _EPOCHS_KEPT].T.tolist()
         if min(orders) < 0:
             return {}
         # Readers of one stream have all drawn it.

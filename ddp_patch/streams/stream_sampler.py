@@ -1,10 +1,12 @@
 """The sampler of a sharded stream: None instead of indices, and what came of them."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, cycle
+from time import perf_counter
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -23,7 +25,17 @@ from ddp_patch.streams.reading import can_snapshot
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.stream_pass import StreamPass
 
-__all__ = ["StreamSampler"]
+__all__ = ["StreamSampler", "faster_by_worker"]
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
+
+
+def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> str:
+    """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
+    return (
+        f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
+        "iterable_sharding='by_worker' would read each item once."
+    )
 
 
 class StreamSampler(EpochSampler[None]):
@@ -91,6 +103,7 @@ class StreamSampler(EpochSampler[None]):
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         self._dataset_epoch = DatasetEpoch(given.dataset)
+        self._has_advised = self._division is not None  # which by_worker cannot do
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -139,7 +152,7 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         start = self.position or self._beginning(epoch)
-        at_end = partial(self._compare_end, epoch, number)
+        at_end = partial(self._finish, start, number, perf_counter())
         current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
             self._sampler_states.restore_generators(start.held.generators)  # a loader may have drawn from them since
@@ -160,10 +173,23 @@ class StreamSampler(EpochSampler[None]):
         finally:
             self.worker.forget(number)
 
-    def _compare_end(self, epoch: int, number: int) -> None:
-        """With ``verify=True``, compare what workers drew, when the loops of all ranks see the end at the same step."""
-        if self.plan.uneven != "keep":
-            self.agreed.check("Ending an epoch", {"epoch": epoch}, self.worker.shared.facts(number))
+    def _finish(self, start: Position, number: int, began_s: float) -> None:
+        """Compare what workers drew, with ``verify=True``; say once what would be faster."""
+        if self.plan.uneven != "keep":  # the loops of all ranks see the end at the same step
+            self.agreed.check("Ending an epoch", {"epoch": start.epoch}, self.worker.shared.facts(number))
+        if not self._has_advised and self.rank == 0 and start.is_at_epoch_start:
+            self._has_advised = True
+            if (advice := self._advice(number, perf_counter() - began_s)) is not None:
+                logger.info(advice)
+
+    def _advice(self, number: int, took_s: float) -> str | None:
+        """Return what would be faster than a pass that took so long; None if nothing is known to be."""
+        shared, lengths = self.worker.shared, self.worker.shared.lengths(number)
+        if not self.worker.is_exact or self.num_replicas == 1 or not shared.is_in_parts(number) or None in lengths:
+            return None
+        spent_s = shared.most_spent_s(number)
+        reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
+        return faster_by_worker(self.worker.name, self.num_replicas, sum(filter(None, lengths)), reading)
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none

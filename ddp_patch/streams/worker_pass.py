@@ -172,6 +172,7 @@ class WorkerPass(Generic[T]):
         worker, start, plan = self._worker, self.start, self._worker.plan
         rest = plan.rest_of_stream(worker.stream_length, start.taken_before)
         skipped = self._skipped_rounds()
+        spent_s = worker.reader.spent_s
         if skipped is None:
             skip = start.skip
             read = self._compared(self._tracker.watch(self._read(self._tracker.iterate)))
@@ -188,7 +189,8 @@ class WorkerPass(Generic[T]):
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            worker.shared.end(start.number, start.part, drawn, running.hexdigest() if is_verified else None)
+            order = running.hexdigest() if is_verified else None
+            worker.shared.end(start.number, start.part, drawn, order, worker.reader.spent_s - spent_s)
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, skipped) for item in part)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from time import sleep
 from typing import Any
 
 import pytest
@@ -24,11 +25,11 @@ from iterables import (
 )
 from messages import raises
 from parts import assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 from zoo import Source
 
-from ddp_patch import InvalidOptionError, UnsupportedLoaderError, patch_dataloader_to_ddp
+from ddp_patch import InvalidOptionError, UnsupportedLoaderError, audit, patch_dataloader_to_ddp
 from ddp_patch.options import Uneven
 
 THREE: Any = {"lengths": (2, 14, 7)}
@@ -215,3 +216,55 @@ def test_a_length_is_short_by_at_most_a_batch_for_each_worker_but_one(workers: i
     patched = patch_dataloader_to_ddp(loader_of(SizedShards((8, 8, 8)), workers), rank=0, num_replicas=2)
     more = [len(list(loader)) - len(loader) for loader in (unpatched, patched)]
     assert more[0] == more[1] == max(0, workers - 1)
+
+
+class SlowShards(Shards):
+    """Takes a while for each item."""
+
+    def __iter__(self) -> Iterator[int]:
+        for item in super().__iter__():
+            sleep(0.01)
+            yield item
+
+
+@pytest.mark.parametrize("dataset", [Shards(), SlowShards()])
+def test_what_would_be_faster_is_said_after_the_first_pass(
+    dataset: IterableDataset[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="ddp_patch")
+    loader: Any = patch_dataloader_to_ddp(DataLoader(dataset, 4, num_workers=2), rank=0, num_replicas=4)
+    next(iter(loader))  # a look is no pass
+    assert not [text for text in caplog.messages if "by_worker" in text]
+    for _ in range(3):
+        list(loader)
+    (said,) = [text for text in caplog.messages if "by_worker" in text]
+    assert "each of 4 ranks read all 23 items" in said
+    assert ("waited for them" in said) == isinstance(dataset, SlowShards)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "workers", "options"),
+    [
+        (Shards(), 2, {"rank": 1, "num_replicas": 4}),  # one rank speaks
+        (Shards(), 2, {"rank": 0, "num_replicas": 1}),  # nobody reads twice
+        (Shards(), 2, {"rank": 0, "num_replicas": 2, "share": "within_batches"}),
+        (Source(), 2, {"rank": 0, "num_replicas": 4}),  # it does not split itself
+    ],
+)
+def test_nothing_is_said_where_nothing_would_be_faster(
+    dataset: IterableDataset[int], workers: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="ddp_patch")
+    list(patch_dataloader_to_ddp(DataLoader(dataset, 4, num_workers=workers), **options))
+    assert not [text for text in caplog.messages if "by_worker" in text]
+
+
+def test_the_audit_notes_what_would_be_faster() -> None:
+    options: Any = {"world_size": 4, "epochs": 1}
+    report = audit(DataLoader(Shards((8, 8, 8)), 4, num_workers=2), **options)
+    report.raise_for_problems()
+    assert report.note is not None
+    assert "each of 4 ranks read all 24 items" in report.note
+    assert report.note in str(report) + dict(report.facts())["note"]
+    assert audit(DataLoader(Source(), 4, num_workers=2), **options).note is None
+    assert audit(DataLoader(Shards((8, 8, 8)), 4), **options).note is None
