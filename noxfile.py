@@ -19,6 +19,19 @@ LOWEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
 NEWEST_PYTHON = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3" in name][-1]
 LOWEST = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
 DIST = Path("dist")
+# What the session pages runs.
+MEASURED = [
+    "bench",
+    "imports",
+    "agreement",
+    "gradient",
+    "samplers",
+    "audit",
+    "peers",
+    "packages",
+    "pictures",
+    "screenshots",
+]
 BROWSERS = ["chromium", "chromium-browser", "google-chrome"]  # those that the session screenshots looks for
 # What these need for what the session packages tries. All of their needs would be other versions, and clouds' clients.
 OML_NEEDS = ["gdown", "omegaconf", "pandas", "validators"]
@@ -175,6 +188,7 @@ def bench(session: nox.Session) -> None:
     install(session, ".[bench]")
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
+    session.run("python", "-W", "ignore", "benchmarks/steps.py")
     session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
     session.run("python", "benchmarks/weights.py")
     session.run("python", "-W", "ignore", "benchmarks/balance.py")
@@ -187,6 +201,13 @@ def gradient(session: nox.Session) -> None:
     """Compare what ranks train with what one process trains, with other libraries too, for ``docs/benchmarks.md``."""
     install(session, ".[demo,peers]")
     session.run("python", "-W", "ignore", "benchmarks/gradient.py", env={"PYTHONPATH": "docs/examples"})
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """Measure anew, one after the other, all that the pages of ``docs`` show; takes hours, and 15 GB."""
+    for name in MEASURED:
+        session.notify(name)
 
 
 @nox.session

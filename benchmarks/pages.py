@@ -1,5 +1,6 @@
 """Tables that a benchmark prints, and puts into a page of the documentation between two comments."""
 
+import subprocess
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -46,7 +47,19 @@ def markdown(head: Sequence[str], body: Rows) -> str:
 
 
 def put(page: Path, name: str, text: str) -> None:
-    """Put the text in the place of what stands between the page's two comments of that name."""
+    """Put the text, and at which commit it was made, in the place of what stands between two comments of that name."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, rest = page.read_text().split(begin)
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n*Measured at {commit()}.*\n\n{end}{rest.split(end)[1]}")
+
+
+def commit() -> str:
+    """Return the commit that the checkout is at, and whether files differ from it that are imported or run."""
+    here = Path(__file__).parent
+    head = _git("rev-parse", "--short", "HEAD", at=here)
+    changed = _git("status", "--porcelain", "--", "../ddp_patch", ".", at=here)
+    return f"{head}, with changes" if changed else head
+
+
+def _git(*command: str, at: Path) -> str:
+    return subprocess.run(["git", *command], cwd=at, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603, S607 - git, from the path
