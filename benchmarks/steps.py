@@ -5,7 +5,7 @@
 Two gloo ranks take the same batches of 10 at once, over torch's ``DistributedSampler`` and over patched loaders, one
 after the other, again and again; the fastest pass of rank 0 counts. Whole batches stand beside a loader that gives each
 rank all of them: nobody else shards these. ``--before`` measures another tree as well, which has a folder
-``ddp_patch``. ``nox -s bench`` puts the table into ``docs/benchmarks.md``.
+``ddp_patch``. ``nox -s bench`` puts the table into ``docs/benchmarks.md``, and two of its rows into ``README.md``.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+README = Path(__file__).parents[1] / "README.md"
+PAGE = README.with_name("docs") / "benchmarks.md"
 RANKS, BATCH, SAMPLES = 2, 10, 80_000
 STEPS = {0: 2000, 2: 300}  # of a pass, by workers
 CASES = {"samples": "a shuffled loader", "sampler": "a sampler of the user's", "batches": "whole batches"}
@@ -159,7 +160,7 @@ def main() -> None:
         return
     from pages import show_and_put  # the tree before has none of it
 
-    trees = {"now": PAGE.parents[1], **({"before": arguments.before.absolute()} if arguments.before else {})}
+    trees = {"now": README.parent, **({"before": arguments.before.absolute()} if arguments.before else {})}
     found: dict[str, dict[str, list[tuple[float, float]]]] = {name: defaultdict(list) for name in trees}
     for _ in range(arguments.rounds):
         for name, folder in trees.items():
@@ -174,6 +175,8 @@ def main() -> None:
             cells.append(f"{patched:.2f} ({patched / plain:.2f})")
         rows.append([row, *cells])
     show_and_put(PAGE, "steps", [head, *rows], "steps")
+    shuffled = [[f"{workers} workers", *cells[1:3]] for cells, workers in zip(rows[:: len(CASES)], STEPS, strict=False)]
+    show_and_put(README, "step", [["a step, microseconds", "`DistributedSampler`", "patched (ratio)"], *shuffled])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
+from itertools import chain, groupby, islice, repeat
 from sys import maxsize
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -67,6 +67,10 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
+def _read(item: Any) -> Any:
+    return list(item) if isinstance(item, Iterator) else item
+
+
 def size_of(item: object) -> int:
     """Return how many samples an item of a stream has: a batch as many as it gives, a key one."""
     if type(item) is list:  # most batches: don't ask what else it may be
@@ -104,10 +108,17 @@ class Sizes:
             self._sizes.append(size)
             self._ends.append(len(self) + batches)
 
+    def record(self, items: Iterable[T]) -> list[T]:
+        """Return some items, and add the size of each; a batch that is an iterator is read."""
+        own: list[Any] = [item if type(item) is list else _read(item) for item in items]
+        for size, alike in groupby(map(size_of, own)):
+            self.add(size, sum(1 for _ in alike))
+        return own
+
     def recording(self, stream: Iterator[T]) -> Iterator[T]:
-        """Pass a stream's items on, and add the size of each."""
+        """Pass a stream's items on as they come, and add the size of each."""
         for item in stream:
-            own: Any = list(item) if type(item) is not list and isinstance(item, Iterator) else item
+            own: Any = _read(item)
             self.add(size_of(own))
             yield own
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -235,7 +235,13 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(slots=True)
 class GlobalState:
-    """A state of the three global generators."""
+    """A state of the three global generators.
+
+    Attributes:
+        installs: How often this process has put one in place: code that draws may put back what was there.
+    """
+
+    installs: ClassVar[int] = 0
 
     torch: torch.Tensor
     numpy: np.random.BitGenerator
@@ -273,6 +279,7 @@ class GlobalState:
 
     def install(self) -> None:
         """Let the generators go on from it."""
+        GlobalState.installs += 1
         torch.set_rng_state(self.torch)
         np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
         if self.numpy_gauss is not None:

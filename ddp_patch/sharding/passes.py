@@ -38,10 +38,6 @@ _PASS_STATE_OF = {
 }
 
 
-def _leave_nothing(_batches: int) -> None:
-    """Stand for what leaves counts, where nobody compares them."""
-
-
 @dataclass(frozen=True, slots=True)
 class PassContext:
     """What all passes over a loader have in common.
@@ -271,9 +267,10 @@ class Pass(Progress, Generic[T]):
             self.batches_delivered = None
             return
         self.batches_delivered += 1
-        if self._post is None:
-            self._post = self._monitor.steps(self.epoch, self.begins_at).post if self._is_unsure else _leave_nothing
-        self._post(self.batches_delivered)
+        if self.batches_delivered == 1 and self._is_unsure:
+            self._post = self._monitor.steps(self.epoch, self.begins_at).post
+        if self._post is not None:
+            self._post(self.batches_delivered)
 
     @property
     def _is_unsure(self) -> bool:
@@ -426,7 +423,7 @@ class SamplerPass(Pass[T]):
     def _prepared(self, part: Sequence[T]) -> Sequence[T]:
         """Record the sizes of the next items and divide them, if asked to."""
         if self.sizes is not None:
-            part = list(self.sizes.recording(iter(part)))
+            part = self.sizes.record(part)
         return part if self._divide is None else list(map(self._divide, part))
 
     def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:

@@ -26,7 +26,7 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.random_states import PrivateRNG, ReentrantContext, epoch_generator, epoch_states
+from ddp_patch.orders.random_states import GlobalState, PrivateRNG, ReentrantContext, epoch_generator, epoch_states
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
@@ -168,8 +168,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             return
         states = epoch_states(self.agreed.options, self.agreed.seed, epoch)
         with states, unmoved(drawn_from()) as was_moved:
+            installs = GlobalState.installs
             yield
-            draws_nothing = not was_moved()
+            draws_nothing = not was_moved() and GlobalState.installs == installs
         if draws_nothing and not (isinstance(states, PrivateRNG) and not states.is_unmoved):
             self._draws_nothing_in = epoch
 
