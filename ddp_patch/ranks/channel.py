@@ -154,7 +154,7 @@ class ExitNotes:
 _SLICE_S = 1.0
 
 # After so long, a rank that waits does what else it can.
-_MOMENT_S = 0.002
+_MOMENT_S = 0.005
 
 # Gathering may wait some steps: the timeout runs only in ``gathered``.
 _BACKGROUND = timedelta(days=1)

@@ -228,14 +228,14 @@ def even_steps(
                 own.report(channel, plan, ends())
             yield WAITS
             is_fast = clock() - heard_at < _FAST_S * (rounds.count - steps)
-            plan.hear(_heard(channel, own, rounds, plan.wanted), is_fast=is_fast)
+            plan.hear(_heard(channel, own, rounds, 2 * plan.wanted), is_fast=is_fast)
             heard_at, steps = clock(), rounds.count
             continue
         if step.hands_over:
             yield WAITS
         got = own.take(step, channel)
         rounds.add(step.taken)
-        own.read(plan.reserved, plan.reserved + plan.wanted)
+        own.read(plan.reserved, min(plan.reserved, plan.wanted) + plan.wanted)
         if plan.may_report(own.held, own.reads):
             own.report(channel, plan, ends())
         if got:
@@ -250,12 +250,12 @@ def even_steps(
                 raise
 
 
-def _heard(channel: Channel, own: OwnBatches, rounds: BalancedRounds, wanted: int) -> list[Holding]:
-    """Return what each rank reported; raise if one failed, or left. Meanwhile, this one's workers go on."""
+def _heard(channel: Channel, own: OwnBatches, rounds: BalancedRounds, most: int) -> list[Holding]:
+    """Return what each rank reported; raise if one failed, or left. Meanwhile, go on reading, up to so many."""
 
     def reads_on() -> bool:
-        own.read(0, wanted)
-        return own.reads and own.held < wanted
+        own.read(0, most)
+        return own.reads and own.held < most
 
     rows = channel.gathered(reads_on)
     if rows[channel.index][1] == _FAILED:
