@@ -1,4 +1,4 @@
-"""What equal steps cost where a dataset splits itself: an exchange in each step, and how fast all workers read.
+"""What equal steps cost where a dataset splits itself: exchanges beside the steps, and how fast all workers read.
 
 Prints two tables for gloo ranks on this machine; costs are simulated by sleeping, so few cores do. Run it with
 ``python benchmarks/even_steps.py``.

@@ -447,21 +447,28 @@ def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: 
     return info
 
 
-@contextmanager
-def worker_info_told(info: object) -> Iterator[None]:
+class worker_info_told:  # noqa: N801 - it is called as a function is, and a class is entered faster
     """Make ``get_worker_info()`` return ``info``. It reads this one variable, and there is no public way to set it.
+
+    Args:
+        info: What it returns while this is entered.
 
     Raises:
         TorchVersionError: It reads another one: datasets would not learn which part is theirs.
     """
-    before = getattr(_WORKER, "_worker_info", None)
-    _WORKER._worker_info = info
-    try:
-        if get_worker_info() is not info:
+
+    def __init__(self, info: object) -> None:
+        self._info = info
+
+    def __enter__(self) -> None:
+        self._before = getattr(_WORKER, "_worker_info", None)
+        _WORKER._worker_info = self._info
+        if get_worker_info() is not self._info:
+            _WORKER._worker_info = self._before
             raise lacking("torch.utils.data._utils.worker._worker_info", "Setting get_worker_info()")
-        yield
-    finally:
-        _WORKER._worker_info = before
+
+    def __exit__(self, *exc: object) -> None:
+        _WORKER._worker_info = self._before
 
 
 def seed_as_worker(base_seed: int, worker: int) -> None:

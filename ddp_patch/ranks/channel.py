@@ -1,7 +1,7 @@
-"""A side channel of some ranks for one pass: each sends numbers to all before each step, and may send values to one.
+"""A side channel of some ranks for one pass: each sends numbers to all, and may send values to one.
 
 It is a separate gloo group, made when the pass begins and closed when it ends. The numbers are gathered in the
-background of the step, and a rank that leaves or fails is named to the others.
+background of the steps, and a rank that leaves or fails is named to the others.
 """
 
 import atexit
@@ -96,28 +96,28 @@ class ExitNotes:
         while stale:
             self._store.delete_key(stale.pop())
 
-    def leave(self, kind: Kind, why: str, steps: int = 0) -> None:
+    def leave(self, kind: Kind, why: str, gathers: int = 0) -> None:
         """Write why this rank leaves, unless another has written already.
 
         Args:
             kind: Whether it asks for no more, cannot continue, or misses others.
             why: After which batch, why, or the whole error.
-            steps: In how many steps it took part.
+            gathers: In how many gathers it took part.
         """
-        note = json.dumps([self._index, kind, why, steps])
+        note = json.dumps([self._index, kind, why, gathers])
         if self._store.compare_set(self._first, "", note).decode() == note:
             self._stale.append(self._first)
 
-    def require_none(self, step: int | None = None) -> None:
+    def require_none(self, gather: int | None = None) -> None:
         """Raise the error of the member that left first, if one did.
 
         Args:
-            step: The step that this rank waits for. A member that left after its part in that step is not to blame.
+            gather: Which gather this rank waits for. A member that left after its part in that is not to blame.
         """
         if not self._store.check([self._first]):
             return
-        index, kind, why, steps = json.loads(self._store.get(self._first))
-        if kind == "left" and step is not None and step < steps:
+        index, kind, why, gathers = json.loads(self._store.get(self._first))
+        if kind == "left" and gather is not None and gather < gathers:
             return
         who = ranks_text([self._members[index]])
         if kind == "missing":
@@ -128,21 +128,21 @@ class ExitNotes:
                 "Correct the error above and start all ranks again."
             )
         raise RankMismatchError(
-            f"{self._doing}: {who} left this pass after {why}, and others ask for more. The ranks communicate in "
-            "each step, so every pass needs all of them. Let every rank take equally many batches: break after the "
-            "same one on all, or iterate to the end."
+            f"{self._doing}: {who} left this pass after {why}, and others ask for more. The ranks communicate "
+            "during a pass, so it needs all of them. Let every rank take equally many batches: break after the same "
+            "one on all, or iterate to the end."
         )
 
-    def announce_waiting(self, step: int) -> None:
-        """Write that this rank waits for a step."""
-        self._store.set(f"{self._waits}/{self._index}", f"{step}")
+    def announce_waiting(self, gather: int) -> None:
+        """Write which gather this rank waits for."""
+        self._store.set(f"{self._waits}/{self._index}", f"{gather}")
         self._is_waiting = True
 
-    def not_waiting(self, step: int) -> list[int]:
-        """Return the numbers of the members that do not wait for a step."""
+    def not_waiting(self, gather: int) -> list[int]:
+        """Return the numbers of the members that do not wait for a gather."""
         indices = range(len(self._members))
         waiting = already_in(self._store, {index: f"{self._waits}/{index}" for index in indices})
-        return [index for index in indices if int(waiting.get(index, -1)) != step]
+        return [index for index in indices if int(waiting.get(index, -1)) != gather]
 
     def tidy(self) -> None:
         """Delete what this rank wrote about waiting."""
@@ -153,7 +153,10 @@ class ExitNotes:
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
 
-# Gathering may wait a whole step: the timeout runs only in ``gathered``.
+# After so long, a rank that waits does what else it can.
+_MOMENT_S = 0.005
+
+# Gathering may wait some steps: the timeout runs only in ``gathered``.
 _BACKGROUND = timedelta(days=1)
 
 
@@ -214,7 +217,7 @@ class Channel:
     def __init__(self, members: Sequence[int], doing: str, notes: ExitNotes, timeout: float) -> None:
         self.index: int = members.index(dist.get_rank())
         self.batches_delivered: int = 0
-        self._begun = self._gathered = 0  # how many steps' rows
+        self._begun = self._gathered = 0  # how many gathers
         self._members, self._doing, self._notes, self._timeout = members, doing, notes, timeout
         self._work: Any = None
         self._rows = torch.empty(0)
@@ -234,19 +237,26 @@ class Channel:
         self._rows = torch.empty(len(self._members), len(row), dtype=torch.int64)
         self._work = gather_in_background(self._group, torch.tensor(row), self._rows, _BACKGROUND)
 
-    def gathered(self) -> list[list[int]]:
+    def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[int]]:
         """Return each member's row, as soon as all have sent theirs.
+
+        Args:
+            meanwhile: Called while this waits; returns whether to call it again in a moment.
 
         Raises:
             RankMismatchError: A rank has left or failed.
             MissingRanksError: A rank has ended, or sent nothing in time.
         """
-        until, wait_s = monotonic() + self._timeout, min(_SLICE_S, self._timeout / 4)
-        while not self._has_come(wait_s):
+        begun = looked = monotonic()
+        wait_s = min(_SLICE_S, self._timeout / 4)
+        while not self._has_come(_MOMENT_S if meanwhile() else wait_s):
+            if (now := monotonic()) < looked + wait_s / 2:
+                continue
+            looked = now
             with store_reached(self._doing):
                 self._notes.announce_waiting(self._gathered)
                 self._notes.require_none(self._gathered)
-                if monotonic() > until:
+                if now > begun + self._timeout:
                     missing = self._notes.not_waiting(self._gathered)
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
         self._gathered += 1
@@ -299,10 +309,16 @@ class Channel:
         with store_reached(self._doing):
             self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
 
-    def require_no_failure(self) -> None:
-        """Raise RankMismatchError if a member has written that it failed."""
+    def require_nobody_left(self) -> None:
+        """Raise RankMismatchError if a member has written that it failed, or left."""
         with store_reached(self._doing):
             self._notes.require_none()
+
+    def say_goodbye(self, row: Sequence[int]) -> None:
+        """Write that this rank breaks off, and send a last row, which the others may have begun to wait for."""
+        with suppress(RuntimeError):  # the store may be gone, and the others
+            self._notes.leave("left", f"{self.batches_delivered} batches", self._begun)
+            self.begin_gather(row)
 
     def leave(self, kind: Kind, why: str) -> None:
         """Leave before the end, and write why."""

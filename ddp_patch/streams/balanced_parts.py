@@ -1,8 +1,8 @@
 """Decide who takes which batch in each round, if ranks read different amounts: arithmetic, without torch."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heapreplace
 from itertools import cycle
@@ -11,14 +11,30 @@ from typing import NamedTuple
 from ddp_patch.options import Uneven
 from ddp_patch.schedule import made_in_turn, turn_after
 
-__all__ = ["BalancedRounds", "BatchSource", "Holding", "NextMove", "Round", "ahead_of_next", "next_round"]
+__all__ = [
+    "AHEAD",
+    "AHEAD_IF_FAST",
+    "BalancedRounds",
+    "BatchSource",
+    "Holding",
+    "NextMove",
+    "Round",
+    "RoundPlan",
+    "ahead_of_next",
+    "next_round",
+    "rounds_ahead",
+]
+
+# How many batches a rank reads beyond those of the planned rounds, at most: where steps are fast, batches are small,
+# and exchanging reports takes as long as a step. A round may need more of it at the end.
+AHEAD, AHEAD_IF_FAST = 4, 32
 
 
 class Holding(NamedTuple):
-    """What a rank says before a round.
+    """What a rank reports.
 
     Attributes:
-        held: How many batches it holds.
+        held: How many batches it holds beyond those of the planned rounds.
         reads: Whether its own workers may have more.
     """
 
@@ -44,15 +60,20 @@ class Round:
 
     Attributes:
         gets: Where each rank's batch comes from; None for a rank that gets none.
+        taken: How many batches each rank has no longer after the round: its first ones.
     """
 
     gets: Sequence[BatchSource | None]
+    taken: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = Counter(source.rank for source in set(self.gets) if source is not None)
+        object.__setattr__(self, "taken", tuple(given[rank] for rank in range(len(self.gets))))
 
     @property
-    def taken(self) -> tuple[int, ...]:
-        """How many batches each rank has no longer after the round: its first ones."""
-        given = Counter(source.rank for source in set(self.gets) if source is not None)
-        return tuple(given[rank] for rank in range(len(self.gets)))
+    def hands_over(self) -> bool:
+        """Whether a rank gets another one's batch."""
+        return any(source is not None and source.rank != rank for rank, source in enumerate(self.gets))
 
     def handed_by(self, rank: int) -> list[tuple[int, int]]:
         """Return which batches a rank hands to others, as (index, the rank that gets it)."""
@@ -121,6 +142,102 @@ def ahead_of_next(ranks: Sequence[Holding], taken: Sequence[int]) -> int:
     if all(rank.reads or rank.held > gone for rank, gone in zip(ranks, taken, strict=True)):
         return 1
     return -(-len(ranks) // max(1, reading))
+
+
+def rounds_ahead(ranks: Sequence[Holding], uneven: Uneven) -> list[Round]:
+    """Return the rounds that follow from what the ranks reported, whatever else they read.
+
+    A rank that reads on takes part for as long as it has batches of its own: later ones may be its own too.
+
+    Examples:
+        >>> [step.taken for step in rounds_ahead([Holding(3, True), Holding(2, True)], "pad")]
+        [(1, 1), (1, 1)]
+        >>> [step.taken for step in rounds_ahead([Holding(5, True), Holding(1, False)], "pad")]
+        [(1, 1), (2, 0), (2, 0)]
+    """
+    rounds: list[Round] = []
+    while isinstance(step := next_round(ranks, uneven), Round):
+        alike = 1 if step.hands_over else max(1, min(rank.held for rank in ranks))
+        rounds += [step] * alike
+        ranks = [Holding(rank.held - alike * gone, rank.reads) for rank, gone in zip(ranks, step.taken, strict=True)]
+        if any(rank.reads and not rank.held for rank in ranks):
+            break
+    return rounds
+
+
+class RoundPlan:
+    """The rounds that all ranks have agreed on, and when one of them reports again. It is the same on every rank.
+
+    The ranks agree on as many rounds as the poorest surely has batches for: on one at first, then on up to twice as
+    many as before. The next reports travel while those rounds are made.
+
+    Args:
+        rank: This rank's number.
+        uneven: What becomes of an incomplete round.
+
+    Attributes:
+        ranks: What each rank reported last.
+        is_over: Whether there are no more rounds after the planned ones.
+        least: How many batches beyond the planned ones a rank that still reads must report.
+        wanted: How many it reads if it need not wait long for them.
+        is_fast: Whether it is worth waiting a little for these.
+        reserved: How many of its own the planned rounds take.
+        has_reported: Whether it has reported since all were last heard.
+    """
+
+    def __init__(self, rank: int, uneven: Uneven) -> None:
+        self._rank, self._uneven = rank, uneven
+        self._rounds: deque[Round] = deque()
+        self._planned = 0  # how many rounds, when all were last heard
+        self.ranks: Sequence[Holding] = ()
+        self.is_over: bool = False
+        self.least: int = 1
+        self.wanted: int = 1
+        self.is_fast: bool = False
+        self.reserved: int = 0
+        self.has_reported: bool = False
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether ranks get batches of others in the planned rounds."""
+        return any(step.hands_over for step in self._rounds)
+
+    def hear(self, ranks: Sequence[Holding], *, is_fast: bool) -> None:
+        """Plan by what all ranks reported, and by whether steps were fast on this one."""
+        self.ranks, self.is_fast, self.has_reported = ranks, is_fast, False
+        rounds = rounds_ahead(ranks, self._uneven)
+        self.is_over = not rounds and next_round(ranks, self._uneven) is NextMove.END
+        self._rounds.extend(rounds)
+        self._planned = len(rounds)
+        taken = [sum(of_rank) for of_rank in zip(*(step.taken for step in rounds), strict=True)] or [0] * len(ranks)
+        self.reserved += taken[self._rank]
+        self.least = ahead_of_next(ranks, taken)
+        most = AHEAD_IF_FAST if is_fast else AHEAD
+        self.wanted = max(self.least, min(most, 2 * self.least * len(rounds)))
+
+    def next(self) -> Round | None:
+        """Return the next round; None if the ranks must hear of each other first."""
+        if not self._rounds:
+            return None
+        step = self._rounds.popleft()
+        self.reserved -= step.taken[self._rank]
+        return step
+
+    def may_report(self, held: int, reads: bool) -> bool:
+        """Return whether to report now, in the background of what follows, and not when more is asked for.
+
+        Before the last planned round, only a rank that holds as many again does, or the next plan would be shorter. Not
+        if its report could be its last one, or batches are handed over before: nobody would miss it if it then left.
+
+        Args:
+            held: How many batches it holds.
+            reads: Whether there may be more.
+        """
+        left = len(self._rounds)
+        if self.has_reported or self.hands_over or left > self._planned // 2 or (left and not reads):
+            return False
+        enough = max(self.least, self._planned) if left or self.is_fast else self.least
+        return held - self.reserved >= enough or not reads
 
 
 class BalancedRounds:

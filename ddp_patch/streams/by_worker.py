@@ -1,27 +1,33 @@
 """Equal steps if a dataset splits itself: ranks with batches left give some to those that have none."""
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from time import monotonic
+from typing import Any, Final, cast
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_torch import WrappedIterator, pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
-from ddp_patch.options import Uneven
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
+from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, Round, RoundPlan
 from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
 
-__all__ = ["EvenIterators"]
+__all__ = ["WAITS", "EvenIterators", "OwnBatches", "even_steps"]
 
 
-_READS, _RAN_OUT, _FAILED = range(3)
+_READS, _RAN_OUT, _FAILED, _LEFT = range(4)
+
+# A step in which reports may take as long as all else, and how long a rank then reads on before it reports.
+_FAST_S, _PATIENCE_S = 0.01, 0.05
+
+# Comes instead of a batch before a rank waits for the others.
+WAITS: Final = object()
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,7 @@ class EvenIterators:
         """Return the iterator of a pass."""
         return EvenSteps(loader, self)
 
-    @property
-    def uneven(self) -> Uneven:
-        """What becomes of an incomplete round."""
-        return self.sampler.agreed.options.uneven
-
-    def opened(self, own: "_OwnBatches") -> AbstractContextManager[Channel]:
+    def opened(self, own: "OwnBatches") -> AbstractContextManager[Channel]:
         """Synchronise with the other ranks when a pass begins; raise this rank's failure, and report it to them."""
         agreed, epoch = self.sampler.agreed, self.sampler.epochs.current
         doing = f"Iterating the {self.name} over epoch {epoch}"
@@ -92,11 +93,13 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
     def __next__(self) -> Any:
         if self._pass is None:
             # It must not hold this: it ends when this is dropped.
-            self._pass = _handed_out(_OwnBatches(self.wrapped), self._maker)
-        return next(self._pass)
+            self._pass = _handed_out(OwnBatches(self.wrapped), self._maker)
+        while (batch := next(self._pass)) is WAITS:
+            pass
+        return batch
 
 
-class _OwnBatches:
+class OwnBatches:
     """The batches that this rank's own workers make, read ahead.
 
     Args:
@@ -104,19 +107,49 @@ class _OwnBatches:
 
     Attributes:
         failure: What reading them raised.
+        ready: Returns how many come without waiting, when so many were received.
     """
 
     def __init__(self, wrapped: Iterator[Any]) -> None:
         self._wrapped = wrapped
         self._held: deque[Any] = deque()
+        self._received = self._surely = 0
         self._ran_out = False
         self.failure: Exception | None = None
+        self.ready: Callable[[int], int] = lambda _: 0
 
-    def read_up_to(self, batches: int) -> None:
-        """Read until this many are held, or there are no more."""
-        while len(self._held) < batches and not self._ran_out and self.failure is None:
+    @property
+    def held(self) -> int:
+        """How many are held."""
+        return len(self._held)
+
+    @property
+    def reads(self) -> bool:
+        """Whether there may be more."""
+        return not self._ran_out and self.failure is None
+
+    def read(self, least: int, most: int = 0, patience_s: float = 0) -> None:
+        """Read until as many are held, or there are no more.
+
+        Args:
+            least: How many to wait for.
+            most: How many to hold of those that come without waiting long.
+            patience_s: How long that is, in seconds.
+        """
+        self._read_up_to(least)
+        if self.held < most and self.reads:
+            if self._received >= self._surely:
+                self._surely = self._received + self.ready(self._received)
+            self._read_up_to(min(most, self.held + self._surely - self._received))
+        until = monotonic() + patience_s
+        while self.held < most and self.reads and patience_s and monotonic() < until:
+            self._read_up_to(self.held + 1)
+
+    def _read_up_to(self, batches: int) -> None:
+        while self.held < batches and self.reads:
             try:
                 self._held.append(next(self._wrapped))
+                self._received += 1
             except StopIteration:
                 self._ran_out = True
             except Exception as error:  # noqa: BLE001 - the user's code; raised where the others are told
@@ -131,12 +164,14 @@ class _OwnBatches:
         finally:
             del failure  # or it would hold its own traceback, and that the loader with its workers
 
-    def report(self, channel: Channel, ends: Sequence[int]) -> None:
-        """Begin to report to the other ranks what this one holds, and where its workers end."""
-        if self.failure is not None:
+    def report(self, channel: Channel, plan: RoundPlan, ends: Sequence[int]) -> None:
+        """Begin to report to the others what this rank holds beyond the plan, and where its workers end."""
+        beyond, state = self.held - plan.reserved, _RAN_OUT if self._ran_out else _READS
+        if self.failure is not None and beyond < plan.least:  # what came before it is given
             channel.fail(self.failure)
-        state = _FAILED if self.failure is not None else _RAN_OUT if self._ran_out else _READS
-        channel.begin_gather([len(self._held), state, *ends])
+            state = _FAILED
+        channel.begin_gather([beyond, state, *ends])
+        plan.has_reported = True
 
     def take(self, step: Round, channel: Channel) -> list[Any]:
         """Hand to others what the round says; return the batch that this rank gets, if it gets one."""
@@ -152,45 +187,86 @@ class _OwnBatches:
         return got
 
 
-def _handed_out(own: _OwnBatches, maker: EvenIterators) -> Generator[Any]:
-    """Yield a rank's batches of one pass, in rounds of all ranks.
-
-    It reports what it holds before it gives a batch, in the background of the step, and receives the reports of others
-    when the next batch is asked for.
-    """
-    own.read_up_to(1)  # which begins the pass
+def _handed_out(own: OwnBatches, maker: EvenIterators) -> Generator[Any]:
+    """Yield a rank's batches of one pass, in rounds of all ranks, and ``WAITS``."""
+    own.read(1)  # which begins the pass
     current = cast(StreamPass, maker.sampler.latest)
-    rounds = current.in_rounds()
+    rounds, uneven = current.in_rounds(), maker.sampler.agreed.options.uneven
+    # Without workers, a batch is made when it is read: one for the step and one ahead.
+    own.ready = current.batches_ready if maker.workers else lambda _: 2
     with maker.opened(own) as channel:
-        own.report(channel, current.batches_made)
-        while (step := next_round(ranks := _heard(channel, own, rounds), maker.uneven)) is not NextMove.END:
-            taken: Sequence[int] = [0] * len(ranks)
-            got: list[Any] = []
-            if isinstance(step, Round):
-                taken, got = step.taken, own.take(step, channel)
-                rounds.add(step.taken)
-            own.read_up_to(ahead_of_next(ranks, taken))
-            own.report(channel, current.batches_made)
-            if got:
-                channel.count_batch()
-                rounds.give()
-                yield got.pop()
+        plan = RoundPlan(channel.index, uneven)
+        yield from even_steps(own, channel, plan, rounds, lambda: current.batches_made)
         rounds.end()
         if current.start.is_at_epoch_start:  # the rest of an epoch may well have no step
-            _require_steps(rounds, ranks, maker.uneven)
+            _require_steps(rounds, plan.ranks, uneven)
 
 
-def _heard(channel: Channel, own: _OwnBatches, rounds: BalancedRounds) -> list[Holding]:
-    """Return what each rank holds; raise if one failed."""
-    rows = channel.gathered()
-    own.raise_failure()
-    if any(state == _FAILED for _, state, *_ in rows):
-        channel.require_no_failure()
+def even_steps(
+    own: OwnBatches,
+    channel: Channel,
+    plan: RoundPlan,
+    rounds: BalancedRounds,
+    ends: Callable[[], Sequence[int]],
+    clock: Callable[[], float] = monotonic,
+) -> Generator[Any]:
+    """Yield a rank's batches in the rounds that all ranks plan, and ``WAITS`` before it waits for the others.
+
+    Args:
+        own: The batches that it reads itself.
+        channel: Connects the ranks.
+        plan: What they have agreed on.
+        rounds: Records the rounds.
+        ends: Returns how many batches each of its workers made in all; -1 where that is not known yet.
+        clock: Returns the time, in seconds.
+    """
+    heard_at, steps = clock(), 0
+    while not plan.is_over:
+        if (step := plan.next()) is None:
+            if not plan.has_reported:
+                own.read(plan.least, plan.wanted, _PATIENCE_S if plan.is_fast else 0)
+                own.report(channel, plan, ends())
+            yield WAITS
+            is_fast = clock() - heard_at < _FAST_S * (rounds.count - steps)
+            plan.hear(_heard(channel, own, rounds, 2 * plan.wanted), is_fast=is_fast)
+            heard_at, steps = clock(), rounds.count
+            continue
+        if step.hands_over:
+            yield WAITS
+        got = own.take(step, channel)
+        rounds.add(step.taken)
+        own.read(plan.reserved, min(plan.reserved, plan.wanted) + plan.wanted)
+        if plan.may_report(own.held, own.reads):
+            own.report(channel, plan, ends())
+        if got:
+            channel.count_batch()
+            rounds.give()
+            try:
+                yield got.pop()
+            except GeneratorExit:
+                # Ranks that need its batches are told when its connections close, and these stay while it gathers.
+                if not plan.has_reported and not plan.hands_over:
+                    channel.say_goodbye([0, _LEFT, *ends()])
+                raise
+
+
+def _heard(channel: Channel, own: OwnBatches, rounds: BalancedRounds, most: int) -> list[Holding]:
+    """Return what each rank reported; raise if one failed, or left. Meanwhile, go on reading, up to so many."""
+
+    def reads_on() -> bool:
+        own.read(0, most)
+        return own.reads and own.held < most
+
+    rows = channel.gathered(reads_on)
+    if rows[channel.index][1] == _FAILED:
+        own.raise_failure()
+    if any(state in {_FAILED, _LEFT} for _, state, *_ in rows):
+        channel.require_nobody_left()
     rounds.hear([row[2:] for row in rows])
     return [Holding(held, state == _READS) for held, state, *_ in rows]
 
 
-def _require_steps(rounds: BalancedRounds, ranks: Sequence[Holding], uneven: Uneven) -> None:
+def _require_steps(rounds: BalancedRounds, ranks: Sequence[Holding], uneven: str) -> None:
     """Refuse to leave out all that there was."""
     if (left := sum(rank.held for rank in ranks)) and not rounds.count:
         raise NoStepsError(

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from time import thread_time
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import torch
 
@@ -136,13 +136,17 @@ class SharedWorkerState:
         noted = enumerate(self._of_states.tolist())
         return [self._states[part, :size].numpy().tobytes() if of == number else None for part, (of, size) in noted]
 
-    def end_batches(self, number: int, part: int, batches: int) -> None:
-        """Write how many batches the reader of a part made in pass ``number`` of a dataset that splits itself."""
-        self._made[number % _EPOCHS_KEPT, part] = batches
+    def note_batches(self, number: int, part: int, batches: int, *, is_end: bool = False) -> None:
+        """Write how many batches the reader of a part has made in pass ``number`` of a dataset that splits itself.
 
-    def batches_made(self, number: int) -> Sequence[int]:
-        """Return how many batches the reader of each part made in pass ``number``; -1 before it came to the end."""
-        return cast("list[int]", self._made[number % _EPOCHS_KEPT].tolist())
+        Until its end, that is only how many it has read the items of.
+        """
+        self._made[number % _EPOCHS_KEPT, part] = batches if is_end else -1 - batches
+
+    def batches_noted(self, number: int) -> tuple[Sequence[int], Sequence[bool]]:
+        """Return how many batches the reader of each part has noted in pass ``number``, and whether these are all."""
+        noted = self._made[number % _EPOCHS_KEPT].tolist()
+        return [made if made >= 0 else -1 - made for made in noted], [made >= 0 for made in noted]
 
     def lengths(self, number: int) -> Sequence[int | None]:
         """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""

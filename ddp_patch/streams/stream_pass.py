@@ -4,14 +4,14 @@ import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, count
 from time import monotonic, sleep
 from typing import Any
 
 from ddp_patch.errors import StateError
 from ddp_patch.plan import Consumed
-from ddp_patch.schedule import Part, Schedule
+from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
@@ -104,7 +104,20 @@ class StreamPass(Pass[None]):
     @property
     def batches_made(self) -> Sequence[int]:
         """How many batches each worker of a dataset that splits itself made in all; -1 for those that may make more."""
-        return self._shared.batches_made(self._number)
+        return [made if is_end else -1 for made, is_end in zip(*self._shared.batches_noted(self._number), strict=True)]
+
+    def batches_ready(self, received: int) -> int:
+        """Return how many batches can be had without waiting until a worker has read their items; the end is one too.
+
+        Args:
+            received: How many have come from the workers.
+        """
+        made, are_over = self._shared.batches_noted(self._number)
+        readers, before = self._shared.readers, self._batches_before[self._plan.rank]
+        first = turn_after(before)
+        parts = [(first + step) % readers for step in range(readers)]
+        of_pass = [max(0, made[part] - before[part]) for part in parts]
+        return ready_in_turn(of_pass, [are_over[part] for part in parts]) + all(are_over) - received
 
     def _chunks(self) -> Iterator[list[None]]:
         while True:
@@ -243,12 +256,16 @@ class StreamPass(Pass[None]):
 
     def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
+        made = chain.from_iterable(rounds.made(batches, self._batches_before))
+        return replace(position, parts=PartsDone(0, [((1, count * self._batching.size),) for count in made]))
+
+    @cached_property
+    def _batches_before(self) -> Sequence[Sequence[int]]:
+        """Return how many batches of each rank's workers were taken before the pass, if a dataset splits itself."""
         size, readers, ranks = self._batching.size, self._shared.readers, self._plan.num_replicas
         done = [()] * (readers * ranks) if self.start.parts is None else self.start.parts.done
         before = [sum(items for _, items in of_reader) // size for of_reader in done]
-        of_ranks = [before[at : at + readers] for at in range(0, len(before), readers)]
-        made = chain.from_iterable(rounds.made(batches, of_ranks))
-        return replace(position, parts=PartsDone(0, [((1, count * size),) for count in made]))
+        return [before[at : at + readers] for at in range(0, len(before), readers)]
 
     @property
     def is_done_without_workers(self) -> bool:

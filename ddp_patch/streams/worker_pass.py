@@ -146,7 +146,7 @@ class WorkerPass(Generic[T]):
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
     def by_worker(self) -> Iterator[T]:
-        """Yield the items that the dataset gives this one of all ranks' workers, and write how many batches they make.
+        """Yield the items that the dataset gives this one of all ranks' workers, and note how many batches they make.
 
         Raises:
             StateError: There are fewer than were done.
@@ -162,10 +162,12 @@ class WorkerPass(Generic[T]):
                 f"{skipped} items before its end, so the workers no longer took turns, and nobody knows which batches "
                 "were done. Begin the epoch again, or use iterable_sharding='exact'."
             )
-        made = skipped
-        for made, item in enumerate(items, skipped + 1):  # noqa: B007 - told after the loop
+        made, note = skipped, partial(worker.shared.note_batches, start.number, start.part)
+        for made, item in enumerate(items, skipped + 1):
+            if made % batching.size == 0:
+                note(made // batching.size)
             yield item
-        worker.shared.end_batches(start.number, start.part, batching.count(made))
+        note(batching.count(made), is_end=True)
 
     def exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from ddp_patch.evaluation.places import keys_of, placed, placed_samples
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.schedule import BatchRecord, Part, Schedule, Sizes
+from ddp_patch.schedule import BatchRecord, Part, Schedule, Sizes, ready_in_turn
 
 ranks_of = st.integers(1, 5)
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
@@ -175,3 +175,13 @@ def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_arrays:
     for rank, own in enumerate(keys):
         places = [place for run in samples.places(rank) for place in run]
         assert [expected[place] for place in places] == [key for key in own for _ in range(key % 5)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5))
+def test_what_is_ready_comes_before_the_first_that_is_not(workers: list[tuple[int, bool]]) -> None:
+    left = [made for made, _ in workers]
+    ready, place = 0, 0
+    while any(left) and (left[place] or workers[place][1]):
+        ready, left[place] = ready + bool(left[place]), max(0, left[place] - 1)
+        place = (place + 1) % len(workers)
+    assert ready_in_turn([made for made, _ in workers], [is_over for _, is_over in workers]) == ready

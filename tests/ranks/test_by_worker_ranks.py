@@ -33,6 +33,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.compat.private_torch import default_store
+from ddp_patch.ranks.channel import Channel
 from ddp_patch.streams import by_worker
 
 BATCH = 2
@@ -214,6 +215,37 @@ def test_a_pass_resumes_wherever_it_was_stopped(ranks: int) -> None:
             assert all(one.state == stop[0].state for one in stop)
             check_epoch(CASES[name], [one.before + one.rest for one in stop])
             check_epoch(CASES[name], [one.following for one in stop])
+
+
+class Numbers(IterableDataset[int]):
+    """Cheap items, of which each reader has so many."""
+
+    def __init__(self, items: int) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        assert get_worker_info() is not None
+        return iter(range(self.items))
+
+
+def times_ranks_talk(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """How many steps and exchanges there are, without and with workers."""
+    found = []
+    for workers in (0, 2):
+        loader = made(Case([], workers), Numbers(2 * BATCH * 500 // max(1, workers)))
+        with pytest.MonkeyPatch.context() as patch:
+            rows: list[Sequence[int]] = []
+            begin = Channel.begin_gather
+            patch.setattr(Channel, "begin_gather", lambda self, row: [rows.append(row), begin(self, row)])  # type: ignore[func-returns-value]  # noqa: B023 - called here
+            found.append((len(list(loader)), len(rows)))
+    return found
+
+
+def test_ranks_with_cheap_items_do_not_talk_in_each_step() -> None:
+    for found in run_ranks(times_ranks_talk, 2):
+        for steps, exchanges in found:
+            assert steps == 1000
+            assert exchanges < 150
 
 
 class OwnIteration(DataLoader[Any]):
