@@ -255,6 +255,42 @@ SCRIPTS: Mapping[str, str] = {
             for _ in range(len(loader)):
                 next(batches)
     """,
+    "phases with gradients on in evaluation mode, a checkpoint in a temporary folder": """
+        from tempfile import TemporaryDirectory
+
+        loaders = {"train": DataLoader(data, 8, shuffle=True), "val": DataLoader(data, 10)}
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with TemporaryDirectory() as folder:
+            for epoch in range(2):
+                for phase in ("train", "val"):
+                    model.train(phase == "train")
+                    total = 0.0
+                    for a, b in loaders[phase]:
+                        with torch.set_grad_enabled(phase == "train"):
+                            loss = F.mse_loss(model(a), b)
+                        if phase == "train":
+                            optimizer.zero_grad()
+                            loss.backward()
+                            optimizer.step()
+                        total += loss.item() * len(a)
+                history.append(total)
+                torch.save(model.state_dict(), f"{folder}/best.pt")
+                model.load_state_dict(torch.load(f"{folder}/best.pt"))
+    """,
+    "a compiled step": """
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+        @torch.compile(backend="eager")
+        def step(a, b):
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for a, b in DataLoader(data, 30, shuffle=True):
+            step(a, b)
+    """,
     "a state of the optimizer that is loaded, later parameters, float32": """
         torch.set_default_dtype(torch.float32)
         data = TensorDataset(x.float(), y.float())

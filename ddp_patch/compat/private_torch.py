@@ -39,6 +39,7 @@ __all__ = [
     "forget_iterator",
     "gather_in_background",
     "gloo_group",
+    "has_gradient_hooks",
     "has_own_iteration",
     "has_own_iterators",
     "imported_fsdp",
@@ -122,6 +123,12 @@ def backward_in_progress() -> Callable[[], bool]:
     """
     number: Callable[[], int] = private("torch._C._current_graph_task_id", "Averaging gradients where backward() ends")
     return lambda: number() != -1
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether hooks see a parameter's gradient while ``backward()`` runs; False if this torch does not tell."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for name in names)
 
 
 def imported_fsdp() -> Any:

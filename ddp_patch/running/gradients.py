@@ -1,7 +1,7 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_patch.compat.private_torch import backward_in_progress
+from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.running.averaging import average, checksums
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
@@ -36,6 +36,8 @@ class PassWeights:
         fetches_ahead: Whether it gave several before the first call of ``backward()``.
         is_over: Whether it came to its end.
         latest: The weights of its latest two batches.
+        weights: All weights that its batches had.
+        first: The first tensor of its first batch, while that is alive.
     """
 
     name: str
@@ -45,6 +47,8 @@ class PassWeights:
     fetches_ahead: bool = False
     is_over: bool = False
     latest: list[float] = field(default_factory=list)
+    weights: set[float] = field(default_factory=set)
+    first: Callable[[], torch.Tensor | None] = lambda: None
 
 
 class StepWeight:
@@ -75,10 +79,18 @@ class StepWeight:
         """Return what is known of a pass that begins."""
         return PassWeights(name, length, self._backwards)
 
-    def take(self, of: PassWeights, weight: float) -> None:
+    @property
+    def has_taken(self) -> bool:
+        """Whether the script took a batch since the last ``backward()``."""
+        return bool(self._taken)
+
+    def take(self, of: PassWeights, weight: float, batch: Any = None) -> None:
         """Note that the script took a batch of a pass."""
         of.given += 1
+        if of.given == 1 and (first := _first_tensor(batch)) is not None:
+            of.first = weakref.ref(first)
         of.latest = [*of.latest[-1:], weight]
+        of.weights.add(weight)
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._last = weight, of
         if self._taken and self._taken[-1][0] is not of:
@@ -115,18 +127,24 @@ class StepWeight:
             names = " and ".join(dict.fromkeys(of.name for of, _ in counted))
             self._refuse(f"several batches of {names} were taken since the last backward()", counted)
         last = self._last
-        if last is not None and not taken and last.is_over and last.fetches_ahead and len(set(last.latest)) > 1:
-            self._refuse(
-                f"the batches of {last.name} are fetched ahead of backward()", [(last, each) for each in last.latest]
-            )
+        if last is not None and last.is_over and not taken:
+            if last.fetches_ahead and len(set(last.latest)) > 1:
+                why = f"the batches of {last.name} are fetched ahead of backward()"
+                self._refuse(why, [(last, each) for each in last.latest])
+            if len(last.weights) > 1 and last.first() is not None:  # as itertools.cycle() keeps them
+                why = f"the batches of {last.name} are kept, and used again after its pass"
+                way = "iterate the loader again instead"
+                self._refuse(why, [(last, each) for each in sorted(last.weights)], way)
         return self._weight
 
-    def _refuse(self, why: str, taken: Sequence[tuple[PassWeights, float]]) -> None:
+    def _refuse(
+        self, why: str, taken: Sequence[tuple[PassWeights, float]], way: str = "call backward() for each batch"
+    ) -> None:
         weights = ", ".join(f"{weight:.4g}" for weight in dict.fromkeys(weight for _, weight in taken))
         raise UnsupportedLoaderError(
             f"The gradient cannot be that of one process: {why}, and this rank's parts of them have different weights "
             f"({weights}), because not all ranks have equally many samples of each. Use batches of a multiple of the "
-            "number of ranks, and drop_last=True; or call backward() for each batch."
+            f"number of ranks, and drop_last=True; or {way}."
         )
 
 
@@ -162,11 +180,14 @@ class Gradients:
         self._lockstep, self._counts, self._tell, self._on_first_step = lockstep, counts, tell, on_first_step
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._was_loaded = False
+        self._is_in_backward: Callable[[], bool] = bool
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook ``backward()``, ``torch.autograd.grad`` and the steps of optimizers while entered."""
-        before, grad, is_in_backward = torch.autograd.backward, torch.autograd.grad, backward_in_progress()
+        before, grad = torch.autograd.backward, torch.autograd.grad
+        self._is_in_backward = is_in_backward = backward_in_progress()
+        as_it_is: Callable[[Any], Any] = torch.compiler.disable  # a compiled step would trace what communicates
 
         def backward(
             tensors: Any,
@@ -193,10 +214,10 @@ class Gradients:
             return grad(*args, **options)
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(torch.autograd, "backward", backward))
+            stack.enter_context(patch.object(torch.autograd, "backward", as_it_is(backward)))
             stack.enter_context(patch.object(torch.autograd, "grad", telling_grad))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
+            stack.callback(register_optimizer_step_post_hook(as_it_is(self._after_step)).remove)
             yield
 
     def add(self, optimizer: Optimizer) -> None:
@@ -227,6 +248,12 @@ class Gradients:
                 "later would be of this rank's part alone. Use torch.autograd.grad(..., create_graph=True) for the "
                 "term that needs it, and backward() for their sum."
             )
+        if self.weight.has_taken and not self.parameters:
+            raise UnsupportedLoaderError(
+                "backward() is called for a batch that is divided over the ranks, and there is no optimizer, so it is "
+                "not known which gradients to average. Let an optimizer of torch.optim change what is trained; where "
+                "nothing is, pass --whole with the line that makes the loader."
+            )
         weight = self.weight.of_backward()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         given = [gradients] if gradients is None or isinstance(gradients, torch.Tensor) else list(gradients)
@@ -238,13 +265,19 @@ class Gradients:
 
     def _average(self, lockstep: Lockstep) -> None:
         parameters = self.parameters
-        kinds = tuple(_NONE if each.grad is None else _SPARSE if each.grad.is_sparse else _DENSE for each in parameters)
-        facts = {"parameters": len(parameters), "state": self._loaded_state()}
-        if not lockstep.meet(Act.BACKWARD, usual=hash(kinds) >> 2, **facts):
-            kinds = tuple(lockstep.largest(kinds))
+        kinds = _kinds(parameters)
+        if not lockstep.meet(Act.BACKWARD, usual=hash(kinds) >> 2, state=self._loaded_state()):
+            lockstep.meet_alike(Act.BACKWARD, lambda: {"parameters": len(self.parameters)})
+            parameters = self.parameters
+            kinds = tuple(lockstep.largest(_kinds(parameters)))
         for parameter, kind in zip(parameters, kinds, strict=True):
             if parameter.grad is None and kind != _NONE:
                 parameter.grad = torch.zeros_like(parameter) if kind == _DENSE else _no_rows(parameter)
+        if any(map(has_gradient_hooks, parameters)):
+            self._tell(
+                "A parameter has a hook for its gradient: the hook sees the gradient of this rank's part of a batch, "
+                "before it is averaged. Change gradients after backward() instead, as clip_grad_value_() does."
+            )
         dense = [each.grad for each in parameters if each.grad is not None and not each.grad.is_sparse]
         self.sent_bytes += average(dense, lockstep.ranks)
         for parameter in parameters:
@@ -279,6 +312,11 @@ class Gradients:
                 f"The {type(optimizer).__name__} was made before its script ran as one process, so nobody has averaged "
                 "its gradients. Make it within autopatch(as_one_process=True)."
             )
+        if self._is_in_backward():
+            raise UnsupportedLoaderError(
+                f"The {type(optimizer).__name__} makes a step while backward() runs, as hooks of parameters do, and "
+                "gradients are averaged when backward() has ended. Make the step after it."
+            )
         has_closure = any(map(callable, [*args, options.get("closure")]))
         if not self._counts.backwards and not has_closure:
             raise UnsupportedLoaderError(
@@ -291,6 +329,21 @@ class Gradients:
         self._counts.steps += 1
         if self._counts.steps == 1:
             self._on_first_step()
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    """Return the first tensor of a batch, as far as that is easily found."""
+    while not isinstance(batch, torch.Tensor):
+        values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+        if not values:
+            return None
+        batch = next(iter(values))
+    return batch
+
+
+def _kinds(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return what gradient each parameter has."""
+    return tuple(_NONE if each.grad is None else _SPARSE if each.grad.is_sparse else _DENSE for each in parameters)
 
 
 def _no_rows(parameter: torch.Tensor) -> torch.Tensor:

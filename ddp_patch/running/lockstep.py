@@ -1,5 +1,6 @@
 """Keep the ranks of a script in lockstep: what each does next is the same on all, or an error says who does what."""
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ class Act(IntEnum):
 
 _WORDS = {
     Act.OPTIMIZER: "makes an optimizer",
-    Act.LOADER: "iterates a loader for the first time",
+    Act.LOADER: "begins to iterate a loader that is divided",
     Act.BACKWARD: "calls backward()",
     Act.EVALUATION: "begins to iterate a loader that is whole on every rank",
     Act.END: "has come to its end",
@@ -97,7 +98,8 @@ class Lockstep:
             RankMismatchError: Another rank does something else; every rank raises it.
             MissingRanksError: Another rank did not come within the timeout, or has ended.
         """
-        own = torch.tensor([act, self._counts.backwards, self._counts.steps, *(*facts.values(), 0, 0)[:2], usual])
+        done = self._counts.backwards, self._counts.steps
+        own = torch.tensor([act, *done, *(*facts.values(), 0, 0)[:2], usual], device="cpu")  # whatever is the default
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
         differs = largest[: len(own)] != -largest[len(own) :]
@@ -105,9 +107,23 @@ class Lockstep:
             self._refuse(act, facts)
         return not bool(differs[-1])
 
+    def meet_alike(self, act: Act, facts: Callable[[], Mapping[str, int]]) -> None:
+        """Meet, and compare facts that follow from what is alive.
+
+        What a script has dropped in a cycle of references lives on until garbage is collected, which each rank does at
+        its own time. So before ranks are said to differ, all collect it.
+
+        Raises:
+            RankMismatchError: As ``meet``.
+            MissingRanksError: As ``meet``.
+        """
+        if not self.meet(act, usual=hash(tuple(facts().values())) >> 2):
+            gc.collect()
+            self.meet(act, **facts())
+
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest that any rank has of each of some numbers below 256."""
-        found = torch.tensor(numbers, dtype=torch.uint8)
+        found = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
         self._together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
         return [int(number) for number in found]
 

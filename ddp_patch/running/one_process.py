@@ -28,7 +28,6 @@ from ddp_patch.orders.random_states import loader_seed
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.running.averaging import broadcast
 from ddp_patch.running.gradients import Gradients, PassWeights
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
@@ -174,6 +173,7 @@ class OneProcess:
             with unpatched():
                 known = self._look(loader)
                 if known.original is not None and not known.is_whole:
+                    self._meet_at_loader()
                     self._divide(known, loader)
 
     def iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
@@ -191,7 +191,8 @@ class OneProcess:
             known.record.passes += 1
             if known.original is None:
                 return None
-            if known.is_whole or not (torch.is_grad_enabled() or self._chosen.shard_evaluation):
+            is_training = torch.is_grad_enabled() and not self._replicas.are_evaluated
+            if known.is_whole or not (is_training or self._chosen.shard_evaluation):
                 return self._whole_pass(known)
             return self._divided_pass(known, loader)
 
@@ -327,8 +328,10 @@ class OneProcess:
         facts = look_at(loader)
         record = UsedLoader(shown(loader), what_it_is(facts), "left alone", ranks=self._ranks)
         self.records.append(record)
-        known = _Loader(weakref.ref(loader), record, loader_seed(self._seed, digest(record.what), len(self.records)))
-        self._known[id(loader)] = known
+        number, drop = id(loader), self._known.pop  # what is known of a loader holds copies of it, with its data
+        ref = weakref.ref(loader, lambda gone: drop(number, None))
+        known = _Loader(ref, record, loader_seed(self._seed, digest(record.what), len(self.records)))
+        self._known[number] = known
         if facts.sharded_by is not None:
             record.fate, record.note = "shards itself", type(facts.sharded_by).__name__
         elif (why := self._session.why_left(facts)) is not None:
@@ -343,8 +346,6 @@ class OneProcess:
         """Put this rank's part of each batch into the loader itself, so that all references to it have that."""
         if known.is_divided:
             return
-        if self._lockstep is not None:
-            self._lockstep.meet(Act.LOADER)
         options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
         if self._lockstep is None:
             options = replace(options, **_ALONE)
@@ -355,7 +356,12 @@ class OneProcess:
         known.record.note_patched("whole and divided" if known.whole else "divided", facts, loader)
         self._log(known.record)
 
+    def _meet_at_loader(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.meet(Act.LOADER)
+
     def _divided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
+        self._meet_at_loader()
         self._divide(known, loader)
         key = self._numbers.enter(own=True)
         steps = steps_of("autopatch", loader, require_batches("autopatch", loader), iterator := iter(loader))
@@ -369,7 +375,7 @@ class OneProcess:
             if self._lockstep is not None:
                 whole = record.total or 1  # a divided batch's is known
                 part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
-                step.take(weights, self._ranks * part)
+                step.take(weights, self._ranks * part, batch)
             yield batch
         step.end(weights)
         self._replicas.compare()
@@ -390,9 +396,7 @@ class OneProcess:
                 patch_each("autopatch", {"": known.whole}, World(0, 1), lambda: options, place_share=change_loader)
             known.record.note_whole("whole and divided" if known.is_divided else "whole", known.whole, facts)
             self._log(known.record)
-        if self._lockstep is not None:
-            self._lockstep.meet(Act.EVALUATION)
-            broadcast(self._replicas.buffers())
+        self._replicas.share_buffers()
         key = self._numbers.enter(own=False)
         iterator = iter(known.whole)
         return _Pass(iterator, iterator, partial(self._numbers.leave, key))
@@ -410,11 +414,6 @@ class OneProcess:
         if self.mode is Mode.RANKS:
             return
         self._gradients.add(optimizer)
-        if self._lockstep is None:
-            return
-        parameters = self._gradients.parameters
-        numbers = sum(each.numel() for each in parameters)
-        self._lockstep.meet(Act.OPTIMIZER, parameters=len(parameters), numbers=numbers)
         self._replicas.make_equal(sync_batchnorm=self._chosen.sync_batchnorm)
 
     def _finish(self) -> None:

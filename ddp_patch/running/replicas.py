@@ -12,7 +12,7 @@ from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
 from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.running.averaging import broadcast, checksums
 from ddp_patch.running.gradients import Gradients
-from ddp_patch.running.lockstep import Counts, Lockstep
+from ddp_patch.running.lockstep import Act, Counts, Lockstep
 
 __all__ = ["Replicas", "batch_norms", "models_of", "sync_batch_norms"]
 
@@ -36,15 +36,16 @@ class Replicas:
     ) -> None:
         self._lockstep, self._gradients, self._counts, self._tell = lockstep, gradients, counts, tell
         self._posted = 0
+        self._compared_after = 0  # calls of backward()
         self._names: list[str] = []  # of the parameters whose checksums were left last
         self._known: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
 
     def models(self) -> list[nn.Module]:
-        """Return the models that hold the optimizers' parameters."""
+        """Return the models that hold the optimizers' parameters; those that did so last, if no optimizer is alive."""
         parameters = self._gradients.parameters
         numbers, known = tuple(map(id, parameters)), self._known
         models = [model for ref in known[1] if (model := ref()) is not None]
-        if known[0] != numbers or len(models) != len(known[1]):
+        if parameters and (known[0] != numbers or len(models) != len(known[1])):
             models = models_of(parameters)
             self._known = numbers, [weakref.ref(model) for model in models]
         return models
@@ -54,12 +55,27 @@ class Replicas:
         found = (buffer for model in self.models() for buffer in model.buffers())
         return list({id(buffer): buffer for buffer in found}.values())
 
+    @property
+    def are_evaluated(self) -> bool:
+        """Whether there are models, and all are in evaluation mode."""
+        models = self.models()
+        return bool(models) and not any(module.training for model in models for module in model.modules())
+
+    def share_buffers(self) -> None:
+        """Make buffers those of rank 0, before an evaluation."""
+        if self._lockstep is not None:
+            self._lockstep.meet_alike(Act.EVALUATION, lambda: _sizes("buffers", self.buffers()))
+            broadcast(self.buffers())
+
     def make_equal(self, *, sync_batchnorm: bool) -> None:
         """Make parameters and buffers those of rank 0, and see to batch normalisation.
 
         Args:
             sync_batchnorm: Whether to replace its layers by torch's ``SyncBatchNorm``; otherwise the user is told.
         """
+        if self._lockstep is None:
+            return
+        self._lockstep.meet_alike(Act.OPTIMIZER, lambda: _sizes("parameters", self._held()))
         models = self.models()
         if sync_batchnorm:
             sync_batch_norms(models)
@@ -69,20 +85,31 @@ class Replicas:
                 "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
                 "SyncBatchNorm in its place."
             )
-        broadcast([*self._gradients.parameters, *self.buffers()])
+        broadcast(self._held())
+
+    def _held(self) -> list[torch.Tensor]:
+        return [*self._gradients.parameters, *self.buffers()]
 
     def compare(self) -> None:
-        """Leave checksums of the parameters for the other ranks, and compare those before, without waiting."""
+        """Leave checksums of the parameters for the other ranks, and compare those before, without waiting.
+
+        It is done if the ranks have met in a ``backward()`` since the last time, so that none is ahead by two.
+        """
+        if self._lockstep is None or self._compared_after == self._counts.backwards:
+            return
+        self._compared_after = self._counts.backwards
         before = self._posted
         self.post()
         self._compare(before)
+        self._lockstep.forget(f"sums/{before - 1}")
 
     def post(self) -> None:
         """Leave checksums of the parameters for the other ranks, if the script has some optimizer still."""
-        if self._lockstep is not None and (parameters := self._gradients.parameters):
+        if self._lockstep is not None and self._gradients.parameters:
+            trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
+            parameters = list({id(each): each for each in (*self._gradients.parameters, *trained)}.values())
             self._posted, self._names = self._posted + 1, self._named(parameters)
             self._lockstep.put(f"sums/{self._posted}", json.dumps(checksums(parameters)).encode())
-            self._lockstep.forget(f"sums/{self._posted - 2}")
 
     def compare_posted(self) -> None:
         """Compare the checksums that were left last; all ranks have left theirs."""
@@ -94,8 +121,9 @@ class Replicas:
             return
         sums: dict[int, list[int]] = {rank: json.loads(of_rank) for rank, of_rank in left.items()}
         place = next((at for at, found in enumerate(zip(*sums.values(), strict=False)) if len(set(found)) > 1), None)
-        which = "their number" if place is None else self._names[place]
-        parties = by_value({rank: None if place is None else own[place] for rank, own in sums.items()}).values()
+        if place is None or len({len(own) for own in sums.values()}) > 1:  # some have not collected all garbage yet
+            return
+        which, parties = self._names[place], by_value({rank: own[place] for rank, own in sums.items()}).values()
         raise RankMismatchError(
             f"The ranks no longer train the same model: the parameters differ first in {which}, between "
             f"{' and '.join(map(ranks_text, parties))}, {self._counts}. Change "
@@ -107,6 +135,10 @@ class Replicas:
         names = {id(each): name for model in self.models() for name, each in model.named_parameters()}
         found = [names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)]
         return [f"{name}, of shape {tuple(each.shape)}" for name, each in zip(found, parameters, strict=True)]
+
+
+def _sizes(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    return {name: len(tensors), "numbers": sum(each.numel() for each in tensors)}
 
 
 def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -124,11 +125,17 @@ def saved_once(lockstep: Lockstep, tell: Callable[[str], object], timeout: float
         timeout: How many seconds a rank waits for the first one to have saved what it loads.
     """
     save, load = torch.save, torch.load
-    saved = Counter[str]()
+    saved, make_folder = Counter[str](), tempfile.mkdtemp
+    own: set[str] = set()  # temporary folders, which have other names on other ranks
+
+    def making_folder(*args: Any, **options: Any) -> Any:
+        folder = make_folder(*args, **options)
+        own.add(os.path.realpath(os.fsdecode(folder)))
+        return folder
 
     def saving(obj: Any, f: Any, *args: Any, **options: Any) -> None:
         path = _path(f)
-        if path is None:
+        if path is None or not own.isdisjoint(map(str, Path(path).parents)):
             save(obj, f, *args, **options)
             return
         saved[path] += 1
@@ -154,7 +161,11 @@ def saved_once(lockstep: Lockstep, tell: Callable[[str], object], timeout: float
                 )
             sleep(_PERIOD_S)
 
-    with patch.object(torch, "save", saving), patch.object(torch, "load", loading):
+    with (
+        patch.object(torch, "save", saving),
+        patch.object(torch, "load", loading),
+        patch.object(tempfile, "mkdtemp", making_folder),
+    ):
         yield
 
 

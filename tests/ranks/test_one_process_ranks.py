@@ -1,5 +1,7 @@
 """Unedited scripts of one process on several real ranks: every rank ends with the model of one rank."""
 
+import gc
+import itertools
 import logging
 import random
 from collections.abc import Callable
@@ -80,7 +82,9 @@ def by_autograd_grad(rank: int, loader: Any, model: Any) -> None:
 
 
 def parts_of_two_batches(rank: int, loader: Any, model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sum(model(batch).mean() for batch in loader).backward()
+    optimizer.step()
 
 
 def fetched_ahead(rank: int, loader: Any, model: Any) -> None:
@@ -93,10 +97,43 @@ def fetched_ahead(rank: int, loader: Any, model: Any) -> None:
         batch = ahead
 
 
+def used_again(rank: int, loader: Any, model: Any) -> None:
+    trained(model, itertools.cycle(loader))
+
+
+def without_optimizer(rank: int, loader: Any, model: Any) -> None:
+    for batch in loader:
+        model(batch).mean().backward()
+        model.weight.data -= 0.1 * model.weight.grad
+
+
+def changed_by_hand(rank: int, loader: Any, model: Any) -> None:
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    for _ in range(2):
+        for batch in loader:
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            model.weight.data -= 0.1 * model.weight.grad
+
+
+def steps_within_backward(rank: int, loader: Any, model: Any) -> None:
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    for batch in loader:
+        model(batch).mean().backward()
+
+
 def other_ways(rank: int, loader: Any, model: Any) -> None:
     trained(model, loader, 3 + rank)
     with torch.no_grad():
         list(loader)
+
+
+def left_earlier(rank: int, loader: Any, model: Any) -> None:
+    optimizer = trained(model, loader, 3 + rank)
+    for batch in loader:
+        model(batch).mean().backward()
+        optimizer.step()
 
 
 def drifting(rank: int, loader: Any, model: Any) -> None:
@@ -146,7 +183,12 @@ WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
     (by_autograd_grad, UnsupportedLoaderError, ["no backward() was called", "torch.autograd.grad()"]),
     (parts_of_two_batches, UnsupportedLoaderError, ["several batches of", "drop_last=True"]),
     (fetched_ahead, UnsupportedLoaderError, ["fetched ahead of backward()"]),
+    (used_again, UnsupportedLoaderError, ["used again after its pass", "iterate the loader again"]),
+    (without_optimizer, UnsupportedLoaderError, ["there is no optimizer", "--whole"]),
+    (changed_by_hand, RankMismatchError, ["no longer train the same model", "differ first in weight"]),
+    (steps_within_backward, UnsupportedLoaderError, ["makes a step while backward() runs"]),
     (other_ways, RankMismatchError, ["rank 0 begins to iterate", "rank 1 calls backward()", "after 4 calls"]),
+    (left_earlier, RankMismatchError, ["rank 0 begins to iterate a loader that is divided", "rank 1 calls backward()"]),
     (drifting, RankMismatchError, ["no longer train the same model", "weight, of shape (1, 2)", "rank 0 and rank 1"]),
     (drifting_states, RankMismatchError, ["state:"]),
     (other_data, RankMismatchError, ["random numbers differ between the ranks", "generator of its own"]),
@@ -194,6 +236,7 @@ def honest(rank: int, world_size: int) -> dict[str, Any]:
         found["sizes"] = [len(batch) for batch in looked_at]  # without no_grad
         items = random_loader(3, 5, 2, batch_size=None)
         model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model[0].weight.register_hook(lambda gradient: None)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for batch in loader:
             found["drawn"].append(torch.rand(1).item())
@@ -223,6 +266,7 @@ def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
     words = [
         "2 ranks train as one process",
         "was divided, and backward() was not called in its pass",
+        "A parameter has a hook for its gradient",
         "Sequential.1: batch normalisation sees this rank's part of each batch",
         "each batch divided over 2 ranks, 5 steps",
         "whole on every rank, 3 steps",
@@ -232,6 +276,38 @@ def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
         assert sum(word in text for text in first["told"]) == 1, word
     assert "whole (it makes no batches)" in first["table"]
     assert "2 ranks trained as one process: 5 optimizer steps" in first["table"]
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model: Any = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1).eval())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.cycle = self
+
+
+def dropped(rank: int, world_size: int) -> tuple[int, list[float]]:
+    """Train one model after the other, where each rank collects garbage at another time."""
+    seed_ambient(3)
+    gc.disable()
+    with autopatch(as_one_process=True, timeout=30):
+        loader = random_loader(8, 2, batch_size=4)
+        for _ in range(2):
+            trainer = Trainer()
+            for _ in range(2):
+                for batch in loader:
+                    trainer.model(batch).pow(2).mean().backward()
+                    trainer.optimizer.step()
+                    if rank:
+                        gc.collect()
+            with torch.no_grad():
+                batches = len(list(loader))
+    gc.enable()
+    return batches, trainer.model[0].weight.flatten().tolist()
+
+
+def test_ranks_may_collect_garbage_at_other_times() -> None:
+    first, other = run_ranks(dropped, 2)
+    assert first == other
 
 
 def loaded(rank: int, world_size: int) -> list[float]:

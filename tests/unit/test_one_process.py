@@ -1,11 +1,14 @@
 """Parts of a script that runs as one process, without other ranks."""
 
 import copy
+import gc
 import io
 import os
 import random
 import subprocess
 import sys
+import tempfile
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,16 +16,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import InvalidOptionError, MissingRanksError, UnsupportedLoaderError, WorldError, autopatch
 from ddp_patch.running.context import running
-from ddp_patch.running.gradients import StepWeight
+from ddp_patch.running.gradients import Gradients, StepWeight
 from ddp_patch.running.launch import is_rank, take_slurm
+from ddp_patch.running.lockstep import Counts
 from ddp_patch.running.one_process import Mode, OneProcessOptions
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.records import Patterns
-from ddp_patch.running.replicas import batch_norms, models_of, sync_batch_norms
+from ddp_patch.running.replicas import Replicas, batch_norms, models_of, sync_batch_norms
 from ddp_patch.running.voice import saved_once
 
 TRAIN, TEST = "train", "test"
@@ -69,6 +73,75 @@ def test_the_weight_is_that_of_the_batch_that_was_taken(
         assert weights() == expected
 
 
+def test_batches_that_are_kept_are_not_used_again_with_another_weight() -> None:
+    batches = [{"x": torch.zeros(2)}, {"x": torch.zeros(1)}]
+    for weights, is_kept in (((1.0, 0.8), True), ((0.8, 0.8), True), ((1.0, 0.8), False)):
+        step = StepWeight()
+        train = step.begin(TRAIN)
+        for weight, batch in zip(weights, batches, strict=True):
+            step.take(train, weight, batch if is_kept else copy.deepcopy(batch))
+            step.of_backward()
+        step.end(train)
+        if is_kept and len(set(weights)) > 1:
+            with pytest.raises(UnsupportedLoaderError, match="used again after its pass"):
+                step.of_backward()
+        else:
+            assert step.of_backward() == 0.8  # all data at once
+
+
+class Alone:
+    """Stands for the ranks, of which there is one; it keeps what is left for others."""
+
+    ranks = 1
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    def put(self, name: str, value: bytes) -> None:
+        self.kept[name] = value
+
+    def left(self, name: str) -> dict[int, bytes]:
+        return {0: self.kept[name]}
+
+    def forget(self, name: str) -> None:
+        self.kept.pop(name, None)
+
+
+def test_parameters_are_compared_after_passes_that_the_ranks_met_in() -> None:
+    ranks, counts = Alone(), Counts()
+    gradients = Gradients(None, counts, print, print, print)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    gradients.add(optimizer)
+    replicas = Replicas(cast(Any, ranks), gradients, counts, print)
+    found = []
+    for backwards in (0, 1, 1, 2, 3, 3):
+        counts.backwards = backwards
+        replicas.compare()
+        found.append(sorted(ranks.kept))
+    # A rank that is ahead by a pass finds what the others left, and removes nothing that they may read.
+    assert found == [[], *[["sums/1"]] * 2, ["sums/1", "sums/2"], *[["sums/2", "sums/3"]] * 2]
+
+
+def test_models_are_evaluated_when_all_are_in_evaluation_mode() -> None:
+    first, second = nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1)
+    gradients = Gradients(None, Counts(), print, print, print)
+    replicas = Replicas(None, gradients, Counts(), print)
+    assert not replicas.are_evaluated  # there are none
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    gradients.add(optimizer)
+    found = []
+    for modes in ((True, True), (False, True), (False, False)):
+        first.train(modes[0])
+        second.train(modes[1])
+        found.append(replicas.are_evaluated)
+    assert found == [False, False, True]
+    first[0].train()
+    assert not replicas.are_evaluated
+    first[0].eval()
+    del optimizer
+    assert replicas.are_evaluated  # after the function that trained has returned
+
+
 def test_models_are_found_by_their_parameters() -> None:
     first, loss = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.MSELoss()
     second = copy.deepcopy(first)
@@ -79,6 +152,20 @@ def test_models_are_found_by_their_parameters() -> None:
     assert batch_norms([wrapped, loss]) == ["ModuleDict.model.1"]
     with pytest.raises(UnsupportedLoaderError, match="accelerators only"):
         sync_batch_norms([first])
+
+
+def test_a_loader_that_is_dropped_keeps_no_data() -> None:
+    def used() -> Any:
+        loader = DataLoader(TensorDataset(torch.randn(6, 1)), batch_size=2)
+        list(loader)
+        with torch.no_grad():
+            list(loader)
+        return weakref.ref(loader.dataset)
+
+    with autopatch(as_one_process=True):
+        data = used()
+        gc.collect()
+        assert data() is None
 
 
 def drawn() -> tuple[float, float, float]:
@@ -191,6 +278,9 @@ def test_a_file_that_another_rank_saves_is_waited_for(tmp_path: Path) -> None:
         torch.save("in memory", memory)
         memory.seek(0)
         assert torch.load(memory) == "in memory"
+        with tempfile.TemporaryDirectory() as own:  # has another name on each rank
+            torch.save("in a folder of this rank", f"{own}/model.pt")
+            assert torch.load(f"{own}/model.pt") == "in a folder of this rank"
     assert told
     with saved_once(cast(Any, OneOfTwo([0])), told.append, timeout=0.1):
         torch.save("of this one", file)
