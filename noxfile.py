@@ -187,6 +187,7 @@ def bench(session: nox.Session) -> None:
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
     session.run("python", "-W", "ignore", "benchmarks/steps.py")
+    session.run("python", "-W", "ignore", "benchmarks/streams.py")
     session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
     session.run("python", "benchmarks/weights.py")
     session.run("python", "-W", "ignore", "benchmarks/balance.py")

@@ -1,11 +1,11 @@
 """How fast a job reads an iterable dataset whose samples take time to read: this package beside others.
 
-    python benchmarks/streams.py
+    python benchmarks/streams.py  # the recipes of docs/streams.md alone
 
 Every case (implementation, world, cost) runs on real gloo ranks of its own, with a deadline. All read the same shards,
 which split themselves over workers; reading an item sleeps for as long as it costs. The ranks begin together. Items
 count from when every rank has its first batch until the last batch of all, each item once. ``nox -s bench`` puts the
-table into ``docs/benchmarks.md``.
+table into ``docs/benchmarks.md``, and that of the recipes into ``docs/streams.md``.
 """
 
 import multiprocessing
@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, pairwise, starmap
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ddp_patch.testing import run_ranks
 
 __all__ = ["table"]
 
+PAGE = Path(__file__).parents[1] / "docs" / "streams.md"
 BATCH = 4
 ITEMS = {0: 2000, 1: 500, 10: 60, 40: 20}  # by what an item costs in ms: how many are there for each reader
 REPEATS = 3  # of which the middle one counts
@@ -128,22 +130,32 @@ def accelerates(dispatch: bool) -> Callable[[World, int, int], Iterable[Any]]:
     return prepared
 
 
-def hugging_faces(world: World, cost_ms: int, rank: int) -> Iterable[Any]:
-    """Have Hugging Face split the shards by node, and its workers split what is left."""
+def by_hand(world: World, cost_ms: int, rank: int) -> Iterable[Any]:
+    """Give each rank its files, as a script would that has no library for that."""
+    return loader(Shards(world.shards(cost_ms)[rank :: world.ranks], cost_ms), world)
+
+
+def hugging_faces(world: World, cost_ms: int, rank: int, *, patched: bool = False) -> Iterable[Any]:
+    """Have Hugging Face split the shards by node, and its workers split what is left; or patch the loader instead."""
     from datasets import IterableDataset as Streamed
     from datasets.distributed import split_dataset_by_node
 
     streamed = Streamed.from_generator(read_rows, gen_kwargs={"shards": world.shards(cost_ms), "cost_ms": cost_ms})
-    split = split_dataset_by_node(streamed, rank=rank, world_size=world.ranks)
-    return (batch["number"] for batch in loader(split, world))
+    if patched:
+        given = patch_dataloader_to_ddp(loader(streamed, world), iterable_sharding="by_worker")
+    else:
+        given = loader(split_dataset_by_node(streamed, rank=rank, world_size=world.ranks), world)
+    return (batch["number"] for batch in given)
 
 
-def webdatasets(world: World, cost_ms: int, rank: int) -> Iterable[Any]:
-    """Have webdataset split the shards by node, then by worker."""
+def webdatasets(world: World, cost_ms: int, rank: int, *, patched: bool = False) -> Iterable[Any]:
+    """Have webdataset split the shards by node, then by worker; or patch the loader instead."""
     import webdataset as wds
 
     names = wds.SimpleShardList([f"{shard.start}-{shard.stop}" for shard in world.shards(cost_ms)])
-    return loader(wds.DataPipeline(names, wds.split_by_node, wds.split_by_worker, Tars(cost_ms)), world)
+    by_node = [] if patched else [wds.split_by_node]
+    given = loader(wds.DataPipeline(names, *by_node, wds.split_by_worker, Tars(cost_ms)), world)
+    return patch_dataloader_to_ddp(given, iterable_sharding="by_worker") if patched else given
 
 
 IMPLEMENTATIONS: dict[str, Callable[[World, int, int], Iterable[Any]]] = {
@@ -154,6 +166,15 @@ IMPLEMENTATIONS: dict[str, Callable[[World, int, int], Iterable[Any]]] = {
     "datasets, split_dataset_by_node": hugging_faces,
     "webdataset, split_by_node": webdatasets,
 }
+# By package: its own splitting, then the recipe of docs/streams.md.
+RECIPES: dict[str, Callable[[World, int, int], Iterable[Any]]] = {
+    "files: each rank is given its own": by_hand,
+    "files: patched": ours("by_worker"),
+    "webdataset: split_by_node": webdatasets,
+    "webdataset: patched": partial(webdatasets, patched=True),
+    "datasets: split_dataset_by_node": hugging_faces,
+    "datasets: patched": partial(hugging_faces, patched=True),
+}
 
 
 # On a rank.
@@ -161,7 +182,7 @@ IMPLEMENTATIONS: dict[str, Callable[[World, int, int], Iterable[Any]]] = {
 
 def events_on_rank(rank: int, world_size: int, name: str, world: World, cost_ms: int, folder: str) -> Events:
     """Take a whole epoch as fast as it comes."""
-    batches = IMPLEMENTATIONS[name](world, cost_ms, rank)
+    batches = (IMPLEMENTATIONS | RECIPES)[name](world, cost_ms, rank)
     Path(folder, str(rank)).touch()
     while len(list(Path(folder).iterdir())) < world_size:  # no collective: workers are forked next
         time.sleep(0.001)
@@ -241,19 +262,25 @@ def row(world: World, name: str, results: Sequence[Result | None]) -> list[str]:
     return [*cells, lost_and_repeated, each]
 
 
-def table() -> list[list[str]]:
+def table(worlds: Sequence[World] = WORLDS, names: Iterable[str] = tuple(IMPLEMENTATIONS)) -> list[list[str]]:
     """Measure everything."""
     multiprocessing.set_forkserver_preload(["ddp_patch.testing", "accelerate", "datasets", "webdataset", __name__])
     costs = [f"{cost_ms} ms: of ideal" if cost_ms else "0 ms: items/s" for cost_ms in ITEMS]
     rows = [["ranks x workers", "", *costs, "missing, repeated", "steps"]]
-    for world in WORLDS:
-        for name in IMPLEMENTATIONS:
+    for world in worlds:
+        for name in names:
             rows.append(row(world, name, [middle(name, world, cost_ms) for cost_ms in ITEMS]))
             print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
+def recipes() -> list[list[str]]:
+    """Measure what the recipes cost, beside each package's own way."""
+    return [cells[1:] for cells in table([World(4, 2)], RECIPES)]
+
+
 if __name__ == "__main__":
     import streams  # by the name that other processes know it by
+    from pages import show_and_put
 
-    streams.table()
+    show_and_put(PAGE, "recipes", streams.recipes(), "recipes")
