@@ -17,7 +17,7 @@ from ddp_patch.ranks.world import find_world
 from ddp_patch.sharding.refusals import require_length, require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
 
-__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "split_options", "with_mesh"]
+__all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "alone", "split_options", "with_mesh"]
 
 T = TypeVar("T")
 
@@ -203,6 +203,11 @@ def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[d
 def with_mesh(given: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
     """Return the keywords with a framework's mesh, unless they say themselves which rank of how many this is."""
     return {**given} if mesh is None or not given.keys().isdisjoint(_WORLD) else {**given, "device_mesh": mesh}
+
+
+def alone(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords with a world of one process in place of the one that they say."""
+    return {**{name: value for name, value in given.items() if name not in _WORLD}, "rank": 0, "num_replicas": 1}
 
 
 def _agreed_here(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: bool, given: SharingOptions) -> Agreed:

@@ -26,8 +26,11 @@ __all__ = [
     "READERS",
     "SAMPLE_KEY",
     "TAKE_LOADERS",
+    "TRAINER_BEGINS",
+    "TRAINER_RUNS_EPOCH",
     "TRAINER_SHARES_ITSELF",
     "TRAINER_SKIPS",
+    "TRAINER_STATE",
     "WORLD_NAMES",
     "WORLD_WORDS",
     "AccelerateLeavesAlone",
@@ -289,6 +292,14 @@ def asks_for_its_own_dataset(loader_kind: type) -> bool:
 # By this name its Trainer calls accelerate's function that skips batches after a checkpoint. It is given no way to
 # leave it out that keeps its count of steps.
 TRAINER_SKIPS: Final = "transformers.trainer.skip_first_batches"
+
+# Its methods that tell from which epoch and batch to count on after a checkpoint, and that run one epoch, which gets
+# its number of batches by the keyword steps_in_epoch. Seen in 5.22.2 to 5.24.0; there is no public way to say either.
+TRAINER_BEGINS: Final = "_init_training_state"
+TRAINER_RUNS_EPOCH: Final = "_run_epoch"
+
+# The file of a checkpoint that has its TrainerState.
+TRAINER_STATE: Final = "trainer_state.json"
 
 # The arguments of a Trainer whose batch sampler shards by itself, and which has accelerate leave it alone.
 TRAINER_SHARES_ITSELF: Final = {"train_sampling_strategy": "batch_rebalance"}

@@ -1,22 +1,35 @@
 """Let Hugging Face's Trainer train on a patched loader and resume it mid-epoch, by one base class."""
 
 import json
-from typing import Any, ClassVar
+import math
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
+import torch
+import transformers
 from accelerate import skip_first_batches
+from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import has_length
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import get_last_checkpoint, has_length
 
-from ddp_patch.compat.packages import TRAINER_SHARES_ITSELF, TRAINER_SKIPS
+from ddp_patch.compat.packages import (
+    TRAINER_BEGINS,
+    TRAINER_RUNS_EPOCH,
+    TRAINER_SHARES_ITSELF,
+    TRAINER_SKIPS,
+    TRAINER_STATE,
+)
 from ddp_patch.errors import DDPPatchError, StateError, message_of
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.position import no_state
-from ddp_patch.wrappers import with_mesh
+from ddp_patch.wrappers import alone, with_mesh
 
 __all__ = ["PatchedLoadersMixin"]
 
@@ -26,17 +39,19 @@ class PatchedLoadersMixin:
 
     Name it before ``Trainer``, or before a class that is derived from ``Trainer``. If there are several processes, it
     patches what ``get_train_dataloader`` of that class returns, and accelerate won't shard it again. Checkpoints keep
-    the position in ``trainer_state.json``. Loaders for evaluation and prediction stay the Trainer's own: it can order
-    outputs and remove padding only for loaders that accelerate shards.
+    the position in ``trainer_state.json``, and resume on any number of processes. accelerate shards the loaders of
+    ``evaluate`` and ``predict``; rows, metrics and ``eval_loss`` are those of one process.
 
     Attributes:
         patch_options: The keywords of ``patch_dataloader_to_ddp``, for derived classes to set. Default of
             ``device_mesh``: the accelerator's, if it has one.
+        patches_one_process: Whether a single process patches its loader too. Only then can several processes resume
+            its checkpoints mid-epoch; the order of its epochs is then not that of the Trainer alone.
 
     Raises:
         DDPPatchError: From ``train``: whatever ``patch_dataloader_to_ddp`` raises.
-        StateError: From ``train``: the checkpoint has no position of this loader, or an epoch now has another number
-            of steps.
+        StateError: From ``train``: the checkpoint has no position of this loader; or its sampler groups samples by
+            another batch size; or the Trainer's version cannot count an epoch of another number of steps.
 
     Examples:
         >>> from transformers import Trainer
@@ -45,32 +60,158 @@ class PatchedLoadersMixin:
     """
 
     patch_options: ClassVar[PatchOptions] = {}
+    patches_one_process: ClassVar[bool] = False
 
     # Those of the Trainer behind it.
     accelerator: Any
     args: Any
     add_callback: Any
+    gather_function: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.add_callback(_LoaderPlace)
+        self._saved: TrainerState | None = None  # what a checkpoint says, while training resumes from it
+        self._count: _Count | None = None
+        self._rows: int | None = None  # of this rank's batch, in an evaluation
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the next class, patched if there are several processes."""
         trainer: Any = super()
-        if self.accelerator.num_processes == 1 or TRAINER_SHARES_ITSELF.items() <= vars(self.args).items():
+        is_alone = self.accelerator.num_processes == 1
+        stays = is_alone and not self.patches_one_process and _kept_by(self._saved).get("place") is None
+        if stays or TRAINER_SHARES_ITSELF.items() <= vars(self.args).items():
             loader: DataLoader[Any] = trainer.get_train_dataloader()
             return loader
         with patch.object(self.accelerator, "prepare_data_loader", lambda loader, *args, **options: loader):
             loader = trainer.get_train_dataloader()
         options: Any = with_mesh(self.patch_options, getattr(self.accelerator, "torch_device_mesh", None))
-        return patch_dataloader_to_ddp(loader, **options)
+        return patch_dataloader_to_ddp(loader, **(alone(options) if is_alone else options))
 
-    def train(self, *args: Any, **options: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train as the next class does; from a checkpoint, continue with the batches that were left."""
-        with patch(TRAINER_SKIPS, _skipped):
-            trainer: Any = super()
-            return trainer.train(*args, **options)
+        trainer: Any = super()
+        # A version that lacks them never calls what is put in their place.
+        begin, run_epoch = (getattr(trainer, name, _skipped) for name in (TRAINER_BEGINS, TRAINER_RUNS_EPOCH))
+
+        def begun(*values: Any, **named: Any) -> tuple[int, int]:
+            counted: tuple[int, int] = begin(*values, **named)
+            return counted if self._count is None else self._count.begun
+
+        def epoch_run(*values: Any, **named: Any) -> Any:
+            if self._count is not None and named["epoch"] == self._count.begun[0]:
+                named["steps_in_epoch"] = self._count.batches
+            return run_epoch(*values, **named)
+
+        self._saved, self._count = _saved_in(resume_from_checkpoint, self.args.output_dir), None
+        try:
+            with (
+                patch(TRAINER_SKIPS, _skipped),
+                patch.object(self, TRAINER_BEGINS, begun, create=True),
+                patch.object(self, TRAINER_RUNS_EPOCH, epoch_run, create=True),
+            ):
+                return trainer.train(resume_from_checkpoint, *args, **options)
+        finally:
+            self._saved = self._count = None
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *others: Any) -> tuple[Any, ...]:
+        """Return the next class's numbers of epochs and steps; from a checkpoint, those with the batches left."""
+        trainer: Any = super()
+        values = list(trainer.set_initial_training_values(args, dataloader, *others))
+        if self._saved is None or not self._saved.global_step:
+            return tuple(values)
+        steps = values[1]  # of an epoch
+        self._count = count = _restore(self._saved, dataloader, args, steps)
+        if count is None:
+            return tuple(values)
+        # Steps count on from the checkpoint's, by whose number its folder is named. By so many they are ahead of what
+        # epochs of this length have.
+        ahead = self._saved.global_step - count.step
+        if (ahead or count.batches != len(dataloader)) and not hasattr(super(), TRAINER_RUNS_EPOCH):
+            raise StateError(
+                f"Resuming from step {self._saved.global_step}: with {steps} steps an epoch that is not step "
+                f"{count.step} of the epochs, and the Trainer of transformers {transformers.__version__} would end its "
+                "epoch elsewhere. Use transformers 5.22 or newer, or the number of processes, the batch size and the "
+                "gradient_accumulation_steps of before."
+            )
+        if args.max_steps > 0:
+            values[0] = math.ceil((args.max_steps - ahead) / steps)
+        else:
+            values[-1] += ahead
+        return tuple(values)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate as the next class does, on several processes with the rows and the loss of one."""
+        trainer: Any = super()
+        if self._shares_rows():
+            self.gather_function = self._gathered  # the Trainer puts its own back
+            if sharded_by(dataloader) is None:  # of a get_eval_dataloader that leaves accelerate out
+                dataloader = self.accelerator.prepare(dataloader)
+        return trainer.evaluation_loop(dataloader, *args, **options)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Predict as the next class does, without the rows by which accelerate fills up the last batches."""
+        trainer: Any = super()
+        self._rows = rows = find_batch_size(inputs)
+        state = self.accelerator.gradient_state
+        if rows is None or not self._shares_rows() or not state.end_of_dataloader or state.remainder < 1:
+            return trainer.prediction_step(model, inputs, *args, **options)
+        # At least one: where all are padding, their outputs are cut off, and the model is called all the same.
+        real = min(rows, max(1, state.remainder - self.accelerator.process_index * rows))
+        loss, *outputs = trainer.prediction_step(model, recursively_apply(_cut, inputs, rows, real), *args, **options)
+        logits, labels = (recursively_apply(_filled, output, real, rows) for output in outputs)
+        return loss, logits, labels
+
+    def _shares_rows(self) -> bool:
+        """Return whether each process evaluates rows of its own."""
+        return self.accelerator.num_processes > 1 and getattr(self.accelerator, "torch_device_mesh", None) is None
+
+    def _gathered(self, outputs: Any) -> Any:
+        """Return all ranks' outputs: the Trainer repeats a loss for as many rows as a whole batch has."""
+        return self.accelerator.gather_for_metrics(recursively_apply(_limited, outputs, self._rows))
+
+
+def _cut(value: torch.Tensor, rows: int, real: int) -> torch.Tensor:
+    return value[:real] if value.ndim and len(value) == rows else value
+
+
+def _limited(value: torch.Tensor, rows: int | None) -> torch.Tensor:
+    return value[:rows] if value.ndim else value
+
+
+def _filled(value: torch.Tensor, real: int, rows: int) -> torch.Tensor:
+    """Return as many rows as other ranks have, by the last one again."""
+    if not value.ndim or len(value) != real:
+        return value
+    return torch.cat([value, value[-1:].expand(rows - real, *value.shape[1:])])
+
+
+class _Count(NamedTuple):
+    """How a Trainer counts on after a checkpoint.
+
+    Attributes:
+        step: The step at which it would be if all epochs had as many steps as now.
+        begun: The epoch, and how many of its batches it takes for done: whole steps.
+        batches: How many batches that epoch then has.
+    """
+
+    step: int
+    begun: tuple[int, int]
+    batches: int
+
+
+def _saved_in(checkpoint: Any, folder: str) -> TrainerState | None:
+    """Return the state that a checkpoint has, if there is one; ``True`` is the latest in a folder."""
+    found = get_last_checkpoint(folder) if checkpoint is True else checkpoint
+    path = Path(found, TRAINER_STATE) if found else None
+    return None if path is None or not path.is_file() else TrainerState.load_from_json(str(path))
+
+
+def _kept_by(state: TrainerState | None) -> dict[str, Any]:
+    """Return what the callback kept in a checkpoint; nothing if it was not there."""
+    entry = {} if state is None else state.stateful_callbacks.get(_LoaderPlace.__name__, {})
+    attributes: dict[str, Any] = entry.get("attributes", {})
+    return attributes
 
 
 def _is_ours(loader: DataLoader[Any] | None) -> bool:
@@ -79,15 +220,89 @@ def _is_ours(loader: DataLoader[Any] | None) -> bool:
 
 def _skipped(loader: Any, num_batches: int = 0) -> Any:
     """Return what a Trainer iterates after a checkpoint: the restored loader itself, which has nothing to skip."""
-    if not _is_ours(loader):
-        return skip_first_batches(loader, num_batches)
-    if loader.sampler.position is None:
+    return loader if _is_ours(loader) else skip_first_batches(loader, num_batches)
+
+
+def _plan_of(loader: Any, args: Any) -> list[int | None]:
+    """Return how many batches an epoch has, and a step."""
+    return [len(loader) if has_length(loader) else None, args.gradient_accumulation_steps]
+
+
+def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count | None:
+    """Restore the position in a Trainer's loader, and return how to count on; None as the Trainer does by itself."""
+    kept, plan = _kept_by(saved), _plan_of(loader, args)
+    place = kept.get("place") if _is_ours(loader) else None
+    part, epoch = math.modf(saved.epoch or 0)
+    if place is None and part and not args.ignore_data_skip:
+        _require_countable(saved, kept, plan, _is_ours(loader))
+    if place is not None and not args.ignore_data_skip:
+        _require_same_groups(kept, loader)
+        go_on(loader, place, tells_rest=True)
+        if plan[0] is None:
+            # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
+            vars(loader).pop("set_epoch", None)
+            loader.sampler.tells_rest = False
+            return None
+        return _count_of_rest(loader, args, steps)
+    if plan[0] is None or not (kept or part == 0):
+        return None
+    of_step = args.gradient_accumulation_steps
+    done = round(part * plan[0]) // of_step
+    begun = (int(epoch), 0 if args.ignore_data_skip else done * of_step)
+    return _Count(int(epoch) * steps + done, begun, plan[0])
+
+
+def _count_of_rest(loader: Any, args: Any, steps: int) -> _Count:
+    """Return how to count on where a loader was restored whose length is the rest of its epoch."""
+    sampler, of_step = loader.sampler, args.gradient_accumulation_steps
+    epoch, left = sampler.position.epoch, len(loader)
+    if not left:  # "drop" leaves out the rest
+        epoch += 1
+        sampler.set_epoch(epoch)
+        left = len(loader)
+    sampler.tells_rest = False
+    # The last step of the rest may take fewer batches, as that of an epoch does.
+    done = steps - math.ceil(left / of_step)
+    return _Count(epoch * steps + done, (epoch, done * of_step), done * of_step + left)
+
+
+def _require_countable(saved: TrainerState, kept: dict[str, Any], plan: list[int | None], is_ours: bool) -> None:
+    """Raise StateError unless a checkpoint without a position can be resumed by counting batches."""
+    remedy = (
+        "Use the number of processes, the batch size and the gradient_accumulation_steps of before, or pass "
+        "ignore_data_skip=True in the TrainingArguments to begin with the whole epoch."
+    )
+    if is_ours:
         raise StateError(
-            f"The checkpoint was taken {num_batches} batches into an epoch, without the training loader's position: it "
-            "was taken without PatchedLoadersMixin, or by one process. Pass ignore_data_skip=True in the "
-            "TrainingArguments to begin with the whole epoch."
+            f"The checkpoint was taken within an epoch (step {saved.global_step}, epoch {saved.epoch:g}), without the "
+            "training loader's position: it was taken without PatchedLoadersMixin, or by one process without "
+            f"patches_one_process = True. {remedy}"
         )
-    return loader
+    if kept and (kept["plan"] != plan or kept["place"] is not None):
+        raise StateError(
+            f"The checkpoint was taken within an epoch (step {saved.global_step}, epoch {saved.epoch:g}) of "
+            f"{kept['plan'][0]} batches, {kept['plan'][1]} for each step, and an epoch has {plan[0]} and {plan[1]} "
+            "now. The Trainer counts batches where the loader is not patched, so samples would be lost or repeated. "
+            f"{remedy}"
+        )
+
+
+def _require_same_groups(kept: dict[str, Any], loader: Any) -> None:
+    """Raise StateError if a sampler groups samples by another batch size, so that its order would be another."""
+    before, now = kept.get("groups"), _groups_of(loader)
+    if before != now:
+        raise StateError(
+            f"The sampler groups samples by batches of {now}, and of {before} when the checkpoint was taken, so its "
+            "epoch has another order: samples would be lost or repeated. Use the per_device_train_batch_size and "
+            "gradient_accumulation_steps of before (the number of processes may change), or pass ignore_data_skip=True "
+            "in the TrainingArguments to begin with the whole epoch."
+        )
+
+
+def _groups_of(loader: Any) -> int | None:
+    """Return the batch size that a loader's sampler has of its own, as the Trainer's for group_by_length does."""
+    size = getattr(loader.sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not there where types are checked
@@ -98,38 +313,17 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
         self.plan: list[int | None] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
-        """Restore the position if the training comes from a checkpoint."""
+        """Record what to save."""
         self.loader = train_dataloader if _is_ours(train_dataloader) else None
-        self.plan = [len(train_dataloader) if has_length(train_dataloader) else None, args.gradient_accumulation_steps]
+        self.plan = _plan_of(train_dataloader, args)
         # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
-        kept = state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})["attributes"]
-        if not kept or not state.global_step or args.ignore_data_skip:
-            return
-        if kept["plan"] != self.plan:
-            raise StateError(
-                f"An epoch has {self.plan[0]} batches now, {self.plan[1]} for each step, and had {kept['plan'][0]} and "
-                f"{kept['plan'][1]} when the checkpoint was taken. The Trainer counts steps, so its epoch would not "
-                "end where the samples do. Use the number of processes, the batch size and the "
-                "gradient_accumulation_steps of before, or pass ignore_data_skip=True in the TrainingArguments to "
-                "begin with a whole epoch."
-            )
-        if self.loader is None and kept["place"] is not None:
-            raise StateError(
-                "The checkpoint was taken by several processes, whose batches one process does not make. Use the "
-                "number of processes of before, or pass ignore_data_skip=True in the TrainingArguments to begin with a "
-                "whole epoch."
-            )
-        if kept["place"] is None:
-            return  # one process took it, which `_skipped` refuses where there are several
-        go_on(self.loader, kept["place"], tells_rest=False)
-        if self.plan[0] is None:
-            # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
-            vars(self.loader).pop("set_epoch", None)
+        state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
         place = None if self.loader is None else self._place()
-        return {"args": {}, "attributes": {"place": place, "plan": self.plan}}
+        groups = None if self.loader is None else _groups_of(self.loader)
+        return {"args": {}, "attributes": {"place": place, "plan": self.plan, "groups": groups}}
 
     def _place(self) -> dict[str, Any]:
         """Return the loader's position, or why there is none: the checkpoint may never be restored."""

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from messages import assert_tells, raises
 from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
-from transformers import Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from zoo import seed_ambient
 
 from ddp_patch import StateError, autopatch, patch_dataloader_to_ddp
@@ -34,6 +35,11 @@ class Stream(IterableDataset[Any]):
 class Sized(Stream):
     def __len__(self) -> int:
         return len(ROWS)
+
+
+class Ordered(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS[:23])
 
 
 class Identity(torch.nn.Module):
@@ -136,43 +142,80 @@ def test_resumed_within_an_epoch(tmp_path: Path) -> None:
 
 
 def refused(rank: int, world_size: int, shared: str) -> list[Any]:
-    """What resuming raises where the Trainer would count in another way, and where no place was kept."""
+    """What resuming raises where no place was kept, and where the sampler's order is another."""
     seed_ambient(100 + rank)
-    folders = [Path(shared, name) for name in ("patched", "plain")]
-    for kind, folder in zip((Patched, Plain), folders, strict=True):
-        trained(kind, ROWS, folder, num_train_epochs=1)
+    rows = [{**row, "input_ids": [0] * (1 + number % 5)} for number, row in enumerate(ROWS)]
+    by_length: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
     told: list[Any] = []
-    for folder, batches in zip(folders, (2, 1), strict=True):
+    cases: tuple[tuple[type[Any], dict[str, Any]], ...]
+    cases = ((Plain, {}), (Patched, {**by_length, "gradient_accumulation_steps": 2}))
+    for kind, now in cases:
+        folder = Path(shared, kind.__name__)
+        trained(kind, rows, folder, num_train_epochs=1, **(by_length if now else {}))
         with pytest.raises(StateError) as caught:
-            trained(Patched, ROWS, folder, 2, gradient_accumulation_steps=batches)
+            trained(Patched, rows, folder, 2, **now)
         told.append(str(caught.value))
         # The remedy that both name.
-        anew = trained(Patched, ROWS, folder, 2, num_train_epochs=1, ignore_data_skip=True)
+        anew = trained(Patched, rows, folder, 2, num_train_epochs=1, ignore_data_skip=True)
         told.append(len(anew.seen))
     return told
 
 
 def test_a_checkpoint_that_tells_no_place_is_refused(tmp_path: Path) -> None:
-    for other_plan, once, no_place, again in run_ranks(refused, RANKS, str(tmp_path), timeout=240):
-        assert_tells(other_plan, ("5", "2", "1"), ("gradient_accumulation_steps", "ignore_data_skip=True"))
-        assert_tells(no_place, ("2 batches", "PatchedLoadersMixin"), "ignore_data_skip=True")
+    for no_place, once, other_order, again in run_ranks(refused, RANKS, str(tmp_path), timeout=240):
+        assert_tells(no_place, ("step 2", "PatchedLoadersMixin", "patches_one_process"), "ignore_data_skip=True")
+        assert_tells(other_order, ("3", "6"), ("gradient_accumulation_steps", "ignore_data_skip=True"))
         assert once == again == 3
 
 
-def left_to_the_trainer(rank: int, world_size: int, folder: str) -> tuple[list[int], list[list[int]]]:
-    """What is predicted, and what is trained on with a batch sampler that is a rank's already."""
+class Sequences(PatchedLoadersMixin, Seq2SeqTrainer):  # type: ignore[misc]  # as above
+    pass
+
+
+class OwnEvaluation(Patched):
+    """Makes its loader without accelerate."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return DataLoader(eval_dataset, 4, collate_fn=self.data_collator)
+
+    get_test_dataloader = get_eval_dataloader
+
+
+# What is evaluated, of 23 rows in batches of 4: steps in which one rank has a batch of three and the other none.
+EVALUATED: dict[str, tuple[type[Any], Any]] = {
+    "rows": (Patched, ROWS[:23]),
+    "stream": (Patched, Ordered()),
+    "own loader": (OwnEvaluation, ROWS[:23]),
+    "one row": (Patched, ROWS[:1]),
+    "sequences": (Sequences, ROWS[:23]),
+}
+
+
+def left_to_the_trainer(rank: int, world_size: int, folder: str) -> tuple[list[list[int]], dict[str, Any]]:
+    """What is trained on with a batch sampler that is a rank's already, and what is evaluated."""
     seed_ambient(100 + rank)
     rows = [{**row, "input_ids": [0] * (1 + number % 5)} for number, row in enumerate(ROWS)]
     strategy: dict[str, Any] = {"train_sampling_strategy": "batch_rebalance"}
     trainer = trained(Patched, rows, Path(folder), num_train_epochs=1, **strategy)
-    return trainer.predict(ROWS).predictions[:, 0].tolist(), trainer.seen
+    return trainer.seen, {name: evaluated(kind, data, folder) for name, (kind, data) in EVALUATED.items()}
+
+
+def evaluated(kind: type[Any], data: Any, folder: str) -> tuple[list[float], Any, float]:
+    of_sequences: Any = Seq2SeqTrainingArguments if kind is Sequences else TrainingArguments
+    arguments = of_sequences(folder, use_cpu=True, report_to=[], disable_tqdm=True, per_device_eval_batch_size=4)
+    trainer = kind(model=Identity(), args=arguments, compute_metrics=lambda of: {"sum": of.predictions.sum()})
+    metrics = trainer.evaluate(data)
+    return trainer.predict(data).predictions[:, 0].tolist(), metrics["eval_sum"], metrics["eval_loss"]
 
 
 def test_what_the_trainer_shares_rightly_is_left_to_it(tmp_path: Path) -> None:
     ranks = run_ranks(left_to_the_trainer, RANKS, str(tmp_path), timeout=240)
-    assert [predicted for predicted, _ in ranks] == [list(range(26))] * RANKS
-    taken = list(chain.from_iterable(chain.from_iterable(seen for _, seen in ranks)))
+    taken = list(chain.from_iterable(chain.from_iterable(seen for seen, _ in ranks)))
     assert sorted(taken) == list(range(26))
+    for _, found in ranks:
+        for name, (rows, total, loss) in found.items():
+            assert rows == list(range(1 if name == "one row" else 23)), name
+            assert (total, loss) == (sum(rows), sum(rows) / len(rows)), name
 
 
 def by_several(rank: int, world_size: int, folder: str) -> list[list[int]]:
@@ -184,14 +227,23 @@ def by_several(rank: int, world_size: int, folder: str) -> list[list[int]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # by accelerate, of the number of threads; and by torch, of the CPU
-def test_one_process_refuses_what_several_saved(tmp_path: Path) -> None:
+def test_a_mesh_and_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = run_ranks(by_several, RANKS, str(tmp_path), timeout=240)
     assert first == second
     assert sorted(chain.from_iterable(first)) == list(range(26))
-    with raises(StateError, ("9", "5"), "ignore_data_skip=True"):
+    monkeypatch.setattr("ddp_patch.integrations.transformers.TRAINER_RUNS_EPOCH", "_of_another_version")
+    with raises(StateError, ("step 2", "9", transformers.__version__), "transformers 5.22"):
         trained(Patched, ROWS, tmp_path, 2, num_train_epochs=1)
-    with raises(StateError, ("several processes",), "ignore_data_skip=True"):
-        trained(Patched, ROWS, tmp_path, 2, num_train_epochs=1, per_device_train_batch_size=6)
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_one_process_counts_batches_as_the_trainer_does(tmp_path: Path) -> None:
+    trained(Patched, ROWS, tmp_path)
+    with raises(StateError, ("step 4", "9", "5"), "ignore_data_skip=True"):
+        trained(Patched, ROWS, tmp_path, 4, per_device_train_batch_size=6)
+    between = trained(Patched, ROWS, tmp_path, 9, per_device_train_batch_size=6)
+    assert sorted(chain.from_iterable(between.seen)) == list(range(26))
+    assert between.state.global_step == between.state.max_steps == 9 + 5
 
 
 class Counting(Sampler[int]):
