@@ -47,10 +47,16 @@ __all__ = [
     "is_interleaved",
     "is_single_node_only",
     "is_split_by_node",
+    "keep_lightning_states",
+    "lightning_ends_first",
+    "lightning_fetcher",
     "lightning_place",
+    "lightning_restarts_exactly",
+    "lightning_steps",
     "loses_items_when_loaded",
     "may_hold_a_normal",
     "order_remedy",
+    "set_lightning_steps",
     "shards_in_accelerate",
     "splits_by_node",
     "webdataset_world",
@@ -213,7 +219,7 @@ def shards_in_accelerate(kind: type) -> bool:
     return is_any_of(kind, _ACCELERATE_SHARDS)
 
 
-# ---- Lightning, seen in 2.6.6 ----
+# ---- Lightning, seen in 2.6.6; how it resumes, also in 2.5.6 ----
 
 # The methods by which it takes loaders over, by module and class. Fabric's is public. The Trainer has no public one
 # that sees all loaders when the process group exists.
@@ -234,13 +240,57 @@ LIGHTNING_ARGUMENTS: Final = frozenset({"__dataset", "__pl_saved_arg_names", "__
 # The arguments, and no others, by which it rebuilds a batch sampler for predict and overfit_batches.
 LIGHTNING_REMAKES: Final = frozenset({"batch_size", "drop_last"})
 
+# Where a checkpoint has its states of the training loaders, in their order.
+_LIGHTNING_STATES: Final = "combined_loader"
+
 
 def lightning_place(checkpoint: Mapping[str, Any]) -> tuple[int, Sequence[Any]]:
     """Return how many batches of an unfinished epoch a checkpoint counts, and the states of the training loaders."""
     fitting = checkpoint.get("loops", {}).get("fit_loop", {})
-    batches = fitting.get("epoch_loop.batch_progress", {"is_last_batch": True})
-    done = 0 if batches["is_last_batch"] else batches["current"]["ready"]
-    return done, fitting.get("state_dict", {}).get("combined_loader", ())
+    batches = fitting.get(
+        "epoch_loop.batch_progress", {"is_last_batch": False, "current": {"ready": 0, "processed": 0}}
+    )
+    current = batches["current"]
+    is_over = batches["is_last_batch"] and current["ready"] == current["processed"]
+    return 0 if is_over else current["processed"], fitting.get("state_dict", {}).get(_LIGHTNING_STATES, ())
+
+
+def keep_lightning_states(checkpoint: Mapping[str, Any], states: Sequence[Any]) -> None:
+    """Put states of the training loaders into a checkpoint, in place of those that Lightning took."""
+    checkpoint["loops"]["fit_loop"]["state_dict"][_LIGHTNING_STATES] = list(states)
+
+
+def lightning_restarts_exactly(trainer: Any) -> bool:
+    """Return whether a Trainer counts all batches that were done before a checkpoint; 2.4 counts one too few."""
+    return hasattr(trainer.fit_loop, "restarted_mid_epoch")
+
+
+def lightning_fetcher(trainer: Any) -> Any:
+    """Return what gets a Trainer's training batches: it counts what it ``fetched``, and has the ``combined_loader``.
+
+    It is None outside of ``fit``, and where Lightning has no such thing.
+    """
+    return getattr(trainer.fit_loop, "_data_fetcher", None)
+
+
+def lightning_ends_first(combined: Any) -> bool:
+    """Return whether an epoch over several loaders ends with the shortest, not the longest, of them."""
+    return bool(combined._mode == "min_size")
+
+
+def lightning_steps(trainer: Any) -> int:
+    """Return how many steps loggers count of a Trainer that has just loaded a checkpoint.
+
+    The step that the last batch ended may not be among them: a batch is counted after the hooks that save.
+    """
+    epoch = trainer.fit_loop.epoch_loop
+    current, steps = epoch.batch_progress.current, int(epoch._batches_that_stepped)
+    return steps + int(current.ready == current.processed and steps < trainer.global_step)
+
+
+def set_lightning_steps(trainer: Any, steps: int) -> None:
+    """Set how many steps loggers count."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
 # ---- speechbrain, seen in 1.1.2 ----

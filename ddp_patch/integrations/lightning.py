@@ -1,8 +1,9 @@
 """Let this package shard the loaders of Lightning's Trainer, by one callback."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple, Unpack
 from weakref import WeakKeyDictionary
 
@@ -11,11 +12,30 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.packages import LIGHTNING_TAKES_LOADERS, lightning_place
-from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError
+from ddp_patch.compat.packages import (
+    LIGHTNING_TAKES_LOADERS,
+    keep_lightning_states,
+    lightning_ends_first,
+    lightning_fetcher,
+    lightning_place,
+    lightning_restarts_exactly,
+    lightning_steps,
+    set_lightning_steps,
+)
+from ddp_patch.errors import (
+    DDPPatchError,
+    InvalidOptionError,
+    NotDistributedWarning,
+    StateError,
+    UnsupportedLoaderError,
+    message_of,
+)
+from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
+from ddp_patch.resume import batches_as_here, state_as_found
+from ddp_patch.sharding.position import no_state
 from ddp_patch.wrappers import with_mesh
 
 __all__ = ["PatchDataLoaders"]
@@ -25,16 +45,18 @@ _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 _OF_TRAINING = {"cost", "cost_of", "cost_window", "scalable_shuffle", "share", "uneven"}
 # What was given for each loader that was taken: the Trainer puts that into a CombinedLoader of the user's.
 _GIVEN: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
+_WORLDS = {"process_group", "device_mesh", "data_parallel_dimensions"}
 _PLAN = "ddp_patch_plan"
 _INSTEAD = "or resume from a checkpoint that was taken at the end of an epoch."
 
 
 class _Resumed(NamedTuple):
-    """What a mid-epoch checkpoint says: how many batches were done, of how many, and whether it has states."""
+    """What a mid-epoch checkpoint says: how many batches were done, of how many, on how many ranks; and the states."""
 
     done: int
     planned: float | None
-    has_states: bool
+    ranks: int | None
+    states: Sequence[Any]
 
 
 class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
@@ -43,8 +65,11 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     It patches the loaders that you pass to ``trainer.fit`` and the like, and those that a module or data module
     returns; also in lists, dicts and a ``CombinedLoader``. The Trainer does not shard them again, whatever
     ``use_distributed_sampler`` says, and saves their position in its checkpoints. Anything but torch's ``DataLoader``
-    stays as it is, and so does everything in a single process. With ``DDPStrategy``, ``predict`` does not pad: ranks
-    may make different numbers of steps.
+    stays as it is. With ``DDPStrategy``, ``predict`` does not pad: ranks may make different numbers of steps.
+
+    A single process patches its training loaders alone, so that they have a position, and only if they can be patched.
+    ``trainer.fit(..., ckpt_path=...)`` resumes mid-epoch on any number of ranks: each sample of the rest comes once,
+    and the Trainer counts batches as if the ranks of now had made those before.
 
     Args:
         options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``cost_of``, ``cost_window``, ``share``,
@@ -54,8 +79,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     Raises:
         InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has two of these callbacks.
         DDPPatchError: From ``trainer.fit`` and the like: whatever ``patch_dataloader_to_ddp`` raises.
-        StateError: From ``trainer.fit``: the checkpoint was taken mid-epoch and has no position of the loaders, or
-            an epoch now has another number of batches.
+        StateError: From ``trainer.fit``: the checkpoint was taken mid-epoch and has no position of the loaders; or
+            there are other ranks now, and a loader has a position of its own or Lightning is older than 2.5.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -73,6 +98,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         super().__init__()
         self._options = options
         self._resumed: _Resumed | None = None
+        self._steps: int | None = None
         self._training: list[DataLoader[Any]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -84,43 +110,93 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         keeper = getattr(trainer, _KEEPER)
         take = partial(getattr(type(keeper), _METHOD), keeper)
         setattr(keeper, _METHOD, partial(self._take, take, trainer))
-        self._resumed, self._training = None, []
+        self._resumed, self._steps, self._training = None, None, []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save how the Trainer counts the batches of an epoch."""
+        """Save how the Trainer counts the batches of an epoch, and where loaders are after those it has finished."""
         checkpoint[_PLAN] = {"batches": trainer.num_training_batches, "ranks": trainer.world_size}
+        states = lightning_place(checkpoint)[1]
+        if (fetcher := lightning_fetcher(trainer)) is None or not states:
+            return
+        finished = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        # Until a resumed epoch goes on, the fetcher's count lacks what was done before.
+        ahead = fetcher.fetched - (finished if fetcher.fetched >= finished else 0)
+        loaders = _stateful(fetcher.combined_loader.flattened)
+        own = [
+            _state(loader, ahead) if _is_ours(loader) else state for loader, state in zip(loaders, states, strict=True)
+        ]
+        keep_lightning_states(checkpoint, own)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]) -> None:
         """Record where a checkpoint resumes, before the Trainer looks for what one process or several have saved."""
         done, states = lightning_place(checkpoint)
-        if not done or trainer.state.fn != TrainerFn.FITTING:
-            return
         plan = checkpoint.get(_PLAN, {})
-        if plan and (plan["ranks"] == 1) != (trainer.world_size == 1):
-            raise StateError(
-                f"The checkpoint was taken {done} batches into an epoch by {plan['ranks']} ranks, and here are "
-                f"{trainer.world_size}: Lightning counts batches, which are others now, so samples would be lost or "
-                f"repeated. Use {plan['ranks']} ranks, {_INSTEAD}"
-            )
-        self._resumed = _Resumed(done, plan.get("batches"), bool(states))
+        if (done or states) and trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = _Resumed(done, plan.get("batches"), plan.get("ranks"), states)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse to resume mid-epoch if an epoch has other batches now, or a loader's position is not known."""
+        """Count the batches of a resumed epoch as the ranks of now would have made them; refuse what cannot resume."""
         resumed, self._resumed = self._resumed, None
-        if resumed is None:
+        if resumed is None or not trainer.fit_loop.restarting:
             return
-        if self._training and not (resumed.has_states and all(hasattr(each, "state_dict") for each in self._training)):
+        fetcher = lightning_fetcher(trainer)
+        loaders = [] if fetcher is None else fetcher.combined_loader.flattened
+        has_places = len(loaders) == len(resumed.states) and all(map(_is_ours, loaders))
+        if has_places and lightning_restarts_exactly(trainer):
+            self._steps = lightning_steps(trainer)
+            self._count(trainer, fetcher, resumed.states)
+        else:
+            self._require_same(trainer, resumed)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Let loggers count steps on from where the checkpoint was; on restart Lightning looks at the new count."""
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            set_lightning_steps(trainer, steps)
+
+    def _count(self, trainer: Any, fetcher: Any, states: Sequence[Any]) -> None:
+        """Set the Trainer's count of the epoch's batches to what it would be if these ranks had made them all."""
+        fitting, planned = trainer.fit_loop, trainer.num_training_batches
+        progress = fitting.epoch_loop.batch_progress
+        done = _done_as_here(fetcher.combined_loader, states)
+        was_over = progress.is_last_batch and progress.current.ready == progress.current.processed
+        is_over = was_over or done >= planned
+        counted = done if not is_over else 0 if planned == inf else planned
+        shift = counted - progress.current.processed
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, getattr(progress.current, name) + shift)
+        progress.is_last_batch = is_over
+        if is_over and not was_over:
+            # Nothing is left on these ranks: go on as from a checkpoint that was taken with the last batch.
+            fitting.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            for each in (progress.current, progress.total):
+                each.ready = each.started = each.processed
+                each.completed = each.processed - 1
+            fitting.reset()
+        if is_over and done:  # the loaders are within the epoch that is over
+            for loader in fetcher.combined_loader.flattened:
+                loader.set_epoch(fitting.epoch_progress.current.processed)
+            iter(fetcher)
+
+    def _require_same(self, trainer: Any, resumed: _Resumed) -> None:
+        """Refuse a mid-epoch checkpoint if a loader's position is not known, or Lightning's count would be wrong."""
+        if not resumed.done:
+            return
+        if self._training and not (resumed.states and all(hasattr(each, "state_dict") for each in self._training)):
             raise StateError(
                 f"The checkpoint was taken {resumed.done} batches into an epoch, without the position of each training "
-                "loader: it was taken without PatchDataLoaders or by one process, or a loader has no state. The "
-                "epoch's first batches would come again instead of its last ones. Take checkpoints with "
-                f"PatchDataLoaders and loaders that have a state_dict, {_INSTEAD}"
+                "loader: it was taken without PatchDataLoaders, or a loader has no state. The epoch's first batches "
+                "would come again instead of its last ones. Take checkpoints with PatchDataLoaders and loaders that "
+                f"have a state_dict, {_INSTEAD}"
             )
-        if resumed.planned not in (None, trainer.num_training_batches):
+        saved, here = (resumed.planned, resumed.ranks), (trainer.num_training_batches, trainer.world_size)
+        if any(then not in (None, now) for then, now in zip(saved, here, strict=True)):
             raise StateError(
-                f"The checkpoint was taken {resumed.done} batches into an epoch of {resumed.planned}, and here one has "
-                f"{trainer.num_training_batches}. Lightning counts on from {resumed.done}, so samples would be lost or "
-                f"repeated. Use the number of ranks and the batch size of before, {_INSTEAD}"
+                f"The checkpoint was taken {resumed.done} batches into an epoch of {saved[0]} on {saved[1]} ranks, and "
+                f"here an epoch has {here[0]} on {here[1]}. Lightning counts on from {resumed.done}, so samples would "
+                "be lost or repeated. PatchDataLoaders cannot set the count: a training loader has another position "
+                "than the one it gives, or none, or Lightning is older than 2.5. Use the number of ranks and the "
+                f"batch size of before, {_INSTEAD}"
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -152,6 +228,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         with warnings.catch_warnings():
             # One process is nothing to warn of here: the group would exist by now.
             warnings.simplefilter("ignore", NotDistributedWarning)
+            if mode == RunningStage.TRAINING and trainer.world_size == 1:
+                return _patched_alone(given, self._options)
             if mode == RunningStage.PREDICTING and _may_end_apart(trainer, given):
                 unpadded = patch_dataloader_to_ddp(given, **{**options, "uneven": "keep"})
                 # The Trainer refuses to predict where a rank has nothing to do.
@@ -163,3 +241,42 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
 def _may_end_apart(trainer: Any, loader: DataLoader[Any]) -> bool:
     """Return whether ranks may predict in unequal numbers of steps: DDP waits for no rank there, sharded models do."""
     return type(trainer.strategy) is DDPStrategy and not isinstance(loader.dataset, IterableDataset)
+
+
+def _patched_alone(given: DataLoader[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
+    """Patch a loader of the only process, so that it has a position; leave alone what cannot be patched."""
+    alone: Any = {"rank": 0, "num_replicas": 1}
+    chosen = {name: value for name, value in options.items() if name not in _WORLDS}
+    try:
+        return patch_dataloader_to_ddp(given, **alone | chosen)
+    except UnsupportedLoaderError:
+        return given
+
+
+def _is_ours(loader: object) -> bool:
+    """Return whether a loader has the position that this package gives it; some classes have another of their own."""
+    return isinstance(loader, PatchedLoader) and "state_dict" in vars(loader)
+
+
+def _stateful(loaders: Sequence[Any]) -> list[Any]:
+    """Return the loaders that Lightning takes states of."""
+    return [each for each in loaders if hasattr(each, "state_dict") and hasattr(each, "load_state_dict")]
+
+
+def _state(loader: DataLoader[Any], ahead: int) -> dict[str, Any]:
+    """Return a loader's state without the batches that are ahead of the loop, or why it is not known."""
+    try:
+        return state_as_found(loader, ahead=ahead)
+    except DDPPatchError as error:
+        return no_state(message_of(error))
+
+
+def _done_as_here(combined: Any, states: Sequence[Any]) -> int:
+    """Return how many batches of an epoch the ranks of now would have made, by the loader that ends it."""
+    places = [batches_as_here(loader, state) for loader, state in zip(combined.flattened, states, strict=True)]
+    ends_first = lightning_ends_first(combined)
+    lengths = [inf if length is None else length for _, length in places]
+    end = (min if ends_first else max)(lengths)
+    return (max if ends_first else min)(
+        done for (done, _), length in zip(places, lengths, strict=True) if length == end
+    )

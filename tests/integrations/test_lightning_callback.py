@@ -14,7 +14,7 @@ from frameworks.kinds import KINDS, Batch, features, tiny_model
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from messages import assert_tells, raises
+from messages import raises
 from quick import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -246,63 +246,45 @@ def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
             assert rest == whole
 
 
-def with_checkpoints(rank: int, world_size: int, folders: dict[str, bool]) -> list[dict[str, Seen]]:
-    """What one rank sees of two epochs, of which each step's checkpoint is kept, with the callback and without."""
-    found = []
-    for folder, patched in folders.items():
-        options = on_ranks(rank, world_size) if world_size > 1 else {"devices": 1}
-        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
-        ending = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-        module, patching = Module(), None if patched else False
-        trainer = make_trainer(saving, ending, patching=patching, enable_checkpointing=True, **options)
-        trainer.fit(module, KINDS[0].make())
-        found.append(module.seen)
-    return found
-
-
-def after_checkpoints(rank: int, world_size: int, files: list[str]) -> list[Any]:
-    """What one rank sees after each checkpoint, or what is said instead of resuming."""
-    found: list[Any] = []
-    for file in files:
-        options = on_ranks(rank, world_size, seed=200) if world_size > 1 else {"devices": 1}
-        module = Module()
-        try:
-            make_trainer(**options).fit(module, KINDS[0].make(), ckpt_path=file)
-        except StateError as error:
-            found.append(str(error))
-        else:
-            found.append(module.seen)
-    return found
-
-
 @pytest.mark.filterwarnings("ignore")  # Lightning warns of small data, of CPUs and of its own deprecations
-def test_a_checkpoint_within_an_epoch_is_refused_where_samples_would_be_lost(tmp_path: Path) -> None:
-    patched, plain, alone = (str(tmp_path / name) for name in ("patched", "plain", "alone"))
-    run_ranks(with_checkpoints, RANKS, {patched: True, plain: False}, timeout=240)
-    with_checkpoints(0, 1, {alone: True})
-    remedy = "at the end of an epoch"
-    within, end = f"{patched}/step=2.ckpt", f"{patched}/epoch=0.ckpt"
-    for more, ended in run_ranks(after_checkpoints, 3, [within, end]):
-        assert_tells(more, ("2 batches", "4", "3"), ("number of ranks", "batch size", remedy))
-        assert set(ended) == {"epoch 1"}
-    for no_place, from_one in run_ranks(after_checkpoints, RANKS, [f"{plain}/step=2.ckpt", f"{alone}/step=2.ckpt"]):
-        assert_tells(no_place, ("2 batches", "PatchDataLoaders"), remedy)
-        assert_tells(from_one, ("2 batches", "1 ranks", "2"), ("1 ranks", remedy))
-    [to_one, ended] = after_checkpoints(0, 1, [within, end])
-    assert_tells(to_one, ("2 batches", "2 ranks", "1"), ("2 ranks", remedy))
-    assert sorted(chain.from_iterable(ended["epoch 1"])) == list(range(27))
+def test_a_checkpoint_without_positions_is_refused_within_an_epoch(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
+    ending = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    make_trainer(saving, ending, patching=False, enable_checkpointing=True).fit(Module(), KINDS[0].make())
+    for world in ({"rank": 1, "num_replicas": 2}, {}):
+        with raises(StateError, ("2 batches", "PatchDataLoaders"), "at the end of an epoch"):
+            make_trainer(patching=world).fit(Module(), KINDS[0].make(), ckpt_path=tmp_path / "step=2.ckpt")
+    module = Module()
+    make_trainer().fit(module, KINDS[0].make(), ckpt_path=tmp_path / "epoch=0.ckpt")
+    assert set(module.seen) == {"epoch 1"}
+    assert sorted(chain.from_iterable(module.seen["epoch 1"])) == list(range(27))
+
+
+class Wrapping(DataLoader[Any]):
+    """Holds another loader, from which it may take batches for all that anybody knows."""
+
+    def __init__(self, inner: DataLoader[Any]) -> None:
+        super().__init__(inner.dataset, inner.batch_size, collate_fn=inner.collate_fn)
+        self.inner = inner
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
 
 
 # Lightning warns of small data, of CPUs and of its own deprecations.
 @pytest.mark.filterwarnings("ignore")
-def test_one_process_keeps_its_loaders() -> None:
-    loader, module = KINDS[0].make(), Module()
+def test_one_process_patches_its_training_loaders_alone() -> None:
+    loader, valuation, module = KINDS[0].make(), KINDS[0].make(), Module()
     with warnings.catch_warnings():
         warnings.simplefilter("error", NotDistributedWarning)
         trainer = make_trainer()
-        trainer.fit(module, loader)
-    assert trainer.train_dataloader is loader
+        trainer.fit(module, loader, valuation)
+    assert (trainer.train_dataloader.sampler.num_replicas, trainer.val_dataloaders) == (1, valuation)
     assert sorted(chain.from_iterable(module.seen["epoch 1"])) == list(range(27))
+    unpatchable = Wrapping(KINDS[0].make())
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, unpatchable)
+    assert trainer.train_dataloader is unpatchable
 
 
 @pytest.mark.filterwarnings("ignore")  # as above

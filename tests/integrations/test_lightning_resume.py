@@ -1,0 +1,339 @@
+"""Lightning's Trainer resumes within an epoch on any number of ranks: each sample of the rest once, counted as here."""
+
+import json
+import logging
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from messages import raises
+from quick import run_ranks
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from zoo import seed_ambient
+
+from ddp_patch import RanksFailedError, StateError
+from ddp_patch.integrations.lightning import PatchDataLoaders
+
+SAMPLES = 50
+NUMBERS: Any = range(SAMPLES)
+
+
+class Stream(IterableDataset[int]):
+    """A stream without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SAMPLES).tolist())
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def shuffled(workers: int = 0, batch_size: int = 2) -> DataLoader[int]:
+    return DataLoader(NUMBERS, batch_size, shuffle=True, num_workers=workers)
+
+
+class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+    """Notes of each step what Lightning counts and which samples it has, and where it validates."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(1, 1)
+        self.fails_at = fails_at
+        self.epochs: list[int] = []
+        self.batches: list[int] = []
+        self.steps: list[int] = []
+        self.logged: list[int] = []
+        self.numbers: list[list[int]] = []
+        self.validated: list[tuple[int, int]] = []
+        self.ended: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(self.numbers) == self.fails_at:
+            raise LookupError
+        numbers = batch if isinstance(batch, torch.Tensor) else batch[0]
+        self.epochs.append(self.current_epoch)
+        self.batches.append(batch_idx)
+        self.steps.append(self.global_step)
+        self.logged.append(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self.numbers.append(numbers.tolist())
+        loss: torch.Tensor = self.model(numbers.float()[:, None]).square().mean()
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated.append((self.current_epoch, self.trainer.fit_loop.batch_idx + 1))
+
+    def on_train_epoch_end(self) -> None:
+        self.ended.append(self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.0001)
+        self.by_batch, self.by_epoch = (torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2))
+        return [optimizer], [{"scheduler": self.by_batch, "interval": "step"}, self.by_epoch]
+
+    def seen(self, epoch: int) -> list[int]:
+        """The samples of an epoch's steps."""
+        return list(chain.from_iterable(ns for at, ns in zip(self.epochs, self.numbers, strict=True) if at == epoch))
+
+
+def make_trainer(*callbacks: Any, **options: Any) -> Trainer:
+    chosen: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "logger": False, **options}
+    return Trainer(
+        accelerator="cpu",
+        callbacks=[*callbacks],
+        enable_checkpointing=len(callbacks) > 1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **chosen,
+    )
+
+
+def every_step(folder: Path | str) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
+
+
+def as_rank(rank: int, ranks: int, make: Callable[[], Any], *callbacks: Any, **options: Any) -> tuple[Module, Trainer]:
+    """Train as one of so many ranks, in this process."""
+    torch.manual_seed(100 * ranks + rank)
+    module = Module(options.pop("fails_at", None))
+    file, validation = options.pop("file", None), options.pop("validation", None)
+    seed: Any = {} if file else {"seed": 3}
+    trainer = make_trainer(PatchDataLoaders(rank=rank, num_replicas=ranks, **seed), *callbacks, **options)
+    trainer.fit(module, make(), validation, ckpt_path=file)
+    return module, trainer
+
+
+def begun(folder: Path, make: Callable[[], Any], *saving: Any, **options: Any) -> list[Module]:
+    """Train as three ranks, with a checkpoint at each step."""
+    callbacks = saving or (every_step(folder),)
+    return [as_rank(rank, 3, make, *(callbacks if rank == 0 else ()), **options)[0] for rank in range(3)]
+
+
+def taken(modules: Sequence[Module], batches: int) -> list[int]:
+    """The samples of the first so many batches of all ranks."""
+    return [number for module in modules for numbers in module.numbers[:batches] for number in numbers]
+
+
+def resumed(ranks: int, make: Callable[[], Any], file: Path, **options: Any) -> tuple[list[Module], Trainer]:
+    """Resume as so many ranks, and return what they saw and one's Trainer."""
+    found = [as_rank(rank, ranks, make, file=file, **options) for rank in range(ranks)]
+    counts = [(module.epochs, module.batches, module.steps, module.validated) for module, _ in found]
+    assert all(count == counts[0] for count in counts)
+    return [module for module, _ in found], found[0][1]
+
+
+def assert_once(before: Sequence[int], rest: Sequence[Module], epoch: int = 0) -> None:
+    """Assert that each sample of the epoch came once, then the padding of the last round."""
+    numbers = [*before, *chain.from_iterable(module.seen(epoch) for module in rest)]
+    assert set(numbers) == set(NUMBERS)
+    assert 0 <= len(numbers) - SAMPLES < len(rest)
+
+
+def steps_of(samples: int, ranks: int) -> int:
+    """How many steps so many samples make."""
+    return -(-samples // (2 * ranks))
+
+
+# Lightning warns of small data, of CPUs and of its own deprecations.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STREAM: Any = lambda: DataLoader(Stream(), 2)  # noqa: E731 - beside the others
+MAKERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
+    "samples": (shuffled, [(step, ranks) for step in (1, 4, 8) for ranks in (1, 2, 3, 4)]),
+    "workers": (lambda: shuffled(workers=2), [(4, 2), (8, 4)]),
+    "stream with a length": (lambda: DataLoader(Sized(), 2), [(1, 4), (4, 2)]),
+    "workers of a stream": (lambda: DataLoader(Sized(), 2, num_workers=2), [(4, 2)]),
+    "stream": (STREAM, [(1, 4), (4, 1), (4, 2), (8, 4)]),
+}
+
+
+@pytest.mark.parametrize(("make", "cases"), MAKERS.values(), ids=MAKERS)
+def test_the_rest_of_an_epoch_comes_once(tmp_path: Path, make: Any, cases: list[tuple[int, int]]) -> None:
+    """It is counted as if the ranks of now had made the whole epoch, and the next epoch is whole."""
+    first = begun(tmp_path, make)
+    for step, ranks in cases:
+        rest, trainer = resumed(ranks, make, tmp_path / f"step={step}.ckpt")
+        assert_once(taken(first, step), rest)
+        assert_once([], rest, epoch=1)
+        module = rest[0]
+        left, whole = steps_of(SAMPLES - 6 * step, ranks), steps_of(SAMPLES, ranks)
+        assert module.steps == module.logged == list(range(step, step + left + whole))
+        begins = 6 * step // (2 * ranks) if make is STREAM else whole - left
+        assert module.batches == [*range(begins, begins + left), *range(whole)]
+        assert module.ended == [0, 1]
+        assert trainer.global_step == module.by_batch.last_epoch == step + left + whole
+        assert module.by_epoch.last_epoch == 2
+
+
+@pytest.mark.parametrize("make", [shuffled, lambda: shuffled(workers=2), STREAM], ids=["samples", "workers", "stream"])
+def test_after_the_last_batch_comes_the_next_epoch(tmp_path: Path, make: Any) -> None:
+    begun(tmp_path, make)
+    for ranks in (2, 4):
+        rest, trainer = resumed(ranks, make, tmp_path / "step=9.ckpt")
+        assert set(rest[0].epochs) == {1}
+        assert rest[0].batches == list(range(steps_of(SAMPLES, ranks)))
+        assert_once([], rest, epoch=1)
+        assert trainer.global_step == 9 + steps_of(SAMPLES, ranks)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_limit_train_batches_is_of_the_ranks_of_now(tmp_path: Path, workers: int) -> None:
+    """Where these have done as many, the next epoch follows; so it does after the last batch of the limit."""
+    make = lambda: shuffled(workers)  # noqa: E731 - as above
+    first = begun(tmp_path, make, limit_train_batches=6)
+    for ranks, step, batches in ((4, 4, [3, 4, 5]), (2, 4, []), (2, 6, []), (3, 6, [])):
+        rest, trainer = resumed(ranks, make, tmp_path / f"step={step}.ckpt", limit_train_batches=6)
+        assert rest[0].batches == [*batches, *range(6)]
+        assert trainer.global_step == step + len(batches) + 6
+        numbers = taken(first, step) + [number for module in rest for number in module.seen(0)]
+        assert len(set(numbers)) == len(numbers) == 6 * step + 2 * ranks * len(batches)
+        assert len({number for module in rest for number in module.seen(1)}) == 12 * ranks
+        assert rest[0].by_epoch.last_epoch == 2
+    if workers == 0:  # the fraction is of what the epoch has
+        rest, _ = resumed(1, make, tmp_path / "step=4.ckpt", limit_train_batches=0.6)
+        assert rest[0].batches == [12, 13, 14, *range(15)]
+
+
+def test_lightning_s_options_follow_the_new_count(tmp_path: Path) -> None:
+    validation: Any = DataLoader(range(2))  # type: ignore[arg-type]  # a range is a dataset
+    begun(tmp_path, shuffled)
+    file = tmp_path / "step=4.ckpt"
+    for ranks, options, points in (
+        (1, {"val_check_interval": 0.5}, [24]),  # 13 of 25 are left, and 12 were half of them
+        (2, {"val_check_interval": 0.5}, [12]),
+        (4, {"val_check_interval": 0.5}, [6]),
+        (1, {"val_check_interval": 5}, [15, 20, 25]),
+        (2, {"val_check_interval": 5}, [10]),
+        (2, {"val_check_interval": 5, "check_val_every_n_epoch": None}, [7, 12]),  # the 5th and 10th that were made
+    ):
+        rest, _ = resumed(ranks, shuffled, file, validation=validation, max_epochs=1, **options)
+        assert rest[0].validated == [(0, batch) for batch in points]
+    rest, trainer = resumed(4, shuffled, file, max_epochs=-1, max_steps=6)
+    assert (rest[0].batches, trainer.global_step) == ([3, 4], 6)
+    rest, trainer = resumed(
+        1, shuffled, file, max_epochs=1, accumulate_grad_batches=3
+    )  # steps end with 15, 18, 21, ...
+    assert rest[0].steps == rest[0].logged == [4, 4, 4, 5, 5, 5, 6, 6, 6, 7, 7, 7, 8]
+    assert trainer.global_step == 9
+
+
+def test_what_was_fetched_and_not_finished_comes_again(tmp_path: Path) -> None:
+    """By Lightning's callbacks that save on an exception, here in the fifth batch and in an epoch's last one."""
+    for case, (make, fails_at, ranks) in enumerate(
+        [(shuffled, 4, 4), (STREAM, 4, 2), (shuffled, 8, 2), (STREAM, 8, 2)]
+    ):
+        folder = tmp_path / f"{case}"
+        on_exception = ModelCheckpoint(folder, "{step}", every_n_train_steps=100, save_on_exception=True)
+        with pytest.raises(LookupError):
+            as_rank(0, 3, make, OnExceptionCheckpoint(folder), on_exception, fails_at=fails_at)
+        first = begun(folder / "whole", make)
+        for file in (folder / "on_exception.ckpt", folder / f"step={fails_at}.ckpt"):
+            rest, _ = resumed(ranks, make, file)
+            assert_once(taken(first, fails_at), rest)
+            assert rest[0].steps[0] == fails_at
+
+
+def test_a_nest_of_loaders_resumes_on_other_ranks(tmp_path: Path) -> None:
+    """The loader that ends the epoch counts: the longest, or of ``min_size`` the shortest."""
+    cases: Any = (("max_size_cycle", range(30)), ("min_size", range(70)))
+    for mode, others in cases:
+        make = lambda: CombinedLoader([shuffled(), DataLoader(others, 2)], mode)  # noqa: B023, E731 - used here
+        folder = tmp_path / mode
+        first = begun(folder, make)
+        for ranks in (1, 4):
+            rest, _ = resumed(ranks, make, folder / "step=4.ckpt")
+            assert_once(taken(first, 4), rest)
+            assert rest[0].batches[0] == steps_of(SAMPLES, ranks) - steps_of(SAMPLES - 24, ranks)
+
+
+def test_another_batch_size_resumes_too(tmp_path: Path) -> None:
+    first = begun(tmp_path, shuffled)
+    rest, _ = resumed(3, lambda: shuffled(batch_size=5), tmp_path / "step=4.ckpt")
+    assert_once(taken(first, 4), rest)
+    assert rest[0].batches == [2, 3, 0, 1, 2, 3]
+
+
+def test_twice_in_one_epoch_and_by_what_one_process_saved(tmp_path: Path) -> None:
+    """One process needs no more than the callback: its training loaders are patched for one rank."""
+    seed_ambient(3)
+    alone = Module()
+    make_trainer(PatchDataLoaders(), every_step(tmp_path / "1")).fit(alone, shuffled())
+    second = [
+        as_rank(rank, 2, shuffled, *([every_step(tmp_path / "2")] * (rank == 0)), file=tmp_path / "1" / "step=6.ckpt")[
+            0
+        ]
+        for rank in range(2)
+    ]
+    third, _ = resumed(4, shuffled, tmp_path / "2" / "step=11.ckpt")
+    assert_once(taken([alone], 6) + taken(second, 5), third)
+    last = Module()
+    make_trainer(PatchDataLoaders()).fit(last, shuffled(), ckpt_path=tmp_path / "2" / "step=11.ckpt")
+    assert sorted(taken([alone], 6) + taken(second, 5) + last.seen(0)) == list(NUMBERS)
+
+
+def test_a_loader_with_a_state_of_its_own_is_refused(tmp_path: Path) -> None:
+    make: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
+    as_rank(0, 3, make, every_step(tmp_path))
+    with raises(StateError, ("4 batches", "9", "13"), ("number of ranks", "at the end of an epoch")):
+        as_rank(0, 2, make, file=tmp_path / "step=4.ckpt")
+    assert as_rank(0, 3, make, file=tmp_path / "step=4.ckpt")[0].batches[0] == 4
+
+
+class Recording(Module):
+    """Writes what this rank has trained to a file, and dies after so many steps."""
+
+    def __init__(self, file: Path, dies_after: int | None) -> None:
+        super().__init__()
+        self.file, self.dies_after = file, dies_after
+
+    def on_train_batch_end(self, outputs: Any, batch: torch.Tensor, batch_idx: int) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps([self.global_step, self.current_epoch, batch_idx, batch.tolist()]) + "\n")
+        if self.global_step == self.dies_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(rank: int, world_size: int, folder: str, dies_after: int | None, every: int, file: str | None) -> int:
+    """Train as the ranks of a job, each seeded differently, until it is killed."""
+    logging.disable()
+    warnings.simplefilter("ignore")
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
+    seed_ambient(10 * world_size + rank)
+    module = Recording(Path(folder, f"{world_size} {rank}"), dies_after)
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1, save_on_train_epoch_end=False)
+    trainer = make_trainer(PatchDataLoaders(), saving, max_epochs=1, devices=world_size, strategy="ddp")
+    trainer.fit(module, shuffled(), ckpt_path=file)
+    return int(trainer.global_step)
+
+
+def trained(folder: Path, ranks: int, until: int | None = None) -> list[int]:
+    """What the ranks of a job have trained, up to a step."""
+    lines = [json.loads(line) for rank in range(ranks) for line in (folder / f"{ranks} {rank}").open()]
+    return [number for step, _, _, numbers in lines if until is None or step <= until for number in numbers]
+
+
+def test_a_killed_job_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
+    """Only the steps after the last checkpoint are trained again: 2 of 3 ranks, and 1 of 2 ranks."""
+    folder = str(tmp_path)
+    with pytest.raises(RanksFailedError, match="SIGKILL"):
+        run_ranks(job, 3, folder, 6, 4, None, timeout=240)
+    with pytest.raises(RanksFailedError, match="SIGKILL"):
+        run_ranks(job, 2, folder, 7, 3, str(tmp_path / "step=4.ckpt"), timeout=240)
+    # 50 samples: 24 on 3 ranks, 8 on 2, and 18 and 2 of padding on 4.
+    assert run_ranks(job, 4, folder, None, 100, str(tmp_path / "step=6.ckpt"), timeout=240) == [6 + 3] * 4
+    kept = [*trained(tmp_path, 3, until=4), *trained(tmp_path, 2, until=6), *trained(tmp_path, 4)]
+    assert (set(kept), len(kept)) == (set(NUMBERS), SAMPLES + 2)
+    again = [len(trained(tmp_path, ranks)) - len(trained(tmp_path, ranks, until)) for ranks, until in ((3, 4), (2, 6))]
+    assert again == [2 * 6, 1 * 4]
