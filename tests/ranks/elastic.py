@@ -28,8 +28,9 @@ class Death(TypedDict):
     Attributes:
         rank: Which; -1 for any that is given this.
         how: "step": ``delay`` seconds after it has told the samples of its ``at``-th step. "node": at once then, with
-            the agent that started it. "soon": so long after its process began, or at that step. Or while it saves its ``at``-th checkpoint: "writing", with half of it
-            written; "written", before it is in its place; "replaced", after.
+            the agent that started it. "soon": so long after its process began, or at that step. Or while it saves its
+            ``at``-th checkpoint: "writing", with half of it written; "written", before it is in its place; "replaced",
+            after.
     """
 
     rank: int

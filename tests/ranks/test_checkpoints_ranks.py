@@ -1,4 +1,4 @@
-"""A loader in a distributed checkpoint beside a sharded model: saved by four ranks, loaded by two, by three and by one."""
+"""A loader in a distributed checkpoint beside a sharded model: saved by four ranks, loaded by two and by three."""
 
 from itertools import islice
 from pathlib import Path
