@@ -112,10 +112,7 @@ def integrations(session: nox.Session) -> None:
     With ``-m "not ray"`` Ray is not installed either.
     """
     leaves_out_ray = "not ray" in session.posargs
-    # pip takes the wheel that fits best of any index, uv one of the first index that has the version. That may be one
-    # of soundfile without its library.
-    install(session, "pip")
-    session.run("python", "-m", "pip", "install", "-c", "constraints.txt", "soundfile")
+    install_soundfile(session)
     install_wheel(session, "integrations" if leaves_out_ray else "integrations,ray")
     # What the pages use of these needs no other packages; and newer pips refuse the metadata of catalyst.
     install(session, "--no-deps", "open-metric-learning")
@@ -185,6 +182,7 @@ def audit(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure speed, memory and balance, and write these pages of ``docs``; ``-- --largest 6`` is shorter."""
+    install_soundfile(session)  # for lhotse
     install(session, ".[bench]")
     install(session, "--no-deps", "open-metric-learning")
     session.run("python", "-W", "ignore", "benchmarks/speed.py", *session.posargs)
@@ -264,6 +262,12 @@ def screenshots(session: nox.Session) -> None:
 def install(session: nox.Session, *packages: str) -> None:
     """Install what is named and all that it needs, in the versions of constraints.txt only."""
     session.install("-c", "constraints.txt", "--build-constraint", "constraints.txt", *packages)
+
+
+def install_soundfile(session: nox.Session) -> None:
+    """Install soundfile with its library: pip takes the wheel that fits best of any index, uv perhaps another."""
+    install(session, "pip")
+    session.run("python", "-m", "pip", "install", "-c", "constraints.txt", "soundfile")
 
 
 def install_catalyst(session: nox.Session, constraints: str) -> None:

@@ -22,6 +22,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from balance_peers import PEERS, Peer
+from balance_training import seconds_of_peers
 from numpy.typing import NDArray
 from pages import put, show_and_put
 from texts import docstrings
@@ -37,6 +39,7 @@ from ddp_patch.sharding.balancing import balance_batch, balance_window
 PAGE = Path(__file__).parents[1] / "docs" / "balance.md"
 BATCH, TOKENS = 16, 40  # samples of a batch; what a batch by tokens holds is that of so many samples of mean length
 RANKS, WINDOWS, DRAWING_RANKS = (2, 8, 64, 1024), (16, 64, 128, 256, 1024), (8, 64)
+SHORT, SHORT_RANKS, DRAWS = 20_000, (2, 8, 64), 16  # samples of a short epoch, and how often its lengths are drawn
 STEPS = 4 * COST_WINDOW
 
 Costs: TypeAlias = NDArray[np.float64]
@@ -154,7 +157,17 @@ LENGTHS: dict[str, Callable[[np.random.Generator, int], Costs]] = {
 
 def drawn(name: str, n: int) -> NDArray[np.int64]:
     """Return so many lengths."""
-    return np.maximum(LENGTHS[name](np.random.default_rng(0), n), 1).astype(np.int64)
+    return whole_numbers(LENGTHS[name](np.random.default_rng(0), n))
+
+
+def whole_numbers(lengths: Costs) -> NDArray[np.int64]:
+    """Return lengths as numbers of tokens."""
+    return np.maximum(lengths, 1).astype(np.int64)
+
+
+def short(sigma: float, seed: int) -> NDArray[np.int64]:
+    """Return the lengths of a short epoch."""
+    return whole_numbers(100 * np.random.default_rng(seed).lognormal(sigma=sigma, size=SHORT))
 
 
 def figure(batches: Costs) -> float:
@@ -253,6 +266,64 @@ def figures_table(steps: int) -> tuple[list[list[str]], list[list[str]]]:
     return rows, times
 
 
+def least(costs: Costs, ranks: int) -> float:
+    """Return a bound that no order of these samples beats, if batches cost their sum and all are in one window.
+
+    The slowest rank of a step takes at least the mean; and at least as long as the step's longest sample with the
+    shortest ones beside it. The sum of the steps' longest samples is least where samples are sorted.
+    """
+    whole = np.sort(costs)[::-1].reshape(-1, BATCH * ranks)
+    longest = whole[:, 0].sum() + len(whole) * whole[-1, 1 - BATCH :].sum()
+    return max(1.0, float(longest * ranks / whole.sum()))
+
+
+def short_table() -> list[list[str]]:
+    """Return how alike the steps of a short epoch cost, beside the least there can be, for lengths drawn anew."""
+    rows = [["lengths", *(f"{ranks} ranks" for ranks in SHORT_RANKS)]]
+    for sigma in (0.5, 0.8, 1.0):
+        cells = []
+        for ranks in SHORT_RANKS:
+            found = []
+            for seed in range(DRAWS):
+                costs = short(sigma, seed).astype(float)[: SHORT // (BATCH * ranks) * BATCH * ranks]
+                order = dealt(costs, ranks, BATCH, "sum", min(COST_WINDOW, len(costs) // (BATCH * ranks)))
+                today, balanced = (figure(costs_of(each, ranks, BATCH, "sum")) for each in (costs, costs[order]))
+                found.append((today, balanced, least(costs, ranks)))
+            today, balanced, bound = np.mean(found, axis=0)
+            worst = max(each[1] for each in found)
+            cells.append(f"{today:.2f} → {balanced:.3f} (worst {worst:.3f}, bound {bound:.3f})")
+        rows.append([f"lognormal, sigma {sigma:g}", *cells])
+        print(*rows[-1], flush=True)
+    return rows
+
+
+def judged(peer: Peer, lengths: NDArray[np.int64], ranks: int) -> tuple[str, float]:
+    """Return how even a peer's steps are, its padding, and the time beside the least; and what part it leaves out."""
+    steps = peer.steps(lengths, BATCH, ranks)
+    costs = np.array([[lengths[batch].max() * len(batch) for batch in step] for step in steps], float)
+    given = [index for step in steps for batch in step for index in batch]
+    real = lengths[given].sum()
+    padding, time_over_least = 1 - real / costs.sum(), costs.max(axis=1).sum() * ranks / real
+    return f"{figure(costs):.3f}, {padding:.1%}: {time_over_least:.3f}", 1 - len(set(given)) / len(lengths)
+
+
+def peers_table(steps: int, epochs: int) -> list[list[str]]:
+    """Return how samplers of other packages fare beside ``cost=``."""
+    many = max(SHORT_RANKS)
+    head = ["sampler", "of", *(f"{ranks} ranks" for ranks in SHORT_RANKS)]
+    rows = [[*head, f"left out, {many} ranks", f"drawing, {many} ranks, s", "training, s/MB", "CPU time, s/MB"]]
+    lengths, trained = short(0.8, 0), seconds_of_peers(steps, epochs)
+    for peer in PEERS:
+        found = [judged(peer, lengths, ranks) for ranks in SHORT_RANKS]
+        start = time.process_time()
+        peer.drawn(lengths, BATCH, 0, many)
+        drawing = time.process_time() - start
+        cells = [*(cell for cell, _ in found), f"{found[-1][1]:.1%}", f"{drawing:.3f}"]
+        rows.append([peer.name, peer.of, *cells, *(f"{seconds:.1f}" for seconds in trained[peer.name])])
+        print(*rows[-1], flush=True)
+    return rows
+
+
 def windows_table(largest: int) -> list[list[str]]:
     """Return how a window's size matters: plain arithmetic, of which the patch is not asked."""
     rows = [["lengths and what is sharded", "ranks", "today", *map(str, WINDOWS)]]
@@ -348,6 +419,16 @@ def memory_table(sizes: Iterable[int]) -> list[list[str]]:
     return rows
 
 
+def described_texts() -> str:
+    """Say which texts docstrings are."""
+    texts = docstrings()
+    lengths = [len(text.split()) for text in texts]
+    return (
+        f"*Docstrings* are drawn from the lengths, in words, of the {len(texts):,} docstrings of the standard library "
+        f"of Python {platform.python_version()}: {np.mean(lengths):.0f} on average, {max(lengths)} at most."
+    )
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -355,19 +436,15 @@ def main() -> None:
     parser.add_argument("--largest-window", type=int, default=max(WINDOWS), help="the largest window that is tried")
     parser.add_argument("--samples", type=int, default=1_000_000, help="how many samples are drawn to measure the time")
     parser.add_argument("--repeats", type=int, default=3, help="how often each pass is repeated")
+    parser.add_argument("--training-steps", type=int, default=40, help="how many steps an epoch of the training has")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    texts = docstrings()
-    put(
-        PAGE,
-        "texts",
-        f"*Docstrings* are drawn from the lengths, in words, of the {len(texts):,} docstrings of the standard library "
-        f"of Python {platform.python_version()}: {np.mean([len(text.split()) for text in texts]):.0f} on average, "
-        f"{max(len(text.split()) for text in texts)} at most.",
-    )
+    put(PAGE, "texts", described_texts())
     figures, times = figures_table(arguments.steps)
     show_and_put(PAGE, "figures", figures, grouped=True)
     show_and_put(PAGE, "times", times)
+    show_and_put(PAGE, "short", short_table())
+    show_and_put(PAGE, "peers", peers_table(arguments.training_steps, 2))
     show_and_put(PAGE, "windows", windows_table(arguments.largest_window), grouped=True)
     show_and_put(PAGE, "drawing", drawing_table(arguments.samples, arguments.repeats))
     show_and_put(PAGE, "memory", memory_table(arguments.samples * part // 10 for part in (1, 5, 10, 20)))

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from balance_peers import PEERS
 from pages import show_and_put
 from texts import docstrings
 from torch import Tensor, nn
@@ -43,11 +45,13 @@ class Epoch(NamedTuple):
         seconds: How long it took.
         busy: The CPU time of each step.
         sizes: How many bytes each batch had, padding included.
+        real: How many bytes all batches had without it.
     """
 
     seconds: float
     busy: list[float]
     sizes: list[int]
+    real: int
 
 
 class Convolutions(nn.Module):
@@ -135,9 +139,28 @@ def on_rank(rank: int, world_size: int, number: int, texts: list[str], epochs: i
     torch.manual_seed(0)
     kind = KINDS[number]
     model = DistributedDataParallel(kind.model())
+    return in_turn(model, kind.loaders(encoded(texts)), epochs)
+
+
+def beside_peers(rank: int, world_size: int, texts: list[str], epochs: int) -> list[list[Epoch]]:
+    """Train with each of the loaders that are compared; return the epochs of each."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = encoded(texts)
+    lengths = np.array([len(text) for text in data])
+    loaders = [peer.loader(data, lengths, BATCH, rank, world_size, padded) for peer in PEERS]
+    return in_turn(DistributedDataParallel(Convolutions()), loaders, epochs)
+
+
+def encoded(texts: list[str]) -> list[Tensor]:
+    """Return the bytes of texts."""
+    return [torch.tensor(list(text.encode()[:LONGEST])) for text in texts]
+
+
+def in_turn(model: nn.Module, loaders: Sequence[Any], epochs: int) -> list[list[Epoch]]:
+    """Train with each loader in turn; return the epochs of each."""
     optimizer = torch.optim.AdamW(model.parameters())
-    loaders = kind.loaders([torch.tensor(list(text.encode()[:LONGEST])) for text in texts])
-    seen: list[list[Epoch]] = [[], []]
+    seen: list[list[Epoch]] = [[] for _ in loaders]
     for epoch in range(epochs + 1):  # the first one warms up
         for loader, measured in zip(loaders, seen, strict=True):
             found = trained(model, optimizer, loader)
@@ -148,7 +171,7 @@ def on_rank(rank: int, world_size: int, number: int, texts: list[str], epochs: i
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> Epoch:
     """Train for an epoch."""
-    busy, sizes = [], []
+    busy, sizes, real = [], [], 0
     dist.barrier()
     begun, worked = time.perf_counter(), time.process_time()
     for batch in batches:
@@ -156,10 +179,11 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterabl
         cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:]).backward()
         optimizer.step()
         sizes.append(batch.numel())
+        real += int(batch.count_nonzero())
         busy.append(time.process_time() - worked)
         worked = time.process_time()
     dist.barrier()
-    return Epoch(time.perf_counter() - begun, busy, sizes)
+    return Epoch(time.perf_counter() - begun, busy, sizes, real)
 
 
 def slowest(ranks: Iterable[Sequence[float]]) -> float:
@@ -186,8 +210,7 @@ def saved(today: Sequence[float], balanced: Sequence[float]) -> float:
 def table(steps: int, epochs: int) -> list[list[str]]:
     """Train each kind, and compare the time that is saved with what the costs promise."""
     rows = [["two ranks train", "epoch, s", "figure", "promised", "saved", "saved, by CPU time"]]
-    long_enough = [text for text in docstrings() if len(text) >= SHORTEST]
-    texts = random.Random(0).sample(long_enough, steps * BATCH * RANKS)
+    texts = drawn_texts(steps)
     for number, kind in enumerate(KINDS):
         ranks = run_ranks(on_rank, RANKS, number, texts, epochs, timeout=900)
         today, balanced = (Measured([rank[loader] for rank in ranks]) for loader in range(2))
@@ -199,6 +222,30 @@ def table(steps: int, epochs: int) -> list[list[str]]:
         rows.append([kind.name, *cells])
         print(*rows[-1], flush=True)
     return rows
+
+
+def drawn_texts(steps: int) -> list[str]:
+    """Return texts for so many steps."""
+    long_enough = [text for text in docstrings() if len(text) >= SHORTEST]
+    return random.Random(0).sample(long_enough, steps * BATCH * RANKS)
+
+
+def seconds_of_peers(steps: int, epochs: int) -> dict[str, tuple[float, float]]:
+    """Train with each peer's loader; return the median seconds for a megabyte of texts: by the clock, and CPU time.
+
+    The CPU time is that of the slowest rank in each step. Padding is no text, and what a sampler leaves out is not
+    counted.
+    """
+    ranks = run_ranks(beside_peers, RANKS, drawn_texts(steps), epochs, timeout=1200)
+    found = {}
+    for number, peer in enumerate(PEERS):
+        epochs_of = list(zip(*(rank[number] for rank in ranks), strict=True))
+        megabytes = [sum(rank.real for rank in epoch) / 1e6 for epoch in epochs_of]
+        clock = [max(rank.seconds for rank in epoch) for epoch in epochs_of]
+        busy = [slowest(rank.busy for rank in epoch) for epoch in epochs_of]
+        clock, busy = ([s / m for s, m in zip(each, megabytes, strict=True)] for each in (clock, busy))
+        found[peer.name] = statistics.median(clock), statistics.median(busy)
+    return found
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
         self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
-        self._draws_nothing_in: int | None = None  # the epoch in which counting the data is known to draw nothing
+        self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
         self._nested_epochs = NestedEpochs(self._wrapped_sampler)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
@@ -93,7 +93,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     def _set(self, name: str, value: Any) -> None:
         super()._set(name, value)
-        self._draws_nothing_in = None  # it may be another dataset
+        self._draws_nothing_at = ()  # it may be another dataset
 
     @classmethod
     def of(cls, stream: StreamFacts, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> Self:
@@ -157,13 +157,16 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     @contextmanager
     def _counting(self, epoch: int, drawn_from: Callable[[], Sequence[RandomGenerator]] = tuple) -> Iterator[None]:
-        """While entered, let samplers count their data, which may draw; unguarded once it is known to draw nothing.
+        """While entered, let samplers count their data, which may draw, guarded.
+
+        Once it was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is chosen.
 
         Args:
             epoch: In which epoch.
             drawn_from: Tells which generators to put back, besides the global ones.
         """
-        if self._draws_nothing_in == epoch:
+        now = (epoch, self._choices, self.epochs.passes, None if self.latest is None else self.latest.state)
+        if self._draws_nothing_at == now:
             yield
             return
         states = epoch_states(self.agreed.options, self.agreed.seed, epoch)
@@ -172,7 +175,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             yield
             draws_nothing = not was_moved() and GlobalState.installs == installs
         if draws_nothing and not (isinstance(states, PrivateRNG) and not states.is_unmoved):
-            self._draws_nothing_in = epoch
+            self._draws_nothing_at = now
 
     def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
         if not self._order_is_drawn:
@@ -211,7 +214,6 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         Calling it is optional: after each pass that draws anything, the next epoch follows.
         """
         super().set_epoch(epoch)
-        self._draws_nothing_in = None
         self._nested_epochs.tell(self.epochs.upcoming)
 
     def __iter__(self) -> Iterator[T]:

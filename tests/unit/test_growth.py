@@ -148,7 +148,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.mark.parametrize("in_batches", [False, True])
 @pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler, Source])
-def test_a_length_that_draws_nothing_is_guarded_once_an_epoch(
+def test_a_length_that_draws_nothing_is_guarded_once_for_a_pass(
     kind: Callable[[Any], Any], in_batches: bool, captures: list[None]
 ) -> None:
     data = Growing(90)
@@ -163,6 +163,12 @@ def test_a_length_that_draws_nothing_is_guarded_once_an_epoch(
         captures.clear()
         assert {len(loader) for _ in range(9)} == {6}
         assert not captures
+        guarded = 0
+        for _ in loader:  # a script may ask in every step
+            captures.clear()
+            assert len(loader) == 6
+            guarded += bool(captures)
+        assert guarded <= 1
     data.n = 30
     if kind is not Source:
         assert len(loader) == 2  # it is still counted each time
