@@ -12,9 +12,10 @@ from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import batches_delivered, patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.position import Position
 from ddp_patch.streams.dataset import ShardedIterable
 
-__all__ = ["go_on", "loader_state", "restore_loader", "state_as_found"]
+__all__ = ["batches_as_here", "go_on", "loader_state", "restore_loader", "state_as_found"]
 
 _RESTORING = "Restoring a loader's state"
 
@@ -61,16 +62,37 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
     return sampler.state_after(batches_delivered(loader, sampler) if done is None else done)
 
 
-def state_as_found(loader: DataLoader[Any]) -> dict[str, Any]:
+def state_as_found(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
     """Return the state after the batches that a loader has given, as this rank knows it: frameworks save one rank's.
 
     They think that a pass has ended once it gave ``len()`` batches, and would take an empty rest for the next epoch.
+
+    Args:
+        loader: The loader.
+        ahead: How many of these batches the training loop has not finished.
 
     Raises:
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
     sampler = _resumable(loader)
-    return sampler.state_after(batches_delivered(loader, sampler), as_found=True)
+    return sampler.state_after(batches_delivered(loader, sampler) - ahead, as_found=True)
+
+
+def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int, int | None]:
+    """Return how far a state is, in batches that the ranks of now would have made of the whole epoch, and of how many.
+
+    The second is None where the epoch's length is not known. The loader stays as it is.
+
+    Raises:
+        StateError: The state is not of this loader.
+    """
+    batches = require_batches("restore_loader", loader)
+    sampler, position = batches.sampler, batches.sampler.read(state).following()
+    left, whole = (sampler.left(place) for place in (position, Position(position.epoch)))
+    if left is not None and whole is not None:
+        return batches.count(whole) - batches.count(left), batches.count(whole)
+    items = sum(ranks * taken for ranks, taken in position.done)
+    return items // sampler.num_replicas // batches.size, None
 
 
 def _resumable(loader: DataLoader[Any]) -> EpochSampler[Any]:
