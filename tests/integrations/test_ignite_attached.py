@@ -114,7 +114,9 @@ def seen_by_all(ranks: int, state: Any, length: int | None = None) -> list[list[
         steps: list[tuple[int, int, list[int]]] = []
         trainer.add_event_handler(
             Events.ITERATION_COMPLETED,
-            lambda engine, to=steps: to.append((engine.state.epoch, engine.state.iteration, engine.state.batch.tolist())),
+            lambda engine, to=steps: to.append(
+                (engine.state.epoch, engine.state.iteration, engine.state.batch.tolist())
+            ),
         )
         if state is None:
             trainer.run(loader, max_epochs=3)
