@@ -64,13 +64,13 @@ def expected_of_pass(batches: Batches) -> ExpectedRows:
     return _expected(f"{at}, of {length} items", batches, current, schedule)
 
 
-def expected_of_step(loader: DataLoader[Any], step: int | None, batches: Batches) -> ExpectedRows:
+def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None = None) -> ExpectedRows:
     """Return what this rank got in the step that its loop is in.
 
     Args:
         loader: The loader.
-        step: Which step of the pass that is, from 0; None for the latest that the loader has given.
         batches: How the loader makes batches.
+        step: Which step of the pass that is, from 0; None for the latest that the loader has given.
 
     Raises:
         Misfit: That is not known, or other ranks may make no such step.
@@ -299,7 +299,7 @@ def _gathered(
     batches = require_one_stream(operation, loader)
     members = _members(operation, batches, _plain(dst), device_of(loader))
     agreed, current = batches.sampler.agreed, batches.sampler.latest
-    expect = partial(expected_of_step, loader, step) if operation == "gather_step" else expected_of_pass
+    expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
     judged = partial(judge, operation, agreed.world.share_of_rank or [0])
     if len(members.ranks) == 1:

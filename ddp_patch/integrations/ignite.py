@@ -32,8 +32,8 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
     """Patch a loader for an ignite engine, whose checkpoints then resume mid-epoch.
 
     The engine's ``state_dict`` then also saves the loader's position, and its ``load_state_dict`` restores it, on any
-    number of ranks; in one process pass ``rank=0, num_replicas=1``. After that, call ``engine.run(loader)`` without ``max_epochs`` and ``epoch_length``: the state has them. No handler has to
-    call ``set_epoch``.
+    number of ranks; in one process pass ``rank=0, num_replicas=1``. After that, call ``engine.run(loader)`` without
+    ``max_epochs`` and ``epoch_length``: the state has them. No handler has to call ``set_epoch``.
 
     Args:
         engine: The engine that trains. Its state must not be loaded yet.

@@ -1,7 +1,7 @@
 """accelerate: ``save_state`` and ``load_state`` on another number of processes, and ``gather_for_metrics``."""
 
 from collections import Counter
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def prepared(accelerator: Any, shuffle: bool = True, **options: Any) -> Any:
 
     data: Any = torch.arange(N)
     given: DataLoader[Any] = DataLoader(data, BATCH, shuffle=shuffle, num_workers=options.pop("num_workers", 0))
-    world = {} if accelerator.num_processes > 1 else {"rank": 0, "num_replicas": 1}
+    world: Any = {} if accelerator.num_processes > 1 else {"rank": 0, "num_replicas": 1}
     return prepare_patched(accelerator, patch_dataloader_to_ddp(given, **world, **options))
 
 

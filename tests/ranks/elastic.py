@@ -87,6 +87,11 @@ def die(folder: str, death: Death) -> None:
     time.sleep(60)
 
 
+def die_with_agent(die: Callable[[], None]) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    die()
+
+
 def prepare(death: Death, die: Callable[[], None]) -> None:
     """Have this process killed at a moment that one of its calls tells."""
     import torch
@@ -97,7 +102,7 @@ def prepare(death: Death, die: Callable[[], None]) -> None:
         case "step":
             os.fsync = at_call(lines, os.fsync, then=Timer(death["delay"], die).start)
         case "node":
-            os.fsync = at_call(lines, os.fsync, then=lambda: os.kill(os.getppid(), signal.SIGKILL) or die())
+            os.fsync = at_call(lines, os.fsync, then=partial(die_with_agent, die))
         case "soon":
             Timer(death["delay"], die).start()
             os.fsync = at_call(lines, os.fsync, then=die)

@@ -18,8 +18,9 @@ N, BATCH, DONE = 61, 2, 3
 
 def trained(rank: int, world_size: int, dimensions: dict[str, int], folder: Path, resumes: bool) -> list[Any]:
     """The indices that a rank takes of an epoch, before its checkpoint or after it, and all parameters then."""
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -35,7 +36,7 @@ def trained(rank: int, world_size: int, dimensions: dict[str, int], folder: Path
     if resumes:
         of_model, of_optimizer = get_state_dict(model, optimizer)
         states = {"model": of_model, "optimizer": of_optimizer, "loader": loader}
-        checkpoint.load(states, checkpoint_id=folder)
+        load(states, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
         restored = [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]  # of DTensor
         return [[int(index) for (batch,) in loader for index in batch], restored]
@@ -47,7 +48,7 @@ def trained(rank: int, world_size: int, dimensions: dict[str, int], folder: Path
         model(indices[:, None] / N).sum().backward()
         optimizer.step()
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    checkpoint.save({"model": of_model, "optimizer": of_optimizer, "loader": loader}, checkpoint_id=folder)
+    save({"model": of_model, "optimizer": of_optimizer, "loader": loader}, checkpoint_id=folder)
     return [taken, [parameter.full_tensor().detach() for parameter in model.parameters()]]  # type: ignore[attr-defined]  # as above
 
 
