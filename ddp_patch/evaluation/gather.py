@@ -34,7 +34,14 @@ from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
 
-__all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "placed_by_kind"]
+__all__ = [
+    "expected_of_pass",
+    "expected_of_step",
+    "gather_in_order",
+    "gather_step",
+    "gather_this_step",
+    "placed_by_kind",
+]
 
 Outputs = TypeVar("Outputs")
 
@@ -57,20 +64,25 @@ def expected_of_pass(batches: Batches) -> ExpectedRows:
     return _expected(f"{at}, of {length} items", batches, current, schedule)
 
 
-def expected_of_step(loader: DataLoader[Any], batches: Batches) -> ExpectedRows:
+def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None = None) -> ExpectedRows:
     """Return what this rank got in the step that its loop is in.
+
+    Args:
+        loader: The loader.
+        batches: How the loader makes batches.
+        step: Which step of the pass that is, from 0; None for the latest that the loader has given.
 
     Raises:
         Misfit: That is not known, or other ranks may make no such step.
     """
     sampler, current = batches.sampler, batches.sampler.latest
     try:
-        number = batches_delivered(loader, sampler) - 1
+        number = batches_delivered(loader, sampler) - 1 if step is None else step
     except DDPPatchError as error:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:
         raise Misfit("got no batch of the loader yet")
-    if current.loop_saw_end:
+    if current.loop_saw_end and step is None:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     _require_one_pass(current)
     schedule = ends = current.schedule()
@@ -268,7 +280,18 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
     return _gathered("gather_step", outputs, loader, dst, pad)
 
 
-def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, pad: Any) -> Any:
+def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Outputs:
+    """Return all ranks' outputs of a step, from 0, where something between the loader and the loop fetches ahead.
+
+    See ``gather_step``.
+    """
+    gathered: Outputs = _gathered("gather_step", outputs, loader, None, None, step)
+    return gathered
+
+
+def _gathered(
+    operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, pad: Any, step: int | None = None
+) -> Any:
     """Compare the outputs with the other ranks', and return all ranks'; see ``gather_in_order``."""
     if is_alone(operation, loader):
         require_pad(pad)
@@ -276,7 +299,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, p
     batches = require_one_stream(operation, loader)
     members = _members(operation, batches, _plain(dst), device_of(loader))
     agreed, current = batches.sampler.agreed, batches.sampler.latest
-    expect = partial(expected_of_step, loader) if operation == "gather_step" else expected_of_pass
+    expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
     judged = partial(judge, operation, agreed.world.share_of_rank or [0])
     if len(members.ranks) == 1:

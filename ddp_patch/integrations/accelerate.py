@@ -1,6 +1,7 @@
 """Let accelerate treat a patched loader like its own, except that it won't shard it again."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
@@ -8,6 +9,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_NON_BLOCKING, ACCELERATE_UNCUT, AccelerateLeavesAlone
+from ddp_patch.evaluation.gather import gather_this_step
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.sharding.batches import patched_sampler
@@ -25,7 +27,8 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
     ``accelerator.prepare`` itself does neither: it returns a patched loader unchanged.
 
     With ``DataLoaderConfiguration(use_stateful_dataloader=True)``, ``save_state`` and ``load_state`` also save and
-    restore the position of the returned loader.
+    restore the position of the returned loader, on any number of processes. Inside a loop over it,
+    ``accelerator.gather_for_metrics`` returns each sample once, as ``gather_step`` does.
 
     Args:
         accelerator: Its device and settings are used.
@@ -46,8 +49,17 @@ def prepare_patched(accelerator: Accelerator, loader: DataLoader[T]) -> DataLoad
     """
     if accelerator.num_processes > 1 or sharded_by(loader) is not None:
         loader = cast(Any, _Prepared(accelerator, loader, patched_sampler("prepare_patched", loader)))
+        accelerator.gather_for_metrics = partial(_gathered, accelerator)
     prepared: DataLoader[T] = accelerator.prepare(loader)
     return prepared
+
+
+def _gathered(accelerator: Accelerator, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Stand for ``accelerator.gather_for_metrics``, which cannot tell which rows of a patched loader are padding."""
+    loader = accelerator.gradient_state.active_dataloader
+    if isinstance(loader, _Prepared):
+        return loader.gathered(input_data)
+    return Accelerator.gather_for_metrics(accelerator, input_data, use_gather_object)
 
 
 class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked
@@ -71,6 +83,10 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
         for batch in super().__iter__():
             self._batches_done += 1
             yield batch
+
+    def gathered(self, outputs: T) -> T:
+        """Return all ranks' outputs of the step that the loop is in; accelerate has fetched the next batch already."""
+        return gather_this_step(outputs, self.base_dataloader, self._batches_done - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the batches that were yielded, one fewer than accelerate has fetched."""

@@ -12,7 +12,7 @@ from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import go_on, loader_state
+from ddp_patch.resume import batches_as_here, go_on, loader_state
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.position import no_state
 
@@ -31,9 +31,9 @@ _INSTEAD = (
 def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]:
     """Patch a loader for an ignite engine, whose checkpoints then resume mid-epoch.
 
-    The engine's ``state_dict`` then also saves the loader's position, and its ``load_state_dict`` restores it. After
-    that, call ``engine.run(loader)`` without ``max_epochs`` and ``epoch_length``: the state has them. No handler has to
-    call ``set_epoch``.
+    The engine's ``state_dict`` then also saves the loader's position, and its ``load_state_dict`` restores it, on any
+    number of ranks; in one process pass ``rank=0, num_replicas=1``. After that, call ``engine.run(loader)`` without
+    ``max_epochs`` and ``epoch_length``: the state has them. No handler has to call ``set_epoch``.
 
     Args:
         engine: The engine that trains. Its state must not be loaded yet.
@@ -77,7 +77,9 @@ def attach_loader(engine: Any, loader: DataLoader[T], **options: Unpack[PatchOpt
 class _SavedPosition:
     """The two methods of an engine that save and restore its loader's position, and how many batches an epoch has.
 
-    An engine counts iterations; with another number of batches it would end epochs elsewhere.
+    An engine counts iterations, and finds the epoch and its batch in that number. On another number of ranks it counts
+    on as if these ranks had trained from the beginning: whole epochs of their length, and of this one what they would
+    have done.
     """
 
     def __init__(self, engine: Engine, loader: DataLoader[Any]) -> None:
@@ -110,18 +112,25 @@ class _SavedPosition:
                 f"The engine's state has no {_KEY!r}, so its loader's position is not known: it was saved without "
                 f"attach_loader, or by one process. {_INSTEAD}"
             )
-        kept = state_dict.get(_PLAN, self._plan())
+        kept, here = state_dict.get(_PLAN, self._plan()), self._plan()
+        of_engine = {name: value for name, value in state_dict.items() if name not in (_KEY, _PLAN)}
         # An epoch_length of the user's own, which is not the loader's, stays what it is on any number of ranks.
         is_own = kept.get("batches", state_dict["epoch_length"]) != state_dict["epoch_length"]
-        if (kept != self._plan() and not is_own) or (not is_shared and state_dict.get(_KEY) is not None):
+        can_count = is_shared and "batches" in kept and "batches" in here and "max_iters" not in state_dict
+        if (kept != here and not is_own and not can_count) or (not is_shared and state_dict.get(_KEY) is not None):
             raise StateError(
-                f"The engine's state was saved with {_in_words(kept)}, and the loader here has "
-                f"{_in_words(self._plan())}. The engine would count with the old numbers, and repeat or leave out "
-                f"samples. Use the number of ranks and the batch size of before. {_INSTEAD}"
+                f"The engine's state was saved with {_in_words(kept)}, and the loader here has {_in_words(here)}. The "
+                "engine would count with the old numbers, and repeat or leave out samples. Patch the loader (in one "
+                "process with rank=0, num_replicas=1), give it a len(), and set no max_iters; or use the number of "
+                f"ranks and the batch size of before. {_INSTEAD}"
             )
         if is_shared:
+            done, _ = batches_as_here(self._loader, state_dict[_KEY])
             go_on(self._loader, state_dict[_KEY], tells_rest=False)
-        self._of_engine[1]({name: value for name, value in state_dict.items() if name not in (_KEY, _PLAN)})
+            if can_count and not is_own:
+                epoch = state_dict["iteration"] // kept["batches"]
+                of_engine |= {"iteration": epoch * here["batches"] + done, "epoch_length": here["batches"]}
+        self._of_engine[1](of_engine)
 
 
 def _in_words(plan: Mapping[str, Any]) -> str:

@@ -106,16 +106,58 @@ def after_two_steps(**world: Any) -> Any:
     return states[0]
 
 
+def seen_by_all(ranks: int, state: Any, length: int | None = None) -> list[list[tuple[int, int, list[int]]]]:
+    """Return what each of some ranks sees after a state: the epoch, the iteration and the batch of each step."""
+    seen = []
+    for rank in range(ranks):
+        trainer, loader = attached(length, rank=rank, num_replicas=ranks, seed=5)
+        steps: list[tuple[int, int, list[int]]] = []
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda engine, to=steps: to.append(
+                (engine.state.epoch, engine.state.iteration, engine.state.batch.tolist())
+            ),
+        )
+        if state is None:
+            trainer.run(loader, max_epochs=3)
+        else:
+            trainer.load_state_dict(state)
+            trainer.run(loader)
+        seen.append(steps)
+    return seen
+
+
+@pytest.mark.parametrize("length", [24, 25])
+@pytest.mark.parametrize("done", [1, 2, 4, 5, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_another_number_of_ranks_goes_on_within_the_epoch(ranks: int, done: int, length: int) -> None:
+    """A state of two ranks: each sample of the rest comes once, and later epochs are whole."""
+    states: list[Any] = []
+    trainer, loader = attached(length, rank=0, num_replicas=2, seed=5)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=done), lambda engine: states.append(engine.state_dict()))
+    trainer.run(loader, max_epochs=3)
+    before = [step for steps in seen_by_all(2, None, length) for step in steps if step[1] <= done]
+    after = seen_by_all(ranks, states[0], length)
+    assert len({len(steps) for steps in after}) == 1
+    for epoch in (1, 2, 3):
+        parts = [batch for number, _, batch in [*before, *chain(*after)] if number == epoch]
+        assert sorted(set(chain(*parts))) == list(range(length))
+        rest = length - sum(len(batch) for number, _, batch in before if number == epoch)
+        assert sum(map(len, parts)) - length in {0, -rest % ranks, -length % 2}
+    assert after[0][-1][1] == 3 * len(attached(length, rank=0, num_replicas=ranks)[1])
+
+
 @pytest.mark.filterwarnings("ignore::ddp_patch.NotDistributedWarning")
 def test_another_plan_is_refused() -> None:
     """On a state of two ranks with four batches each, and of one process with eight."""
     two, one = after_two_steps(rank=0, num_replicas=2), after_two_steps()
-    with raises(StateError, ("batches=4", "batches=2"), ("number of ranks", "batch size", "epoch_length")):
-        attached(rank=0, num_replicas=4)[0].load_state_dict(two)
-    with raises(StateError, ("batches=4", "batches=8"), "number of ranks"):
+    with raises(StateError, ("batches=4", "batches=8"), ("number of ranks", "rank=0, num_replicas=1")):
         attached()[0].load_state_dict(two)
-    with raises(StateError, ("batches=4",), "number of ranks"):
-        attached(length=12)[0].load_state_dict(two)
+    by_iterations = {name: value for name, value in two.items() if name != "max_epochs"} | {"max_iters": 30}
+    with raises(StateError, ("batches=4", "batches=2"), ("max_iters", "number of ranks", "batch size", "epoch_length")):
+        attached(rank=0, num_replicas=4)[0].load_state_dict(by_iterations)
+    with raises(StateError, "stream length", "Build and patch"):
+        attached(length=12, rank=0, num_replicas=2)[0].load_state_dict(two)
     with raises(StateError, "ddp_patch_loader", "set_epoch"):
         attached(rank=0, num_replicas=2)[0].load_state_dict(one)
     trainer, _ = attached()

@@ -26,10 +26,11 @@ class Death(TypedDict):
     """How a rank is killed.
 
     Attributes:
-        rank: Which.
-        how: "step": ``delay`` seconds after it has told the samples of its ``at``-th step. "soon": so long after its
-            process began, or at that step. Or while it saves its ``at``-th checkpoint: "writing", with half of it
-            written; "written", before it is in its place; "replaced", after.
+        rank: Which; -1 for any that is given this.
+        how: "step": ``delay`` seconds after it has told the samples of its ``at``-th step. "node": at once then, with
+            the agent that started it. "soon": so long after its process began, or at that step. Or while it saves its
+            ``at``-th checkpoint: "writing", with half of it written; "written", before it is in its place; "replaced",
+            after.
     """
 
     rank: int
@@ -73,7 +74,7 @@ def launch(planned: Launch) -> list[int]:
 def run_rank(planned: Launch) -> None:
     """What a rank's process does: the example, and it dies if it is to."""
     restart, deaths = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), planned["deaths"]
-    if restart < len(deaths) and deaths[restart]["rank"] == int(os.environ["RANK"]):
+    if restart < len(deaths) and deaths[restart]["rank"] in {-1, int(os.environ["RANK"])}:
         prepare(deaths[restart], partial(die, planned["folder"], deaths[restart]))
     sys.argv = [str(EXAMPLE), planned["folder"], planned["kind"]]
     runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -86,6 +87,11 @@ def die(folder: str, death: Death) -> None:
     time.sleep(60)
 
 
+def die_with_agent(die: Callable[[], None]) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    die()
+
+
 def prepare(death: Death, die: Callable[[], None]) -> None:
     """Have this process killed at a moment that one of its calls tells."""
     import torch
@@ -95,6 +101,8 @@ def prepare(death: Death, die: Callable[[], None]) -> None:
     match death["how"]:
         case "step":
             os.fsync = at_call(lines, os.fsync, then=Timer(death["delay"], die).start)
+        case "node":
+            os.fsync = at_call(lines, os.fsync, then=partial(die_with_agent, die))
         case "soon":
             Timer(death["delay"], die).start()
             os.fsync = at_call(lines, os.fsync, then=die)
