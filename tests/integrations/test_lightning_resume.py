@@ -62,13 +62,13 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if len(self.numbers) == self.fails_at:
             raise LookupError
-        numbers = batch if isinstance(batch, torch.Tensor) else batch[0]
+        numbers = batch if isinstance(batch, torch.Tensor) else torch.empty(0) if batch[0] is None else batch[0]
         self.epochs.append(self.current_epoch)
         self.batches.append(batch_idx)
         self.steps.append(self.global_step)
         self.logged.append(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
         self.numbers.append(numbers.tolist())
-        loss: torch.Tensor = self.model(numbers.float()[:, None]).square().mean()
+        loss: torch.Tensor = self.model(numbers.float()[:, None]).square().sum()
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -79,7 +79,7 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         self.ended.append(self.current_epoch)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.0001)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.000001)
         self.by_batch, self.by_epoch = (torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2))
         return [optimizer], [{"scheduler": self.by_batch, "interval": "step"}, self.by_epoch]
 
@@ -227,6 +227,8 @@ def test_lightning_s_options_follow_the_new_count(tmp_path: Path) -> None:
     )  # steps end with 15, 18, 21, ...
     assert rest[0].steps == rest[0].logged == [4, 4, 4, 5, 5, 5, 6, 6, 6, 7, 7, 7, 8]
     assert trainer.global_step == 9
+    rest, trainer = resumed(2, shuffled, file, max_epochs=1, accumulate_grad_batches=4)  # with 8, 12, and the last
+    assert rest[0].steps == rest[0].logged == [4, 4, 5, 5, 5, 5, 6]
 
 
 def test_what_was_fetched_and_not_finished_comes_again(tmp_path: Path) -> None:
@@ -246,16 +248,16 @@ def test_what_was_fetched_and_not_finished_comes_again(tmp_path: Path) -> None:
 
 
 def test_a_nest_of_loaders_resumes_on_other_ranks(tmp_path: Path) -> None:
-    """The loader that ends the epoch counts: the longest, or of ``min_size`` the shortest."""
-    cases: Any = (("max_size_cycle", range(30)), ("min_size", range(70)))
-    for mode, others in cases:
+    """The loader that ends the epoch counts. After 30 samples 4 ranks have 3 batches left of 50, 4 of 56, 6 of 72."""
+    cases: Any = [("max_size_cycle", range(20), 4), ("min_size", range(72), 4)]
+    cases += [("max_size", range(56), 3), ("min_size", range(56), 4)]  # 7 batches, as of 50 samples
+    for case, (mode, others, begins) in enumerate(cases):
         make = lambda: CombinedLoader([shuffled(), DataLoader(others, 2)], mode)  # noqa: B023, E731 - used here
-        folder = tmp_path / mode
+        folder = tmp_path / f"{case}"
         first = begun(folder, make)
-        for ranks in (1, 4):
-            rest, _ = resumed(ranks, make, folder / "step=4.ckpt")
-            assert_once(taken(first, 4), rest)
-            assert rest[0].batches[0] == steps_of(SAMPLES, ranks) - steps_of(SAMPLES - 24, ranks)
+        rest, _ = resumed(4, make, folder / "step=5.ckpt", max_epochs=1)
+        assert_once(taken(first, 5), rest)
+        assert rest[0].batches == list(range(begins, 7))
 
 
 def test_another_batch_size_resumes_too(tmp_path: Path) -> None:
@@ -286,8 +288,11 @@ def test_twice_in_one_epoch_and_by_what_one_process_saved(tmp_path: Path) -> Non
 def test_a_loader_with_a_state_of_its_own_is_refused(tmp_path: Path) -> None:
     make: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
     as_rank(0, 3, make, every_step(tmp_path))
-    with raises(StateError, ("4 batches", "9", "13"), ("number of ranks", "at the end of an epoch")):
-        as_rank(0, 2, make, file=tmp_path / "step=4.ckpt")
+    with pytest.raises(LookupError):
+        as_rank(0, 3, make, OnExceptionCheckpoint(tmp_path), fails_at=8)  # in the last batch
+    for file, done in (("step=4.ckpt", 4), ("on_exception.ckpt", 8)):
+        with raises(StateError, (f"{done} batches", "9", "13"), ("number of ranks", "at the end of an epoch")):
+            as_rank(0, 2, make, file=tmp_path / file)
     assert as_rank(0, 3, make, file=tmp_path / "step=4.ckpt")[0].batches[0] == 4
 
 
