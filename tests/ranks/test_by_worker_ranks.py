@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells, raises
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -135,7 +135,7 @@ def two_epochs(case: Case) -> Said:
     return Said(epochs, [rounds.taken(n) for n in range(rounds.count + 1)], rounds.ends)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [soaked(2), 3])
 def test_ranks_make_equal_steps_of_all_there_is(ranks: int) -> None:
     said = run_ranks(two_epochs_of_each, ranks)
     for name, case in CASES.items():
@@ -206,7 +206,7 @@ def stops(case: Case, ranks: int) -> Iterator[Stopped]:
         yield Stopped(before, more + rest, [numbers(batch, 1) for batch in last], state)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [soaked(2), 3])
 def test_a_pass_resumes_wherever_it_was_stopped(ranks: int) -> None:
     """Each batch comes once, in equal steps; who gets one that is handed over may change."""
     said = run_ranks(stopped_everywhere, ranks, timeout=240)

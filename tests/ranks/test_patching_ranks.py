@@ -74,7 +74,7 @@ def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any
     return shares
 
 
-@pytest.mark.parametrize("world_size", [2, 3, soaked(4)])
+@pytest.mark.parametrize("world_size", [soaked(2), 3, soaked(4)])
 @pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
     ranks = run_ranks(every_kind, world_size, timeout=600)

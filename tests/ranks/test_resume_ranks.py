@@ -210,6 +210,7 @@ def test_torchrun_as_the_page_says(tmp_path: Path) -> None:
 ELASTIC_CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
+@pytest.mark.soak  # agents wait for each other, 40 seconds in all
 def test_a_node_is_lost_and_the_others_go_on_within_the_epoch(tmp_path: Path) -> None:
     """Three agents with a rank each, as on three nodes: one dies with its rank, and torchrun starts two ranks again."""
     with socket.socket() as free:

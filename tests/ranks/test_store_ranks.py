@@ -93,6 +93,7 @@ def made_again_and_again(rank: int, world_size: int) -> dict[str, tuple[int, int
     return counts
 
 
+@pytest.mark.soak  # some hundred patches
 def test_patching_again_and_again_leaves_nothing_that_grows() -> None:
     for counts in run_ranks(made_again_and_again, 2):
         assert {name: many - few for name, (few, many) in counts.items() if many > few} == {}

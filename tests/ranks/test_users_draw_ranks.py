@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 from users import REMEDIED, SHUFFLERS, SIZE, N, loader
 
@@ -461,6 +461,6 @@ def on_rank(rank: int, world_size: int) -> dict[str, Run]:
     return run_cases(rank, world_size, CASES)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_what_others_draw_look_at_list_or_set_loses_nothing(world_size: int) -> None:
     assert not disappointed(run_ranks(on_rank, world_size), CASES)

@@ -61,6 +61,7 @@ def test_what_is_installed_is_the_package_with_its_extra(project: Path) -> None:
     assert not any("pip install" in command for command in others)
 
 
+@pytest.mark.soak  # each step starts processes of its own; the tests above hold what the steps are
 def test_every_step_of_the_job_runs_and_fails_where_a_loader_is_not_patched(project: Path) -> None:
     _, audit, assertion = steps().values()
     done = run(audit, project)
