@@ -307,5 +307,6 @@ def run_tests(session: nox.Session, *arguments: str) -> None:
     environment |= {"OMP_NUM_THREADS": "1"}  # more threads only wait for each other: the processes use all cores
     # More processes than cores: on real ranks a test mostly waits.
     # And they take tests from each other: some take a hundred times as long as others.
-    workers = ["-n", str((os.cpu_count() or 1) + 3), "--dist", "worksteal"]
+    # Large packages wait for memory and files instead.
+    workers = ["-n", str((os.cpu_count() or 1) + (2 if INTEGRATIONS[0] in arguments else 3)), "--dist", "worksteal"]
     session.run("pytest", *workers, *arguments, env=environment)

@@ -127,6 +127,7 @@ def on_rank(rank: int, world_size: int, shared: str) -> dict[str, list[list[list
     return found
 
 
+@pytest.mark.soak  # test_hf_resume.py does so on other ranks, too
 def test_resumed_within_an_epoch(tmp_path: Path) -> None:
     ranks = run_ranks(on_rank, RANKS, str(tmp_path), timeout=300)
     for name, (_, _, options, steps) in CASES.items():

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from iterables import ShardPerWorker
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch.utils.data import DataLoader
 from zoo import Indices, Source, as_it_is, seed_ambient
 
@@ -237,7 +237,7 @@ def whole(train: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, soaked(1)])
 def test_ranks_that_do_the_same_are_told_nothing_however_fast_they_are(workers: int) -> None:
     run_ranks(honest, 2, workers)
 

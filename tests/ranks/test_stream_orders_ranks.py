@@ -243,7 +243,7 @@ def watched(rank: int, world_size: int) -> dict[tuple[str, int], Told]:
     return told
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_only_orders_that_differ_are_found(world_size: int) -> None:
     ranks = run_ranks(watched, world_size, timeout=300)
     wrong = {}

@@ -61,6 +61,7 @@ def remove(names: list[str]) -> None:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)  # noqa: S603, S607 - as above
 
 
+@pytest.mark.soak  # two agents, which import torch for each of their ranks
 def test_torchrun_on_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (out := tmp_path / "out").mkdir()
