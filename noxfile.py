@@ -109,7 +109,7 @@ def newest(session: nox.Session) -> None:
 def integrations(session: nox.Session) -> None:
     """Test the wheel and pages with other packages, and write ``docs/frameworks.md``; arguments go to pytest.
 
-    With ``-m "not ray"`` Ray is not installed either.
+    With ``-m "not ray"`` Ray is not installed either; ``-m soak`` runs the long tests that CI leaves out.
     """
     leaves_out_ray = "not ray" in session.posargs
     install_soundfile(session)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["put", "show_and_put"]
+__all__ = ["commit", "put", "show_and_put"]
 
 Rows = Sequence[Sequence[str]]
 
@@ -53,11 +53,10 @@ def put(page: Path, name: str, text: str) -> None:
     page.write_text(f"{before}{begin}\n\n{text}\n\n*Measured at {commit()}.*\n\n{end}{rest.split(end)[1]}")
 
 
-def commit() -> str:
-    """Return the commit that the checkout is at, and whether files differ from it that are imported or run."""
-    here = Path(__file__).parent
-    head = _git("rev-parse", "--short", "HEAD", at=here)
-    changed = _git("status", "--porcelain", "--", "../ddp_patch", ".", at=here)
+def commit(checkout: Path = Path(__file__).parents[1]) -> str:
+    """Return the commit that a checkout is at, and whether files differ from it that are imported or run."""
+    head = _git("rev-parse", "--short", "HEAD", at=checkout)
+    changed = _git("status", "--porcelain", "--", "ddp_patch", "benchmarks", at=checkout)
     return f"{head}, with changes" if changed else head
 
 

@@ -15,14 +15,15 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+from speed import Numbers, OfTheUser
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.testing import run_ranks
@@ -34,45 +35,19 @@ STEPS = {0: 2000, 2: 300}  # of a pass, by workers
 CASES = {"samples": "a shuffled loader", "sampler": "a sampler of the user's", "batches": "whole batches"}
 
 
-class Numbers(Dataset[int]):
-    """As many samples as wanted, of no size."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class OfTheUser(Sampler[int]):
-    """Draws as torch's does, and nothing is known of its order."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.n).tolist())
-
-
 def loaders(case: str, workers: int, n: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return a loader that takes as many steps without this package, and a patched one."""
     data = Numbers(n)
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
     beside: DataLoader[Any] = DataLoader(data, BATCH, sampler=DistributedSampler(data), **options)
     if case == "batches":
-        half = BatchSampler(OfTheUser(n // RANKS), BATCH, drop_last=False)
+        half = BatchSampler(OfTheUser(range(n // RANKS)), BATCH, drop_last=False)
         beside = DataLoader(data, batch_sampler=half, **options)
         given: DataLoader[Any] = DataLoader(
             data, batch_sampler=BatchSampler(RandomSampler(data), BATCH, drop_last=False), **options
         )
         return beside, patch_dataloader_to_ddp(given, share="batches")
-    sampler = OfTheUser(n) if case == "sampler" else RandomSampler(data)
+    sampler = OfTheUser(data) if case == "sampler" else RandomSampler(data)
     return beside, patch_dataloader_to_ddp(DataLoader(data, BATCH, sampler=sampler, **options))
 
 
@@ -140,7 +115,7 @@ def measure(rank: int, ranks: int, repeats: int) -> dict[str, tuple[float, float
 
 def of_tree(folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
     """Return the figures of a tree, measured in processes that import it."""
-    paths = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    paths = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, "--here", "--repeats", str(repeats)]
     output = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, check=True).stdout  # noqa: S603 - this very Python
     found: dict[str, tuple[float, float]] = json.loads(output)
@@ -158,15 +133,16 @@ def main() -> None:
     if arguments.here:
         print(json.dumps(run_ranks(measure, RANKS, arguments.repeats, timeout=600)[0]))
         return
-    from pages import show_and_put  # the tree before has none of it
+    from pages import commit, show_and_put
 
-    trees = {"now": README.parent, **({"before": arguments.before.absolute()} if arguments.before else {})}
+    before = None if arguments.before is None else arguments.before.absolute()
+    trees = {"now": README.parent, **({} if before is None else {commit(before): before})}
     found: dict[str, dict[str, list[tuple[float, float]]]] = {name: defaultdict(list) for name in trees}
     for _ in range(arguments.rounds):
         for name, folder in trees.items():
             for row, both in of_tree(folder, arguments.repeats).items():
                 found[name][row].append(both)
-    head = ["microseconds", "without", *(f"patched, {name}" if arguments.before else "patched" for name in trees)]
+    head = ["microseconds", "without", *(f"patched, {name}" if before else "patched" for name in trees)]
     rows = []
     for row, of_now in found["now"].items():
         cells = [f"{min(plain for plain, _ in of_now):.2f}"]

@@ -59,7 +59,7 @@ def _gathered(accelerator: Accelerator, input_data: Any, use_gather_object: bool
     loader = accelerator.gradient_state.active_dataloader
     if isinstance(loader, _Prepared):
         return loader.gathered(input_data)
-    return Accelerator.gather_for_metrics(accelerator, input_data, use_gather_object)
+    return type(accelerator).gather_for_metrics(accelerator, input_data, use_gather_object)
 
 
 class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  # accelerate is not there where types are checked

@@ -36,7 +36,7 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import batches_as_here, state_as_found
 from ddp_patch.sharding.position import no_state
-from ddp_patch.wrappers import with_mesh
+from ddp_patch.wrappers import alone, with_mesh
 
 __all__ = ["PatchDataLoaders"]
 
@@ -45,7 +45,6 @@ _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 _OF_TRAINING = {"cost", "cost_of", "cost_window", "scalable_shuffle", "share", "uneven"}
 # What was given for each loader that was taken: the Trainer puts that into a CombinedLoader of the user's.
 _GIVEN: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
-_WORLDS = {"process_group", "device_mesh", "data_parallel_dimensions"}
 _PLAN = "ddp_patch_plan"
 _INSTEAD = "or resume from a checkpoint that was taken at the end of an epoch."
 
@@ -245,10 +244,9 @@ def _may_end_apart(trainer: Any, loader: DataLoader[Any]) -> bool:
 
 def _patched_alone(given: DataLoader[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
     """Patch a loader of the only process, so that it has a position; leave alone what cannot be patched."""
-    alone: Any = {"rank": 0, "num_replicas": 1}
-    chosen = {name: value for name, value in options.items() if name not in _WORLDS}
+    chosen: Any = options if "rank" in options else alone(options)
     try:
-        return patch_dataloader_to_ddp(given, **alone | chosen)
+        return patch_dataloader_to_ddp(given, **chosen)
     except UnsupportedLoaderError:
         return given
 

@@ -97,6 +97,14 @@ class StepWeight:
             self._leave_out_what_is_over(of)
         self._taken.append((of, weight))
 
+    def begin_whole(self) -> None:
+        """Note that a pass begins of which every rank gets whole batches: their gradients are equal, and as they are.
+
+        A batch of a divided pass that was taken before, and waits for its ``backward()``, keeps its weight.
+        """
+        if not self._taken:
+            self._weight, self._last = 1.0, None
+
     def end(self, of: PassWeights) -> None:
         """Note that a pass came to its end."""
         of.is_over = True

@@ -397,6 +397,7 @@ class OneProcess:
             known.record.note_whole("whole and divided" if known.is_divided else "whole", known.whole, facts)
             self._log(known.record)
         self._replicas.share_buffers()
+        self._gradients.weight.begin_whole()
         key = self._numbers.enter(own=False)
         iterator = iter(known.whole)
         return _Pass(iterator, iterator, partial(self._numbers.leave, key))

@@ -73,6 +73,7 @@ def test_the_rest_of_an_epoch_goes_on_on_any_number_of_processes(tmp_path: Path)
 
 def gathered(rank: int, world_size: int) -> list[Any]:
     """What is gathered in each step of two passes, and in one of a loader that accelerate shards."""
+    seed_ambient(rank)
     accelerator = accelerators()
     found = []
     for options in ({}, {"uneven": "drop"}, {"share": "within_batches"}):

@@ -14,7 +14,7 @@ import iterables
 import pytest
 from parts import Read, assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
 from quick import run_ranks
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import N, Source, seed_ambient
@@ -261,3 +261,16 @@ class Noted(iterables.Shards):
             with self.notes.open("a") as file:
                 file.write(f"{item}\n")
             yield item
+
+
+def shuffled_without_a_seed(rank: int, world_size: int, tars: list[str]) -> list[int]:
+    """What each rank gets where shards are shuffled by what differs between ranks."""
+    seed_ambient(rank)
+    loader: DataLoader[Any] = DataLoader(web(tars, shardshuffle=5), 2, num_workers=2)
+    patched = patch_dataloader_to_ddp(loader, iterable_sharding="by_worker")
+    return [int(number) for (batch,) in patched for number in batch]
+
+
+def test_by_worker_needs_no_seed_where_shards_are_split_before_they_are_shuffled(tars: list[str]) -> None:
+    """As docs/streams.md says of webdataset; ``test_stream_orders.py`` has what the default makes of it."""
+    assert sorted({*chain(*run_ranks(shuffled_without_a_seed, 2, tars))}) == list(range(N))

@@ -374,6 +374,11 @@ def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             model(batch.double()).pow(2).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+        model.eval()  # every rank computes whole batches
+        for batch in loader:
+            model(batch.double()).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         return model.weight.tolist()
 
     def sizes(loader: Any, model: Any) -> Any:
