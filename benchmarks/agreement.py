@@ -79,7 +79,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))
     plain = patch_dataloader_to_ddp(loader)
     verified = patch_dataloader_to_ddp(loader, verify=True)
-    led = patch_dataloader_to_ddp(loader, agreement="leader")
+    led = patch_dataloader_to_ddp(loader, order="leader")
     plain_ms = timed(lambda: list(plain.batch_sampler or ()))
     verified_ms = timed(lambda: list(verified.batch_sampler or ()))
     led_ms = timed(lambda: list(led.batch_sampler or ()))

@@ -30,9 +30,8 @@ from texts import docstrings
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.costs import CostOf
-from ddp_patch.options import COST_WINDOW
+from ddp_patch import Cost, patch_dataloader_to_ddp
+from ddp_patch.costs import COST_WINDOW, CostOf
 from ddp_patch.orders.random_states import balancing_key
 from ddp_patch.sharding.balancing import balance_batch, balance_window
 
@@ -122,7 +121,7 @@ class Kind:
 
     def balanced(self, lengths: NDArray[np.int64], rank: int, ranks: int) -> Any:
         """Return a rank's loader, dealt."""
-        return self.patched(lengths, rank, ranks, cost=lengths, cost_of=self.cost_of)
+        return self.patched(lengths, rank, ranks, cost=Cost(lengths, of=self.cost_of))
 
 
 KINDS = [

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import Cost, patch_dataloader_to_ddp
 from ddp_patch.samplers import LengthBucketBatchSampler
 
 __all__ = ["PEERS", "Peer"]
@@ -184,7 +184,7 @@ def bucketed_on_all(lengths: Lengths, size: int, ranks: int) -> Steps:
 def balanced(data: Any, lengths: Lengths, size: int, rank: int, ranks: int, collate: Any) -> Any:
     """Shuffled samples, balanced."""
     loader: DataLoader[Any] = DataLoader(data, size, shuffle=True, collate_fn=collate, drop_last=True)
-    return patch_dataloader_to_ddp(loader, rank=rank, num_replicas=ranks, seed=0, cost=lengths, cost_of="padded")
+    return patch_dataloader_to_ddp(loader, rank=rank, num_replicas=ranks, seed=0, cost=Cost(lengths, of="padded"))
 
 
 def balanced_batches(data: Any, lengths: Lengths, size: int, rank: int, ranks: int, collate: Any) -> Any:
@@ -192,7 +192,7 @@ def balanced_batches(data: Any, lengths: Lengths, size: int, rank: int, ranks: i
     most = 0.02 if len(lengths) > 10_000 else 0.1  # of few samples, few are as alike
     batches = LengthBucketBatchSampler(lengths, max_tokens=budget(lengths, size), max_padding=most, seed=0)
     loader: DataLoader[Any] = DataLoader(data, batch_sampler=batches, collate_fn=collate)
-    options: Any = {"cost": lengths, "cost_of": "padded", "share": "batches", "uneven": "drop"}
+    options: Any = {"cost": Cost(lengths, of="padded"), "share": "batches", "uneven": "drop"}
     return patch_dataloader_to_ddp(loader, rank=rank, num_replicas=ranks, seed=0, **options)
 
 
@@ -203,6 +203,6 @@ PEERS: Sequence[Peer] = [
     rebalancing(1),
     rebalancing(ACCUMULATED),
     Peer("`DynamicBucketingSampler`", LHOTSE, bucketed, bucketed_on_all),
-    Peer('`shuffle=True`, `cost_of="padded"`', OURS, balanced),
-    Peer('`LengthBucketBatchSampler`, `cost_of="padded"`', OURS, balanced_batches),
+    Peer('`shuffle=True`, `of="padded"`', OURS, balanced),
+    Peer('`LengthBucketBatchSampler`, `of="padded"`', OURS, balanced_batches),
 ]

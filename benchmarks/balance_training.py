@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import Cost, patch_dataloader_to_ddp
 from ddp_patch.costs import CostOf
 from ddp_patch.testing import run_ranks
 
@@ -122,7 +122,7 @@ class Kind:
             loader: DataLoader[Any] = DataLoader(texts, BATCH, shuffle=True, collate_fn=self.collate, drop_last=True)  # type: ignore[arg-type]
             return patch_dataloader_to_ddp(loader, seed=1, share=self.share, **options)
 
-        return made(), made(cost=lengths, cost_of=self.cost_of)
+        return made(), made(cost=Cost(lengths, of=self.cost_of))
 
 
 KINDS = [

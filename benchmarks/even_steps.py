@@ -100,7 +100,7 @@ def share_of_all_readers(rank: int, world_size: int, sizes: Sequence[int]) -> tu
 def made(sizes: Sequence[int], workers: int, read_s: float) -> Any:
     """Return a patched loader of shards of these sizes."""
     loader: DataLoader[Any] = DataLoader(Shards(sizes, read_s), BATCH, num_workers=workers)
-    return patch_dataloader_to_ddp(loader, iterable_sharding="by_worker", seed=1)
+    return patch_dataloader_to_ddp(loader, share="by_worker", seed=1)
 
 
 def main() -> None:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 
-from ddp_patch import RanksFailedError, iter_with_weights, patch_dataloader_to_ddp
+from ddp_patch import iter_with_weights, patch_dataloader_to_ddp
+from ddp_patch.errors import RanksFailedError
 from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.testing import run_ranks
 

@@ -28,7 +28,8 @@ from pages import put
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
-from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import RanksFailedError
 from ddp_patch.orders.generators import random_generators, unmoved
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.orders.random_states import ambient_unmoved

@@ -58,8 +58,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"share": "within_batches", "uneven": "keep"},
     {"cost": [1 + number % 7 for number in range(N)]},
     {"layout": "contiguous"},
-    {"agreement": "seeded"},
-    {"agreement": "leader"},
+    {"order": "seeded"},
+    {"order": "leader"},
     {"verify": True},
 ]
 
@@ -325,7 +325,7 @@ class How:
 
     def fits(self, plan: Plan) -> bool:
         """Tell whether it can be done in a program."""
-        if self.passes and not self.loses and {"verify", "agreement"} & set(plan.options):
+        if self.passes and not self.loses and {"verify", "order"} & set(plan.options):
             return False
         if self.grows and plan.persistent:  # workers would not see the rows
             return False
@@ -533,7 +533,7 @@ def run_plans(rank: int, world: int, plans: Sequence[Plan]) -> list[Run]:
     runs: list[Run] = []
     for plan in plans:
         runs.append(run_case(rank, world, partial(run_plan, plan), plan.together))
-        patches, is_led = runs[-1].patches, {"agreement", "verify"} & set(plan.options)
+        patches, is_led = runs[-1].patches, {"order", "verify"} & set(plan.options)
         found = torch.tensor([patches, -patches, bool(runs[-1].told and is_led)])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if found[0] + found[1] or found[2]:

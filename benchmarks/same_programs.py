@@ -36,12 +36,10 @@ WITH_WORKERS = 0.01  # of all programs: with workers, one takes as long as twent
 OPTIONS: dict[str, tuple[list[Any], float]] = {
     "uneven": (["pad", "drop", "keep", "keep"], 0.4),
     "layout": (["contiguous", "contiguous", "interleaved"], 0.2),
-    "share": (["samples", "batches", "within_batches", "within_batches"], 0.2),
+    "share": (["samples", "batches", "within_batches", "within_batches", "by_worker"], 0.26),
     "seed": ([0, 7, 7, 7, 7, 7, -1], 0.12),
-    "agreement": (["seeded", "ambient", "auto", "ambient", "leader"], 0.08),
+    "order": (["seeded", "ambient", "auto", "ambient", "leader", "scalable", "scalable"], 0.1),
     "verify": ([True, False], 0.01),
-    "scalable_shuffle": ([True], 0.03),
-    "iterable_sharding": (["by_worker", "exact"], 0.06),
     "cost": (["list", "function", "function", "function", "short list"], 0.15),
     "cost_of": (["padded", "sum"], 0.15),
     "cost_window": ([1, 2, 2, 5, 5, 0], 0.2),
@@ -171,7 +169,7 @@ class Rank:
     def play(self) -> None:
         """Make the loader, patch it and act."""
         # Ranks are seeded differently, unless they agree by being seeded alike.
-        seed = self.program.number % 1000 + ("agreement" not in self.program.options) * self.rank
+        seed = self.program.number % 1000 + ("order" not in self.program.options) * self.rank
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
@@ -224,12 +222,10 @@ class Rank:
                 return ddp_patch.patch_dataloader_to_ddp(self.raw, **options, **where)
             case "several":
                 loaders = {"train": self.raw, "val": [DataLoader(Rows(5, "ints", None))]}
-                return ddp_patch.patch_dataloaders_to_ddp(loaders, **options, **where)["train"]
+                return ddp_patch.patch_dataloader_to_ddp(loaders, **options, **where)["train"]
             case "alone":
                 return self.raw
-        where |= {
-            name: options[name] for name in ("uneven", "layout", "agreement", "seed", "verify") if name in options
-        }
+        where |= {name: options[name] for name in ("uneven", "layout", "order", "seed", "verify") if name in options}
         if p.kind not in BATCHES or self.raw.batch_sampler is None:
             single = ddp_patch.DDPSamplerWrapper(self.raw.sampler, p.is_lazy, not p.drop_last, **where)
             return DataLoader(self.dataset, p.size, sampler=single, collate_fn=as_it_is)

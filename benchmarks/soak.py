@@ -152,7 +152,7 @@ class Training:
         if kind in {"shuffled", "in order"}:
             extra: list[dict[str, Any]] = [{}, {}, {"share": "batches"}, {"cost": [1 + i % 7 for i in range(n)]}]
             extra += [{"share": "within_batches", "uneven": "pad"}, {"layout": "contiguous"}]
-            extra += [{"scalable_shuffle": True}] if kind == "shuffled" else []
+            extra += [{"order": "scalable"}] if kind == "shuffled" else []
             options |= numbers.choice(extra)
         if numbers.random() < 0.2:
             options["verify"] = True

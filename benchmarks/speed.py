@@ -124,13 +124,13 @@ def unbatched(sampler: Any, world_size: int) -> Iterable[Any]:
 
 def scalable(sampler: Any, world_size: int) -> Iterable[Any]:
     """Patch a loader, with a scalable shuffle."""
-    return ours(sampler, world_size, scalable_shuffle=True)
+    return ours(sampler, world_size, order="scalable")
 
 
 def from_the_middle(sampler: Any, world_size: int) -> Iterable[Any]:
     """Patch a loader, with a scalable shuffle, and go on from the middle of an epoch."""
     given: DataLoader[Any] = DataLoader(Numbers(len(sampler)), BATCH, sampler=sampler)
-    patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size, scalable_shuffle=True)
+    patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size, order="scalable")
     half = len(sampler) // world_size // BATCH // 2 * BATCH
     restore_loader(patched, loader_state(patched) | {"done": [[world_size, half]]})
     return patched.batch_sampler or ()

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import RanksFailedError
 from ddp_patch.testing import run_ranks
 
 __all__ = ["table"]
@@ -113,7 +114,7 @@ def loader(dataset: Any, world: World) -> DataLoader[Any]:
 def ours(sharding: Any) -> Callable[[World, int, int], Iterable[Any]]:
     """Patch it."""
     return lambda world, cost_ms, rank: patch_dataloader_to_ddp(
-        loader(Shards(world.shards(cost_ms), cost_ms), world), iterable_sharding=sharding
+        loader(Shards(world.shards(cost_ms), cost_ms), world), share=sharding
     )
 
 
@@ -142,7 +143,7 @@ def hugging_faces(world: World, cost_ms: int, rank: int, *, patched: bool = Fals
 
     streamed = Streamed.from_generator(read_rows, gen_kwargs={"shards": world.shards(cost_ms), "cost_ms": cost_ms})
     if patched:
-        given = patch_dataloader_to_ddp(loader(streamed, world), iterable_sharding="by_worker")
+        given = patch_dataloader_to_ddp(loader(streamed, world), share="by_worker")
     else:
         given = loader(split_dataset_by_node(streamed, rank=rank, world_size=world.ranks), world)
     return (batch["number"] for batch in given)
@@ -155,7 +156,7 @@ def webdatasets(world: World, cost_ms: int, rank: int, *, patched: bool = False)
     names = wds.SimpleShardList([f"{shard.start}-{shard.stop}" for shard in world.shards(cost_ms)])
     by_node = [] if patched else [wds.split_by_node]
     given = loader(wds.DataPipeline(names, *by_node, wds.split_by_worker, Tars(cost_ms)), world)
-    return patch_dataloader_to_ddp(given, iterable_sharding="by_worker") if patched else given
+    return patch_dataloader_to_ddp(given, share="by_worker") if patched else given
 
 
 IMPLEMENTATIONS: dict[str, Callable[[World, int, int], Iterable[Any]]] = {

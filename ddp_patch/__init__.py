@@ -4,32 +4,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ddp_patch.errors import (
-    AlreadyPatchedError,
-    AssumedShardedWarning,
-    AuditError,
-    DDPPatchError,
-    ExhaustedSamplerError,
-    InvalidOptionError,
-    LeaderError,
-    LeaderWarning,
-    MissingRanksError,
-    NoStepsError,
-    NotALoaderError,
-    NotDistributedWarning,
-    NotPatchedError,
-    OutputsError,
-    RankMismatchError,
-    RanksFailedError,
-    SamplerError,
-    StateError,
-    StreamLengthError,
-    StreamLengthWarning,
-    StreamOrderWarning,
-    TorchVersionError,
-    UnsupportedLoaderError,
-    WorldError,
-)
+from ddp_patch.costs import Cost
+from ddp_patch.errors import DDPPatchError, DDPPatchWarning
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.copying import extract_loader_parameters
 from ddp_patch.patching import patch_dataloader_to_ddp
@@ -39,7 +15,6 @@ if TYPE_CHECKING:
     from ddp_patch.auditing import audit
     from ddp_patch.evaluation import gather_in_order, gather_step, iter_with_mask, iter_with_weights
     from ddp_patch.loader import assert_loaders_patched, check_loaders_is_patched
-    from ddp_patch.patching import patch_dataloaders_to_ddp
     from ddp_patch.resume import loader_state, restore_loader
     from ddp_patch.running import autopatch, leave_alone, unpatched
 else:
@@ -55,7 +30,6 @@ else:
         "iter_with_weights": "ddp_patch.evaluation",
         "leave_alone": "ddp_patch.running",
         "loader_state": "ddp_patch.resume",
-        "patch_dataloaders_to_ddp": "ddp_patch.patching",
         "restore_loader": "ddp_patch.resume",
         "unpatched": "ddp_patch.running",
     }
@@ -70,33 +44,12 @@ else:
 
 
 __all__ = [
-    "AlreadyPatchedError",
-    "AssumedShardedWarning",
-    "AuditError",
+    "Cost",
     "DDPBatchSamplerWrapper",
     "DDPPatchError",
+    "DDPPatchWarning",
     "DDPSamplerWrapper",
-    "ExhaustedSamplerError",
-    "InvalidOptionError",
-    "LeaderError",
-    "LeaderWarning",
-    "MissingRanksError",
-    "NoStepsError",
-    "NotALoaderError",
-    "NotDistributedWarning",
-    "NotPatchedError",
-    "OutputsError",
     "PatchedLoader",
-    "RankMismatchError",
-    "RanksFailedError",
-    "SamplerError",
-    "StateError",
-    "StreamLengthError",
-    "StreamLengthWarning",
-    "StreamOrderWarning",
-    "TorchVersionError",
-    "UnsupportedLoaderError",
-    "WorldError",
     "assert_loaders_patched",
     "audit",
     "autopatch",
@@ -109,7 +62,6 @@ __all__ = [
     "leave_alone",
     "loader_state",
     "patch_dataloader_to_ddp",
-    "patch_dataloaders_to_ddp",
     "restore_loader",
     "unpatched",
 ]

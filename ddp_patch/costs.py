@@ -5,51 +5,69 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
 
 from ddp_patch.errors import InvalidOptionError
+from ddp_patch.validation import as_index
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
 
-__all__ = ["Cost", "CostOf", "Costs"]
+__all__ = ["COST_WINDOW", "Cost", "CostOf", "CostValues"]
 
-Cost: TypeAlias = Sequence[float] | np.ndarray[Any, Any] | torch.Tensor | Callable[[Any], float]
+CostValues: TypeAlias = Sequence[float] | np.ndarray[Any, Any] | torch.Tensor | Callable[[Any], float]
 CostOf: TypeAlias = Literal["sum", "padded"]
 
+# In steps; benchmarks/balance.py compares it with others.
+COST_WINDOW = 256
 
-class Costs:
-    """What the items of a stream cost.
+
+class Cost:
+    """What the items of a loader cost, for steps that cost about the same on all ranks.
 
     Args:
-        given: One number for each index of the dataset, or a function of an item.
-        cost_of: What a batch of indices costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to
-            the longest, the largest cost times their number.
+        values: One finite number of at least 0 for each index of ``loader.dataset``, in any unit, such as tokens: a
+            sequence, array or tensor. Or a function of an index (of a batch, where whole batches are sharded).
+        of: What a batch costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to the longest,
+            the largest cost times their number.
+        window: How many steps are balanced at once. More balance better, and take longer before the first batch:
+            ``window * num_replicas`` batches are drawn. 256 is where more made no difference.
 
     Attributes:
+        of_batch: As ``of``.
         function: The user's function; None if costs are looked up.
         length: How many numbers there are; None if a function gives them.
 
     Raises:
-        InvalidOptionError: ``given`` is neither, or has a cost that is not a number of at least 0.
+        InvalidOptionError: An argument has a value that it does not take.
 
     Examples:
-        >>> Costs([3.0, 1, 4], "padded").of([2, [0, 1]]).tolist()
+        >>> import ddp_patch
+        >>> ddp_patch.Cost([3, 1, 4], of="padded").of([2, [0, 1]]).tolist()
         [4.0, 6.0]
-        >>> Costs([3.0, 1, 4], "sum").of([(0, 2), (1,)], are_batches=True).tolist()
+        >>> Cost([3, 1, 4]).of([(0, 2), (1,)], are_batches=True).tolist()
         [7.0, 1.0]
-        >>> Costs(len, "sum").of(["ab", "c"]).tolist()
+        >>> Cost(len).of(["ab", "c"]).tolist()
         [2.0, 1.0]
     """
 
-    def __init__(self, given: Any, cost_of: CostOf) -> None:
-        self.cost_of: CostOf = cost_of
-        self.function: Callable[[Any], float] | None = given if callable(given) else None
-        self._each = np.empty(0) if callable(given) else _numbers(given)
-        self.length: int | None = None if callable(given) else len(self._each)
+    def __init__(self, values: CostValues, of: CostOf = "sum", window: int = COST_WINDOW) -> None:
+        if of not in get_args(CostOf):
+            raise InvalidOptionError(
+                f"Cost(..., of={of!r}) does not exist. Pass one of these: 'sum' means that a batch costs the sum of "
+                "its samples' costs, 'padded' means that it costs the largest of these times their number."
+            )
+        steps = as_index(window)
+        if steps is None or steps < 1:
+            raise InvalidOptionError(f"Cost(..., window={window!r}) has no step in it. Pass an int of at least 1.")
+        self.of_batch: CostOf = of
+        self.window: int = steps
+        self.function: Callable[[Any], float] | None = values if callable(values) else None
+        self._each = np.empty(0) if callable(values) else _numbers(values)
+        self.length: int | None = None if callable(values) else len(self._each)
 
     @property
     def described(self) -> str:
@@ -80,7 +98,7 @@ class Costs:
             return self._looked_up(indices)
         if indices is not None:
             each = self._looked_up(indices)
-            whole: NDArray[np.float64] = each.sum(1) if self.cost_of == "sum" else each.max(1) * each.shape[1]
+            whole: NDArray[np.float64] = each.sum(1) if self.of_batch == "sum" else each.max(1) * each.shape[1]
             return whole
         batches = [_listed(item, are_batches=are_batches) for item in items]
         indices = _as_indices(list(chain.from_iterable(batches)))
@@ -110,9 +128,9 @@ class Costs:
         found = np.zeros(len(sizes))
         if len(each):
             begins, filled = np.cumsum(sizes) - sizes, sizes > 0
-            reduced = np.add if self.cost_of == "sum" else np.maximum
+            reduced = np.add if self.of_batch == "sum" else np.maximum
             found[filled] = reduced.reduceat(each, begins[filled])
-        return found if self.cost_of == "sum" else found * sizes
+        return found if self.of_batch == "sum" else found * sizes
 
     def _looked_up(self, indices: NDArray[Any]) -> NDArray[np.float64]:
         try:

@@ -25,8 +25,8 @@ with a line that names that section.
         ├── StreamLengthError            also a RuntimeError: a sampler gave more or fewer items than its len()
         ├── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
         └── TorchVersionError            also an ImportError: this torch lacks something
-    Warning
-    └── UserWarning
+    UserWarning
+    └── DDPPatchWarning                  every warning of this package
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
         ├── LeaderWarning                the ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
@@ -39,6 +39,7 @@ __all__ = [
     "AssumedShardedWarning",
     "AuditError",
     "DDPPatchError",
+    "DDPPatchWarning",
     "ExhaustedSamplerError",
     "InvalidOptionError",
     "LeaderError",
@@ -176,21 +177,25 @@ class TorchVersionError(DDPPatchError, ImportError):
     """The installed torch lacks something that is needed here."""
 
 
-class AssumedShardedWarning(_HasSection, UserWarning):
+class DDPPatchWarning(_HasSection, UserWarning):
+    """The base class of every warning that ddp_patch gives."""
+
+
+class AssumedShardedWarning(DDPPatchWarning):
     """A map-style dataset counts as sharded only because it stores a rank and a number of ranks."""
 
 
-class StreamLengthWarning(_HasSection, UserWarning):
+class StreamLengthWarning(DDPPatchWarning):
     """A sampler gave more or fewer items than its ``__len__`` says; all that it gave were sharded."""
 
 
-class StreamOrderWarning(_HasSection, UserWarning):
+class StreamOrderWarning(DDPPatchWarning):
     """The ranks read different items of an iterable dataset: other augmentations, or other orders."""
 
 
-class LeaderWarning(_HasSection, UserWarning):
+class LeaderWarning(DDPPatchWarning):
     """The ranks would draw different orders, so rank 0 draws for all."""
 
 
-class NotDistributedWarning(_HasSection, UserWarning):
+class NotDistributedWarning(DDPPatchWarning):
     """There is only one process, so the loader is returned unchanged."""

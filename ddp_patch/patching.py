@@ -4,8 +4,9 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, cast, overload
+from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED
 from ddp_patch.compat.private_torch import MAKE_ITERATOR
-from ddp_patch.costs import Cost, CostOf
+from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, device_here
 from ddp_patch.errors import AlreadyPatchedError, NotALoaderError, NotDistributedWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
@@ -22,7 +23,7 @@ from ddp_patch.loaders.copying import OneIterator, copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
 from ddp_patch.loaders.moving import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
-from ddp_patch.options import COST_WINDOW, Agreement, IterableSharding, Layout, Options, Share, Uneven
+from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.histories import ReadAhead
@@ -38,7 +39,6 @@ __all__ = [
     "log_patched",
     "only_moved",
     "patch_dataloader_to_ddp",
-    "patch_dataloaders_to_ddp",
     "patch_each",
     "require_device",
     "shard",
@@ -52,31 +52,58 @@ L = TypeVar("L", bound=DataLoader[Any])
 T1 = TypeVar("T1")
 T2 = TypeVar("T2")
 T3 = TypeVar("T3")
-N = TypeVar("N")
+N = TypeVar("N", bound=list[Any] | tuple[Any, ...] | dict[Any, Any])
 
 
+class _NamedTuple(Protocol):
+    """A named tuple, which keeps its names."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+Named = TypeVar("Named", bound=_NamedTuple)
+
+
+class PatchOptions(SharingOptions, total=False):
+    """The keywords of ``patch_dataloader_to_ddp``, which describes them."""
+
+    share: Share
+    cost: Cost | CostValues | None
+    device: Device | None
+
+
+@overload
+def patch_dataloader_to_ddp(loader: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]: ...
+@overload
+def patch_dataloader_to_ddp(loader: Named, **options: Unpack[PatchOptions]) -> Named: ...
+@overload
 def patch_dataloader_to_ddp(
-    loader: DataLoader[T],
+    loader: tuple[DataLoader[T1], DataLoader[T2]], **options: Unpack[PatchOptions]
+) -> tuple[PatchedLoader[T1], PatchedLoader[T2]]: ...
+@overload
+def patch_dataloader_to_ddp(
+    loader: tuple[DataLoader[T1], DataLoader[T2], DataLoader[T3]], **options: Unpack[PatchOptions]
+) -> tuple[PatchedLoader[T1], PatchedLoader[T2], PatchedLoader[T3]]: ...
+# Lists and dicts keep their type: to a type checker, a list of patched loaders is no list of loaders.
+@overload
+def patch_dataloader_to_ddp(loader: N, **options: Unpack[PatchOptions]) -> N: ...
+def patch_dataloader_to_ddp(
+    loader: Any,
     *,
-    uneven: Uneven = "pad",
-    layout: Layout = "interleaved",
-    agreement: Agreement = "auto",
-    seed: int | None = None,
-    iterable_sharding: IterableSharding = "exact",
     share: Share = "auto",
-    process_group: dist.ProcessGroup | None = None,
+    uneven: Uneven = "pad",
+    seed: int | None = None,
+    cost: Cost | CostValues | None = None,
+    device: Device | None = None,
     device_mesh: DeviceMesh | None = None,
-    data_parallel_dimensions: Sequence[str] | None = None,
+    order: Order = "auto",
+    layout: Layout = "interleaved",
+    process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
-    scalable_shuffle: bool = False,
-    cost: Cost | None = None,
-    cost_of: CostOf = "sum",
-    cost_window: int = COST_WINDOW,
-    device: Device | None = None,
     verify: bool = False,
-    timeout: float = 300.0,
-) -> PatchedLoader[T]:
+    timeout: float | timedelta = 300.0,
+) -> Any:
     """Shard a finished loader: return a copy that gives this rank its part, with your sampler intact.
 
     Call it on every rank, after ``torch.distributed.init_process_group()``. ``batch_size`` stays per rank. Together the
@@ -85,48 +112,13 @@ def patch_dataloader_to_ddp(
     A sampler is sharded sample by sample, and an iterable dataset item by item. A batch sampler of your own is sharded
     in whole batches. ``share`` changes that.
 
-    After this call, ranks wait for each other only with ``verify=True``, ``agreement="leader"`` or
-    ``iterable_sharding="by_worker"``. They still compare their passes through the process group's store, without
-    waiting.
+    After this call, ranks wait for each other only with ``verify=True``, ``order="leader"`` or ``share="by_worker"``.
+    They still compare their passes through the process group's store, without waiting.
 
     Args:
-        loader: A finished loader. It stays unchanged.
-        uneven: What to do with the last round if the ranks do not divide the samples evenly. ``"pad"`` repeats the
-            first samples (equal steps, nothing lost). ``"drop"`` leaves the round out (equal steps, nothing repeated).
-            ``"keep"`` gives some ranks one item less (nothing lost or repeated, but steps may differ by one).
-        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
-            run of items. Then the sampler must know its length.
-        agreement: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
-            whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
-            first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch and sends
-            every rank its share. ``"ambient"`` lets samplers use the global random states, for ranks that are seeded
-            alike. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From then on it draws
-            what it would in one process.
-        scalable_shuffle: Compute the order of a shuffled loader (``DataLoader(shuffle=True)`` or a
-            ``SubsetRandomSampler``) instead of drawing a permutation; each rank computes only its share. The first
-            batch then takes constant time and memory for any number of samples. The order differs from torch's.
-        cost: What items cost, in any unit, such as tokens. Each step then costs about the same on all ranks. Pass one
-            number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of
-            an index (of a batch, where whole batches are sharded). Every rank calls the function for the items of all
-            ranks, so it should be quick. It must return the same for an item on every rank, in every call and after a
-            restart; otherwise samples are lost. The items of each window are balanced over ranks and steps, each
-            exactly once, and the steps come in a random order. Which samples share a batch then depends on the number
-            of ranks. Whole batches stay whole. With ``share="within_batches"``, each batch is divided into parts of
-            equal cost.
-        cost_of: What a batch costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to the
-            longest, the largest cost times their number.
-        cost_window: How many steps a window has. A larger one balances better, but draws more before the first batch:
-            ``cost_window * num_replicas`` batches.
-        seed: A whole number of at least 0, the same on every rank. By default each loader gets its own seed, which is
-            the same on every rank. It follows from rank 0's ``torch.initial_seed()`` and from how many such loaders
-            were patched before. In a ``process_group`` of only some ranks it follows from 0 instead, and in an
-            explicit world it is 0. Restoring a state replaces the default by the state's seed.
-        iterable_sharding: How to shard an iterable dataset. With ``"exact"``, every rank reads what one process with
-            the same workers reads, and keeps its share of each worker's part. With ``"by_worker"``, the dataset splits
-            itself by ``get_worker_info()``, which counts all ranks' workers as one loader's, so nothing is read twice.
-            Ranks that have batches left give some to those that have none, so that all make the same number of steps.
-            ``uneven`` says what happens to the last batches. Every pass then needs all ranks. In an explicit world,
-            ``uneven`` must be ``"keep"``, and steps are unequal.
+        loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
+            the ranks synchronise only once; unless each can be patched, none is. A loader that appears several times
+            is patched once, and None stays None. What you pass stays unchanged.
         share: What a rank takes at a time. With ``"samples"``, each rank makes its own batches of every
             num_replicas-th sample. With ``"batches"``, it takes whole batches as the unpatched loader makes them, so
             groups that a sampler puts into one batch stay together. ``"auto"`` takes whole batches of a batch sampler
@@ -134,33 +126,67 @@ def patch_dataloader_to_ddp(
             ``MPerClassSampler``, trl's ``RepeatSampler``); otherwise samples. With ``batch_size=None``, items are
             sharded as they are. With ``"within_batches"``, each batch of one process is divided over the ranks: rank r
             takes its items r, r + num_replicas, ... (``layout="contiguous"``: a run), and at least one.
-            ``iter_with_weights`` says which of them count. ``len(loader)`` is then that of one process.
-        process_group: The group whose ranks shard the data. Default: all ranks.
-        device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
-            ``dp_shard``, ``fsdp`` and the like. Ranks that differ only in other dimensions (tensor, context or
-            pipeline parallelism) get the same batches.
-        data_parallel_dimensions: The names of those dimensions, if yours have other names.
-        rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
-            other.
-        num_replicas: The number of ranks of an explicit world.
+            ``iter_with_weights`` says which of them count. ``len(loader)`` is then that of one process. Every rank
+            reads the whole of an iterable dataset, as one process with the same workers does, and keeps its share of
+            each worker's part. With ``"by_worker"``, the dataset splits itself by ``get_worker_info()``, which counts
+            all ranks' workers as one loader's, so nothing is read twice. Ranks that have batches left give some to
+            those that have none, so that all make the same number of steps. ``uneven`` says what happens to the last
+            batches. Every pass then needs all ranks. In an explicit world, ``uneven`` must be ``"keep"``, and steps are
+            unequal. Any other dataset is shared as with ``"auto"``.
+        uneven: What to do with the last round if the ranks do not divide the samples evenly. ``"pad"`` repeats the
+            first samples (equal steps, nothing lost). ``"drop"`` leaves the round out (equal steps, nothing repeated).
+            ``"keep"`` gives some ranks one item less (nothing lost or repeated, but steps may differ by one).
+        seed: A whole number of at least 0, the same on every rank. By default each loader gets its own seed, which is
+            the same on every rank. It follows from rank 0's ``torch.initial_seed()`` and from how many such loaders
+            were patched before. In a ``process_group`` of only some ranks it follows from 0 instead, and in an
+            explicit world it is 0. Restoring a state replaces the default by the state's seed.
+        cost: What items cost, in any unit, such as tokens. Each step then costs about the same on all ranks. Pass one
+            number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of
+            an index (of a batch, where whole batches are sharded); or a ``Cost`` of either, which says how a batch's
+            cost follows. Every rank calls the function for the items of all ranks, so it should be quick. It must
+            return the same for an item on every rank, in every call and after a restart; otherwise samples are lost.
+            The items of each window are balanced over ranks and steps, each exactly once, and the steps come in a
+            random order. Which samples share a batch then depends on the number of ranks. Whole batches stay whole.
+            With ``share="within_batches"``, each batch is divided into parts of equal cost.
         device: Moves batches to a device: ``"cuda:1"``, ``"cuda"`` (torch's current one), a ``torch.device``, or
             ``"auto"``: the accelerator with the number ``LOCAL_RANK``, or the CPU if there is none. It moves tensors
             wherever ``pin_memory`` finds them (in lists, dicts, ...), and whatever has a ``.to()``; all else stays as
             it is. On CUDA, copies have a stream of their own and do not block if the loader has ``pin_memory=True``. If
             the loader has workers, the next batch is copied while the loop works; states do not count it.
+        device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
+            ``dp_shard``, ``fsdp`` and the like. If yours have other names, pass the sub-mesh of them, such as
+            ``mesh["replica", "shard"]``. Ranks that differ only in other dimensions (tensor, context or pipeline
+            parallelism) get the same batches.
+        order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
+            whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
+            first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch and sends
+            every rank its share. ``"ambient"`` lets samplers use the global random states, for ranks that are seeded
+            alike. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From then on it draws
+            what it would in one process. ``"scalable"`` computes the order of a shuffled loader
+            (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
+            computes only its share. The first batch then takes constant time and memory for any number of samples. The
+            order differs from torch's.
+        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
+            run of items. Then the sampler must know its length.
+        process_group: The group whose ranks shard the data. Default: all ranks.
+        rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
+            other.
+        num_replicas: The number of ranks of an explicit world.
         verify: Compare epoch, seed and position between the ranks when an epoch begins, and what they drew when it
             ends.
-        timeout: How many seconds the ranks wait for each other, now and later.
+        timeout: How long the ranks wait for each other, now and later: seconds, or a ``timedelta``.
 
     Returns:
-        A loader of the same class. Its ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this rank
-        gets: ``shard 1 of 8, samples, 782 steps of 8``. Returns ``loader`` itself if it is already sharded: by this
-        function, by any other ``DistributedSampler``, or by a sampler or dataset that stores a rank and a number of
-        ranks or says ``is_ddp_aware = True``. Also returns ``loader`` itself, with a ``NotDistributedWarning``, if
-        there is only one process. In these cases ``device`` makes a copy that only moves batches.
+        A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. Its
+        ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this rank gets: ``shard 1 of 8, samples,
+        782 steps of 8``. Returns ``loader`` itself if it is already sharded: by this function, by any other
+        ``DistributedSampler``, or by a sampler or dataset that stores a rank and a number of ranks or says
+        ``is_ddp_aware = True``. Also returns ``loader`` itself, with a ``NotDistributedWarning``, if there is only one
+        process. In these cases ``device`` makes a copy that only moves batches.
 
     Raises:
-        NotALoaderError: ``loader`` is not a DataLoader.
+        NotALoaderError: ``loader`` is not a DataLoader, or one of several is none, or their lists or dicts cannot be
+            copied.
         InvalidOptionError: An option has a value that it does not take, or does not work with this loader.
         NoStepsError: A rank would make no step in an epoch, and one process would make some. If the length is not
             known yet, iterating raises it.
@@ -168,9 +194,9 @@ def patch_dataloader_to_ddp(
             ``process_group``; or ``num_replicas`` is larger than the process group.
         AlreadyPatchedError: The loader was sharded for another world, or patched with another ``device``.
         UnsupportedLoaderError: The loader cannot be sharded correctly.
-        RankMismatchError: The ranks' loaders or options differ; every rank raises it. Also while iterating: the ranks
-            make different passes, or read an iterable dataset in different orders. Also in an explicit world: too many
-            ranks take the same share.
+        RankMismatchError: The ranks' loaders or options differ, or the keys of a dict, or their order; every rank
+            raises it. Also while iterating: the ranks make different passes, or read an iterable dataset in different
+            orders. Also in an explicit world: too many ranks take the same share.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:
@@ -181,12 +207,23 @@ def patch_dataloader_to_ddp(
         ...     print(len(patched), [batch.tolist() for batch in patched])
         3 [[0, 2], [4, 6], [8]]
         3 [[1, 3], [5, 7], [9]]
+        >>> train, val = patch_dataloader_to_ddp((loader, DataLoader(range(4))), rank=1, num_replicas=2)
+        >>> [batch.tolist() for batch in val]
+        [[1], [3]]
     """
     given = {name: value for name, value in locals().items() if name != "loader"}
     where, chosen = split_options("patch_dataloader_to_ddp", given, PatchOptions)
-    (patched,) = patch_each("patch_dataloader_to_ddp", {"": loader}, find_world(**where), lambda: Options(**chosen))
-    log_patched({"": loader}, [patched])
-    return cast("PatchedLoader[T]", patched)  # it has what that type says, and the class of the given loader
+    world = find_world(**where)
+    with failures_broadcast(world):
+        leaves = list(nested(loader))
+        loaders = _by_place(leaves)
+        copied(loader, leaves, {id(each): each for each in loaders.values()})  # raises here if it cannot be
+    nest = _in_words(leaves, loaders)
+    patched = patch_each("patch_dataloader_to_ddp", loaders, world, lambda: Options(**chosen), nest)
+    if world is None and device is None:
+        return loader
+    log_patched(loaders, patched)
+    return copied(loader, leaves, {id(old): new for old, new in zip(loaders.values(), patched, strict=True)})
 
 
 def patch_each(
@@ -217,7 +254,7 @@ def patch_each(
         has_others = world is not None and max(world.num_replicas, len(world.share_of_rank or ())) > 1
         device = device_here(options.device, is_one_of_several=has_others)
         options = replace(options, device=device)
-        if world is None and not options.scalable_shuffle and device is None:
+        if world is None and not options.is_scalable and device is None:
             return _unshared(operation, loaders, options)
         looked = {}
         for place, loader in loaders.items():
@@ -266,7 +303,7 @@ def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[
     facts = look_at(loader)
     if isinstance(options.device, torch.device):
         require_device(facts, options.device)
-    if options.scalable_shuffle and facts.sharded_by is None:
+    if options.is_scalable and facts.sharded_by is None:
         require_shuffle(facts.stream)
     if world is not None:
         facts = unit_shared(facts, options.share)
@@ -282,89 +319,9 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options) -> Subject:
     return Subject(compared, facts.stream, ahead, facts.made_for, place)
 
 
-class _NamedTuple(Protocol):
-    """A named tuple, which keeps its names."""
-
-    def _asdict(self) -> dict[str, Any]: ...
-
-
-Named = TypeVar("Named", bound=_NamedTuple)
-
-
-class PatchOptions(SharingOptions, total=False):
-    """The keywords of ``patch_dataloader_to_ddp``, which describes them."""
-
-    iterable_sharding: IterableSharding
-    share: Share
-    scalable_shuffle: bool
-    cost: Cost | None
-    cost_of: CostOf
-    cost_window: int
-    device: Device | None
-
-
-@overload
-def patch_dataloaders_to_ddp(loaders: DataLoader[T], **options: Unpack[PatchOptions]) -> PatchedLoader[T]: ...
-@overload
-def patch_dataloaders_to_ddp(loaders: Named, **options: Unpack[PatchOptions]) -> Named: ...
-@overload
-def patch_dataloaders_to_ddp(
-    loaders: tuple[DataLoader[T1], DataLoader[T2]], **options: Unpack[PatchOptions]
-) -> tuple[PatchedLoader[T1], PatchedLoader[T2]]: ...
-@overload
-def patch_dataloaders_to_ddp(
-    loaders: tuple[DataLoader[T1], DataLoader[T2], DataLoader[T3]], **options: Unpack[PatchOptions]
-) -> tuple[PatchedLoader[T1], PatchedLoader[T2], PatchedLoader[T3]]: ...
-# Lists and dicts keep their type: to a type checker, a list of patched loaders is no list of loaders.
-@overload
-def patch_dataloaders_to_ddp(loaders: N, **options: Unpack[PatchOptions]) -> N: ...
-def patch_dataloaders_to_ddp(loaders: Any, **options: Unpack[PatchOptions]) -> Any:
-    """Shard several finished loaders as ``patch_dataloader_to_ddp`` shards one; the ranks synchronise only once.
-
-    The result is the same as if you patched them one by one. If one cannot be patched, or differs between the ranks,
-    every rank raises an error that names it, and none is patched.
-
-    Args:
-        loaders: A list, tuple (also named) or dict of loaders, nested as you like; or one loader. It stays unchanged.
-            A loader that appears several times is patched once. None means no loader, and stays None.
-        options: The keywords of ``patch_dataloader_to_ddp``, for all of the loaders.
-
-    Returns:
-        The same lists, tuples and dicts with patched loaders in them. A loader that is already sharded is not sharded
-        again. If there is only one process and no ``device``, ``loaders`` itself, with a ``NotDistributedWarning``.
-
-    Raises:
-        NotALoaderError: Something in ``loaders`` is not a loader, or its lists or dicts cannot be copied.
-        RankMismatchError: The ranks' loaders or options differ, or the keys of a dict, or their order.
-        DDPPatchError: Whatever ``patch_dataloader_to_ddp`` raises.
-
-    Examples:
-        >>> from torch.utils.data import DataLoader
-        >>> train, val = DataLoader(range(8), batch_size=2), DataLoader(range(4))
-        >>> train, val = patch_dataloaders_to_ddp((train, val), rank=1, num_replicas=2)
-        >>> [batch.tolist() for batch in train], [batch.tolist() for batch in val]
-        ([[1, 3], [5, 7]], [[1], [3]])
-        >>> nest = patch_dataloaders_to_ddp({"train": train, "val": [val], "test": None}, rank=1, num_replicas=2)
-        >>> nest["train"] is train, nest["test"]
-        (True, None)
-    """
-    where, chosen = split_options("patch_dataloaders_to_ddp", options, PatchOptions)
-    world = find_world(**where)
-    with failures_broadcast(world):
-        leaves = list(nested(loaders))
-        given = _by_place(leaves)
-        copied(loaders, leaves, {id(loader): loader for loader in given.values()})  # raises here if it cannot be
-    nest = _in_words(leaves, given)
-    patched = patch_each("patch_dataloaders_to_ddp", given, world, lambda: Options(**chosen), nest)
-    if world is None and chosen.get("device") is None:
-        return loaders
-    log_patched(given, patched)
-    return copied(loaders, leaves, {id(old): new for old, new in zip(given.values(), patched, strict=True)})
-
-
 def _by_place(leaves: Sequence[tuple[Keys, Any]]) -> dict[str, Any]:
     """Return each loader once, by the name of its first appearance."""
-    paths = {id(leaf): path for path, leaf in reversed(leaves) if not _is_no_loader(leaf)}
+    paths = {id(leaf): path for path, leaf in reversed(leaves) if not _is_no_loader(path, leaf)}
     given = {place_of(path) if path else "": leaf for path, leaf in leaves if paths.get(id(leaf)) == path}
     if len(given) < len(paths):
         raise NotALoaderError(
@@ -374,8 +331,9 @@ def _by_place(leaves: Sequence[tuple[Keys, Any]]) -> dict[str, Any]:
     return given
 
 
-def _is_no_loader(leaf: object) -> bool:
-    return leaf is None or is_empty(leaf)
+def _is_no_loader(path: Keys, leaf: object) -> bool:
+    """Return whether it is an empty container, or None in one."""
+    return is_empty(leaf) or (leaf is None and path != ())
 
 
 def _in_words(leaves: Sequence[tuple[Keys, Any]], given: Mapping[str, Any]) -> str:
@@ -383,11 +341,12 @@ def _in_words(leaves: Sequence[tuple[Keys, Any]], given: Mapping[str, Any]) -> s
     if given.keys() == {""}:
         return ONE
     first = {id(loader): place for place, loader in given.items()}
-    return ", ".join(_what_stands(place_of(path), leaf, first) for path, leaf in leaves)
+    return ", ".join(_what_stands(path, leaf, first) for path, leaf in leaves)
 
 
-def _what_stands(place: str, leaf: object, first: Mapping[int, str]) -> str:
-    if _is_no_loader(leaf):
+def _what_stands(path: Keys, leaf: object, first: Mapping[int, str]) -> str:
+    place = place_of(path)
+    if _is_no_loader(path, leaf):
         return f"{place} ({'None' if leaf is None else 'empty'})"
     return place if first[id(leaf)] == place else f"{place} (the same as {first[id(leaf)]})"
 
@@ -501,7 +460,7 @@ def _iterators_of(
         passes = RepeatedPasses(patched, sharded, new, make_mover)
         vars(patched).update(dict.fromkeys(facts.running, passes))
         return passes.begin_anew
-    is_split = facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker"
+    is_split = facts.level is Level.ITERABLE and options.by_worker
     if is_split and world.share_of_rank is not None and world.num_replicas > 1:
         from ddp_patch.streams.by_worker import EvenIterators  # most loaders do not need it
 

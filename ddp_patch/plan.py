@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Self, TypeAlias, TypeVar
 
-from ddp_patch.options import Layout, Options, Uneven, check_choice, check_rank
+from ddp_patch.options import Layout, Options, Uneven, check_choice
+from ddp_patch.validation import check_rank
 
 __all__ = ["ONE_PER_STEP", "Batching", "Consumed", "Plan", "Rest", "blocks"]
 

@@ -7,13 +7,13 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_torch import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.options import as_index
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import batches_delivered, patched_sampler, require_batches
 from ddp_patch.sharding.epochs import EpochSampler
 from ddp_patch.sharding.position import Position
 from ddp_patch.streams.dataset import ShardedIterable
+from ddp_patch.validation import as_index
 
 __all__ = ["batches_as_here", "go_on", "loader_state", "restore_loader", "state_as_found"]
 
@@ -40,7 +40,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         NotPatchedError: The loader was not patched.
         InvalidOptionError: The pass has not yielded that many batches.
         UnsupportedLoaderError: The loader yields its batches in another order than it draws them.
-        StateError: No state can describe the order (``agreement="ambient"``); or the loader's class has its own
+        StateError: No state can describe the order (``order="ambient"``); or the loader's class has its own
             ``__iter__``, so its batches are not counted: pass ``batches_done``.
 
     Examples:

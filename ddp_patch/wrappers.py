@@ -1,6 +1,7 @@
 """The two samplers that give one rank its share of another sampler's stream."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
 import torch.distributed as dist
@@ -10,12 +11,13 @@ from ddp_patch.compat.packages import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself
-from ddp_patch.options import Agreement, Layout, Options, Uneven, as_index, check_flag
+from ddp_patch.options import Layout, Options, Order, Uneven
 from ddp_patch.orders.orders import is_random_access
 from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
-from ddp_patch.sharding.refusals import require_length, require_steps_known
+from ddp_patch.sharding.refusals import require_length, require_shuffle, require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
+from ddp_patch.validation import as_index, check_flag
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "alone", "split_options", "with_mesh"]
 
@@ -23,7 +25,7 @@ T = TypeVar("T")
 
 
 # The keywords that say which rank of how many this is.
-_WORLD = ("rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions")
+_WORLD = ("rank", "num_replicas", "process_group", "device_mesh")
 
 
 class SharingOptions(TypedDict, total=False):
@@ -33,17 +35,18 @@ class SharingOptions(TypedDict, total=False):
     rank: SupportsIndex | None
     process_group: dist.ProcessGroup | None
     device_mesh: DeviceMesh | None
-    data_parallel_dimensions: Sequence[str] | None
     uneven: Uneven
     layout: Layout
-    agreement: Agreement
+    order: Order
     seed: int | None
     verify: bool
-    timeout: float
+    timeout: float | timedelta
 
 
 class DDPSamplerWrapper(ShardedSampler[T]):
-    """Give this rank its share of any sampler: a ``DistributedSampler`` that wraps a sampler, not only a dataset.
+    """Give this rank its share of any sampler, shuffled once more unless ``shuffle_samples_between_gpus=False``.
+
+    It is a ``DistributedSampler`` that wraps a sampler, not only a dataset.
 
     All ranks get the same order, even if they are seeded differently, and each keeps its own items. While the sampler
     draws, random states that follow from (seed, epoch) replace the global ones. Each pass is the next epoch, with or
@@ -53,11 +56,11 @@ class DDPSamplerWrapper(ShardedSampler[T]):
         sampler: A sampler, or any iterable of indices.
         shuffle_samples_between_gpus: Shuffle the whole epoch once more, as
             ``torch.utils.data.DistributedSampler(shuffle=True)`` shuffles a dataset. This keeps one epoch's items in
-            memory.
+            memory. Pass False to keep the sampler's own order.
         pad_data_to_num_gpus: True means ``uneven="pad"``, False means ``uneven="drop"``.
         options: Keywords that mean the same as in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
-            ``process_group``, ``device_mesh``, ``data_parallel_dimensions``, ``uneven`` (overrides
-            ``pad_data_to_num_gpus``), ``layout``, ``agreement``, ``seed``, ``verify`` and ``timeout``.
+            ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``layout``, ``order``,
+            ``seed``, ``verify`` and ``timeout``.
 
     Raises:
         InvalidOptionError: An option has a value that it does not take.
@@ -111,7 +114,9 @@ def _of_wrapped(name: str) -> Any:
 
 
 class DDPBatchSamplerWrapper(ShardedSampler[T]):
-    """Give this rank its share of any batch sampler: whole batches, never split or refilled.
+    """Give this rank whole batches of any, in another order unless ``shuffle_samples_between_gpus=False``.
+
+    Batches are never split or refilled.
 
     Args:
         batch_sampler: A batch sampler, or any iterable of batches. Its ``batch_size`` and ``drop_last`` are used.
@@ -237,6 +242,8 @@ def _agreed_here(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
                 f"({type(found).__name__}), so sharding it again would lose samples. Wrap the original sampler "
                 f"instead, or say is_ddp_aware = False in {type(found).__name__} if it gives every rank the same."
             )
+        if options.is_scalable:
+            require_shuffle(stream)
         require_length(options, world, stream)
         require_steps_known(options, world, stream)
     compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}

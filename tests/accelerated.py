@@ -117,7 +117,7 @@ def takes_shares(rank: int, world_size: int, setting: Setting) -> None:
 def is_led(rank: int, world_size: int, setting: Setting) -> None:
     """The leader, which sends every rank its share."""
     loader = DataLoader(numbers(), 4, shuffle=True, num_workers=1)
-    loader = patch_dataloader_to_ddp(loader, device=setting.device, agreement="leader", timeout=60)
+    loader = patch_dataloader_to_ddp(loader, device=setting.device, order="leader", timeout=60)
     ids = [number for _, y in loader for number in on(setting, y)]
     assert sorted(gather_in_order(ids, loader)) == list(range(N))
 
@@ -138,9 +138,7 @@ def gathers(rank: int, world_size: int, setting: Setting) -> None:
 def hands_over(rank: int, world_size: int, setting: Setting) -> list[int]:
     """A dataset that splits itself: ranks hand each other batches beside the user's group."""
     loader = DataLoader(Parts(), 2, num_workers=1, pin_memory=True)
-    loader = patch_dataloader_to_ddp(
-        loader, device=setting.device, iterable_sharding="by_worker", uneven="keep", timeout=60
-    )
+    loader = patch_dataloader_to_ddp(loader, device=setting.device, share="by_worker", uneven="keep", timeout=60)
     return [number for batch in loader for number in on(setting, batch)]
 
 

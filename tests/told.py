@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ddp_patch import DDPPatchError, StreamOrderWarning
+from ddp_patch import DDPPatchError
+from ddp_patch.errors import StreamOrderWarning
 
 __all__ = ["FOUND", "WARNED", "Told", "in_step"]
 

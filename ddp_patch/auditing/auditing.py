@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, SupportsIndex, TypeAlias, Unpack, cast, overload
 
 from torch.utils.data import DataLoader
@@ -14,12 +15,13 @@ from ddp_patch.auditing.inspection import Expectations, Inspection
 from ddp_patch.auditing.judge_balance import balanced, costs_of_samples
 from ddp_patch.auditing.judge_problems import Kind, problem_kinds
 from ddp_patch.auditing.show_report import Report, Reports, place_in_code
-from ddp_patch.costs import Cost, CostOf, Costs
+from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import look_at
-from ddp_patch.options import COST_WINDOW, Options, check_flag, is_seconds, whole_number
+from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.records import unpatched
+from ddp_patch.validation import check_flag, seconds, whole_number
 
 __all__ = ["AuditOptions", "Loader", "Loaders", "audit"]
 
@@ -67,12 +69,10 @@ def audit(
     padding: bool = True,
     epochs_differ: bool = False,
     allow: Collection[Kind] = (),
-    cost: Cost | None = None,
-    cost_of: CostOf = "sum",
-    cost_window: int = COST_WINDOW,
+    cost: Cost | CostValues | None = None,
     max_items: SupportsIndex | None = None,
     processes: bool = False,
-    timeout: float = 120.0,
+    timeout: float | timedelta = 120.0,
     progress: Progress | None = None,
     **options: Any,
 ) -> Report | Reports:
@@ -106,14 +106,11 @@ def audit(
             torch's ``Subset`` layers. The report then says how long ranks wait for the slowest, in this loader and in
             the same one patched with ``cost=``, which is simulated and judged, too. Where whole batches are sharded, a
             batch costs what its samples do.
-        cost_of: What a batch costs: the ``"sum"`` of its samples' costs, or where these are ``"padded"`` to the
-            longest, the largest cost times their number.
-        cost_window: How many steps ``patch_dataloader_to_ddp`` balances at once.
         max_items: How many items to look at in each rank's epoch, rounded up to a whole batch. If there are more, the
             report is of a sample. Without it, 16 million items of all ranks together are looked at.
         processes: Whether to use real ranks, processes of a gloo group. They differ in all that processes differ in,
             such as a hash seed. The loader or function must be picklable.
-        timeout: Seconds until every real rank must have returned.
+        timeout: How long every real rank may take to return: seconds, or a ``timedelta``.
         progress: Called after each rank's epoch with how many are done, and how many there are.
         options: More options for ``patch_dataloader_to_ddp``.
 
@@ -154,7 +151,7 @@ def audit(
             "Leave one of the two out."
         )
     _check_allowed(allow)
-    _check_run(timeout, progress)
+    within = _checked_run(timeout, progress)
     _check_options(options, processes)
     request = _Request(
         world_size=ranks,
@@ -166,11 +163,9 @@ def audit(
         epochs_differ=epochs_differ,
         allow=frozenset(allow),
         cost=cost,
-        cost_of=cost_of,
-        cost_window=cost_window,
         max_items=most,
         processes=processes,
-        timeout=timeout,
+        timeout=within,
         progress=progress,
         options=options,
     )
@@ -216,9 +211,7 @@ class _Request:
     padding: bool
     epochs_differ: bool
     allow: frozenset[str]
-    cost: Cost | None
-    cost_of: CostOf
-    cost_window: int
+    cost: Cost | CostValues | None
     max_items: int
     processes: bool
     timeout: float
@@ -231,7 +224,7 @@ class _Request:
         if not self.patched:
             return self._report(audited, steps)
         # What the patch is asked to do differently has nothing to do with the loader as it is.
-        before = replace(self, patch=False, options={}, cost_window=COST_WINDOW)._report(audited, steps)
+        before = replace(self, patch=False, options={})._report(audited, steps)
         after = self._report(audited if isinstance(audited, DataLoader) else _unsharded(audited), steps)
         return replace(before, why_not_balanced=None, patched=replace(after, code=before.code))
 
@@ -243,7 +236,7 @@ class _Request:
     def _inspected(self, audited: DataLoader[Any] | Factory, steps: _OverallProgress) -> Report:
         make = look_at(audited) if isinstance(audited, DataLoader) else audited
         subject = Audited(make, self.patch, self.options, self.set_epoch, self.max_items)
-        costs = self._costs(subject)
+        costs = Options(cost=self.cost).costs
         expect = Expectations(self.padding, self.epochs_differ, self.allow, costs_of_samples(subject, costs))
 
         def world_of(subject: Audited) -> MadeUpWorld:
@@ -252,7 +245,7 @@ class _Request:
         given = world_of(subject)
         if costs is None:
             return Inspection(given, expect).report()
-        again = balanced(subject, costs, self.cost_window, self.world_size, self.processes)
+        again = balanced(subject, costs, self.world_size, self.processes)
         if isinstance(again, str):
             return replace(Inspection(given, expect).report(), why_not_balanced=again)
         steps.add_world()
@@ -260,16 +253,6 @@ class _Request:
         del given  # free its ranks, before the others are made
         steps.end_world()
         return report.beside(Inspection(world_of(again), expect).report())
-
-    def _costs(self, subject: Audited) -> Costs | None:
-        """Check what samples cost, and what is said of it."""
-        options = Options(cost=self.cost, cost_of=self.cost_of, cost_window=self.cost_window)
-        if options.cost_window != COST_WINDOW and not subject.patches:
-            raise InvalidOptionError(
-                f"audit was given cost_window={self.cost_window} for patch_dataloader_to_ddp(), which is not called. "
-                "Leave it out, or pass an unpatched loader."
-            )
-        return options.costs
 
 
 def _unsharded(make: Factory) -> DataLoader[Any]:
@@ -285,9 +268,9 @@ def _unsharded(make: Factory) -> DataLoader[Any]:
 
 
 # Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
-_OF_A_REAL_RANK = {"device", "rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
+_OF_A_REAL_RANK = {"device", "rank", "num_replicas", "process_group", "device_mesh"}
 # Refuse these values without real ranks: they make ranks communicate.
-_COMMUNICATING = {"agreement": "leader", "verify": True}
+_COMMUNICATING = {"order": "leader", "verify": True}
 
 
 def _positive(name: str, value: SupportsIndex) -> int:
@@ -329,9 +312,10 @@ def _check_allowed(allow: Collection[str]) -> None:
         )
 
 
-def _check_run(timeout: object, progress: object) -> None:
-    """Refuse a timeout that is no positive number of seconds, and a progress that cannot be called."""
-    if not (is_seconds(timeout) and timeout > 0):
+def _checked_run(timeout: object, progress: object) -> float:
+    """Return a timeout in seconds; refuse one that is not positive, and a progress that cannot be called."""
+    within = seconds(timeout)
+    if not (within is not None and within > 0):
         raise InvalidOptionError(
             f"timeout={timeout!r} is not a positive number of seconds, and real ranks need an end. Pass one, such as "
             "120."
@@ -341,3 +325,4 @@ def _check_run(timeout: object, progress: object) -> None:
             f"progress={progress!r} is a {type(progress).__name__}, which cannot be called after each step of the "
             "audit. Pass a function progress(done, total), or None."
         )
+    return within

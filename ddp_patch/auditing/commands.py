@@ -26,10 +26,9 @@ from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.judge_problems import problem_kinds, sentence
 from ddp_patch.auditing.show_report import Provenance, Report, Reports, page
-from ddp_patch.costs import CostOf
 from ddp_patch.errors import DDPPatchError, RanksFailedError
 from ddp_patch.loaders.hooks import OURS, places_recorded
-from ddp_patch.options import Agreement, IterableSharding, Layout, Share, Uneven
+from ddp_patch.options import Layout, Order, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
 __all__ = ["commands", "refusal_text"]
@@ -207,19 +206,15 @@ def _one_of(values: Any) -> click.Choice[str]:
     type=click.Choice([*problem_kinds]),
     help="Problem kinds to ignore; give it several times.",
 )
-@click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, or a function of an index.")
-@click.option("--cost-of", type=_one_of(CostOf), help="What a batch costs.")
-@click.option("--cost-window", type=click.IntRange(1), help="How many steps are balanced at once.")
+@click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, a function of an index, or a Cost.")
 @click.option("--max-items", type=click.IntRange(1), help="Items per rank; else 16 million of all ranks together.")
 @click.option("--processes", is_flag=True, help="Use real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that real ranks may take.")
 @click.option("--uneven", type=_one_of(Uneven), help=_PASSED_ON)
 @click.option("--layout", type=_one_of(Layout), help=_PASSED_ON)
-@click.option("--agreement", type=_one_of(Agreement), help=f"{_PASSED_ON} 'leader' needs --processes.")
+@click.option("--order", type=_one_of(Order), help=f"{_PASSED_ON} 'leader' needs --processes.")
 @click.option("--seed", type=click.IntRange(0), help=_PASSED_ON)
-@click.option("--iterable-sharding", type=_one_of(IterableSharding), help=_PASSED_ON)
 @click.option("--share", type=_one_of(Share), help=_PASSED_ON)
-@click.option("--scalable-shuffle", is_flag=True, default=None, help=_PASSED_ON)
 @click.option(
     "--format",
     "form",

@@ -10,11 +10,12 @@ from torch.utils.data import Subset
 
 from ddp_patch.auditing.draw_loaders import Audited, layers_of
 from ddp_patch.auditing.draw_records import EpochDraws, Numbers, RankDraws
-from ddp_patch.costs import Costs
+from ddp_patch.costs import Cost
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import Level, LoaderFacts
-from ddp_patch.options import Options, as_index
+from ddp_patch.options import Options
 from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit_shared
+from ddp_patch.validation import as_index
 
 __all__ = ["SampleCosts", "balanced", "costs_of_samples", "imbalance", "step_costs"]
 
@@ -29,12 +30,12 @@ class SampleCosts:
         below: The same samples' indices below its ``Subset`` layers, ascending. None where it has none of these.
     """
 
-    costs: Costs
+    costs: Cost
     indices: Numbers | None = None
     below: Numbers | None = None
 
     @classmethod
-    def in_dataset(cls, costs: Costs, dataset: Any) -> "SampleCosts":
+    def in_dataset(cls, costs: Cost, dataset: Any) -> "SampleCosts":
         """Return the costs of a dataset's samples.
 
         Args:
@@ -42,7 +43,7 @@ class SampleCosts:
             dataset: The dataset of a loader.
 
         Examples:
-            >>> costs = SampleCosts.in_dataset(Costs([5.0, 7, 9], "sum"), Subset("abcdef", [4, 0, 2]))
+            >>> costs = SampleCosts.in_dataset(Cost([5.0, 7, 9]), Subset("abcdef", [4, 0, 2]))
             >>> costs.of(np.array([0, 4])).tolist()
             [7.0, 5.0]
         """
@@ -93,7 +94,7 @@ def imbalance(costs: NDArray[np.float64]) -> tuple[float | None, float | None]:
     return float(slowest.sum() / mean.sum()), float((slowest[mean > 0] / mean[mean > 0]).max())
 
 
-def costs_of_samples(subject: Audited, costs: Costs | None) -> SampleCosts | None:
+def costs_of_samples(subject: Audited, costs: Cost | None) -> SampleCosts | None:
     """Return what samples cost by the indices that the audit compares; None where it is not known.
 
     Raises:
@@ -107,13 +108,12 @@ def costs_of_samples(subject: Audited, costs: Costs | None) -> SampleCosts | Non
     return SampleCosts.in_dataset(costs, subject.make.dataset)
 
 
-def balanced(subject: Audited, costs: Costs, window: int, world_size: int, processes: bool) -> Audited | str:
+def balanced(subject: Audited, costs: Cost, world_size: int, processes: bool) -> Audited | str:
     """Return what is audited, patched with ``cost=``, or a sentence that says why it cannot be.
 
     Args:
         subject: What is audited, which can be patched without ``cost=``.
         costs: What each index of the loader's dataset costs.
-        window: How many steps a window has.
         world_size: The number of ranks.
         processes: Whether ranks are real processes, to which costs are sent.
     """
@@ -129,8 +129,8 @@ def balanced(subject: Audited, costs: Costs, window: int, world_size: int, proce
         facts = unit_shared(subject.make, subject.options.get("share", "auto"))
         divides = Options(**subject.options).divides_batches
         if costs.function is not None and facts.level is not Level.SAMPLE and not divides:
-            costs = Costs(_OfItem(costs), "sum")  # the patch asks the function about whole batches there
-        balance: dict[str, Any] = {"cost": costs, "cost_of": costs.cost_of, "cost_window": window}
+            costs = Cost(_OfItem(costs), window=costs.window)  # the patch asks the function about whole batches there
+        balance: dict[str, Any] = {"cost": costs}
         Options(**subject.options, **balance)  # refuses what cannot hold with cost=
         require_costs(facts, costs)
     except InvalidOptionError as refused:
@@ -138,7 +138,7 @@ def balanced(subject: Audited, costs: Costs, window: int, world_size: int, proce
     return replace(subject, balance=balance)
 
 
-def _why_not_sent(costs: Costs) -> str | None:
+def _why_not_sent(costs: Cost) -> str | None:
     """Say why costs cannot be sent to other processes; None if they can."""
     try:
         pickle.dumps(costs)
@@ -154,7 +154,7 @@ def _why_not_sent(costs: Costs) -> str | None:
 class _OfItem:
     """Tell what an item of a stream costs, an index or a batch of them, where a function tells it of each index."""
 
-    costs: Costs
+    costs: Cost
 
     def __call__(self, item: Any) -> float:
         indices = [item] if as_index(item) is not None else list(item)

@@ -320,7 +320,7 @@ def _own_randomness(about: About, _: Traits) -> Problem | None:
         "ranks_disagree",
         f"{about.counts()} The same happens with all ranks seeded alike.",
         "Each rank has randomness of its own: a generator that is not seeded or is seeded by rank, or a set.",
-        f"Seed the sampler's generator alike on every rank, or {_patch} with agreement='leader'.",
+        f"Seed the sampler's generator alike on every rank, or {_patch} with order='leader'.",
     )
 
 

@@ -184,7 +184,7 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     Raises:
         TorchVersionError: This torch takes no such options.
     """
-    options = private("torch._C._distributed_c10d.AllgatherOptions", "iterable_sharding='by_worker'")()
+    options = private("torch._C._distributed_c10d.AllgatherOptions", "share='by_worker'")()
     options.timeout, options.asyncOp = timeout, True
     return group.allgather([list(rows)], [row], options)
 

@@ -44,10 +44,10 @@ def is_alone(operation: str, loader: DataLoader[Any]) -> bool:
 def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
     """Return how a loader makes batches of its share; raise if its ranks do not share one stream."""
     batches = require_batches(operation, loader)
-    if batches.sampler.agreed.options.iterable_sharding == "by_worker" and batches.level is Level.ITERABLE:
+    if batches.sampler.agreed.options.by_worker and batches.level is Level.ITERABLE:
         raise UnsupportedLoaderError(
-            f"{operation} was given a loader with iterable_sharding='by_worker': its dataset decides what each worker "
-            "reads, so there is no common order and no padding. Use iterable_sharding='exact'."
+            f"{operation} was given a loader with share='by_worker': its dataset decides what each worker "
+            "reads, so there is no common order and no padding. Leave share out."
         )
     return batches
 

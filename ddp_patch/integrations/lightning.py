@@ -42,7 +42,7 @@ __all__ = ["PatchDataLoaders"]
 
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 # These change training only: evaluation takes each sample, in batches as they are.
-_OF_TRAINING = {"cost", "cost_of", "cost_window", "scalable_shuffle", "share", "uneven"}
+_OF_TRAINING = {"cost", "share", "uneven"}
 # What was given for each loader that was taken: the Trainer puts that into a CombinedLoader of the user's.
 _GIVEN: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
 _PLAN = "ddp_patch_plan"
@@ -71,8 +71,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     and the Trainer counts batches as if the ranks of now had made those before.
 
     Args:
-        options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``cost_of``, ``cost_window``, ``share``,
-            ``scalable_shuffle`` and ``uneven`` apply to training loaders only. Default of ``device_mesh``: the
+        options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``share`` and ``uneven`` apply to
+            training loaders only, as does ``order="scalable"``. Default of ``device_mesh``: the
             module's, which ``ModelParallelStrategy`` makes.
 
     Raises:

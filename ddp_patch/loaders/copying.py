@@ -21,7 +21,7 @@ from ddp_patch.compat.private_torch import (
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.loaders.samples import iterated_by
-from ddp_patch.options import check_flag
+from ddp_patch.validation import check_flag
 
 __all__ = [
     "OWN_METHODS",

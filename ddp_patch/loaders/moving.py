@@ -277,11 +277,11 @@ def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
         device is not None
         and streams_of(device) is not None
         and facts.num_workers > 0
-        and options.agreement != "ambient"
+        and options.order != "ambient"
         and facts.repeater is None
         and not has_own_iterators(kind)
         and torchdata_batch_sampler(kind) is None
-        and not (facts.level is Level.ITERABLE and options.iterable_sharding == "by_worker")
+        and not (facts.level is Level.ITERABLE and options.by_worker)
     )
 
 

@@ -347,14 +347,14 @@ class PrivateRNG:
 
 
 def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextManager[None]:
-    """Return what to enter while an epoch is drawn: its private states, or nothing with ``agreement="ambient"``.
+    """Return what to enter while an epoch is drawn: its private states, or nothing with ``order="ambient"``.
 
     Args:
         options: What the user chose.
         seed: The seed in force.
         epoch: The epoch.
     """
-    return nullcontext() if options.agreement == "ambient" else PrivateRNG(seed.value, epoch)
+    return nullcontext() if options.order == "ambient" else PrivateRNG(seed.value, epoch)
 
 
 class ReentrantContext(AbstractContextManager[None]):
@@ -380,11 +380,11 @@ class ReentrantContext(AbstractContextManager[None]):
 
 
 def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator | None:
-    """Return the generator that torch's own samplers draw an epoch from; None with ``agreement="ambient"``.
+    """Return the generator that torch's own samplers draw an epoch from; None with ``order="ambient"``.
 
     It draws what the global one would draw in ``epoch_states``, and nobody else can draw from it.
     """
-    return None if options.agreement == "ambient" else torch.Generator().manual_seed(epoch_seed(seed.value, epoch))
+    return None if options.order == "ambient" else torch.Generator().manual_seed(epoch_seed(seed.value, epoch))
 
 
 def ambient_state() -> tuple[object, ...]:

@@ -61,7 +61,7 @@ class Agreed:
 
     Attributes:
         world: The ranks that share.
-        options: What the user chose, with ``agreement="auto"`` resolved.
+        options: What the user chose, with ``order="auto"`` resolved.
         seed: The seed of every epoch's order; the same on every rank.
         leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
@@ -227,7 +227,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         seed=options.seed,
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
         base_seed=torch.initial_seed() if len(members) == dist.get_world_size() else 0,
-        synchronises=options.verify or options.agreement == "leader",
+        synchronises=options.verify or options.order == "leader",
         share=world.rank,
         loaders=loaders,
     )
@@ -248,7 +248,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
     """Return the agreements in an explicit world, where no other rank is asked."""
-    asked = "agreement='leader'" if options.agreement == "leader" else "verify=True" if options.verify else None
+    asked = "order='leader'" if options.order == "leader" else "verify=True" if options.verify else None
     if asked is not None:
         raise InvalidOptionError(
             f"{asked} needs ranks that communicate, and with rank= and num_replicas= they never do. Leave these out, "
@@ -264,7 +264,7 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
     members, leader = list(world.share_of_rank or ()), None
-    if options.agreement == "leader":
+    if options.order == "leader":
         from ddp_patch.ranks.leader import Leader  # most trainings do not need it
 
         leader = Leader(members, options.timeout)
@@ -277,15 +277,15 @@ def _seed(options: Options, default: int) -> Seed:
 
 
 def _settled(options: Options, *, orders_differ: bool) -> Options:
-    """Return the options, with ``agreement="auto"`` resolved."""
-    if options.agreement != "auto":
+    """Return the options, with ``order="auto"`` resolved."""
+    if options.order != "auto":
         return options
-    return replace(options, agreement="leader" if orders_differ else "seeded")
+    return replace(options, order="leader" if orders_differ else "seeded")
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
     """Return the options that must be alike, and which rank takes which share: of many ranks a fingerprint of it."""
-    names = ("uneven", "layout", "agreement", "scalable_shuffle", "verify", "iterable_sharding", "share")
+    names = ("share", "uneven", "order", "layout", "verify")
     given = {name: getattr(options, name) for name in names}
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return given | {
@@ -299,8 +299,8 @@ def _loader_report(options: Options, subject: Subject, generators: Sequence[torc
     return LoaderReport(
         label=subject.label,
         compared={**subject.compared, "generators": len(generators)},
-        order=stream.order if stream is not None and options.agreement == "auto" else None,
-        samples=stream.samples if stream is not None and options.agreement in {"auto", "leader"} else (),
+        order=stream.order if stream is not None and options.order in {"auto", "scalable"} else None,
+        samples=stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else (),
         stream=fingerprint([] if stream is None else [stream.described]),
         generators=[generator.get_state() for generator in generators],
         ahead=subject.batches_ahead,
@@ -460,7 +460,7 @@ def require_same_samples(doing: str, reported: Mapping[int, Sequence[Content]]) 
         "dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with random_split(), "
         "shuffle(), listed files and random data made alike on every rank. If you want each rank to have its own part, "
         "say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If only the content "
-        "differs, agreement='seeded' does not compare it."
+        "differs, order='seeded' does not compare it."
     )
 
 

@@ -375,7 +375,7 @@ class PassMonitor:
                 f"samples at the same indices: they differ in {', '.join(first.attributes)}. Each rank takes its shard "
                 "of other samples, so some would be lost. Change the data alike on every rank: shuffle rows with a "
                 "generator that is seeded by the epoch, list files in sorted order, and add the same rows. If only "
-                "the content differs, agreement='seeded' does not compare it."
+                "the content differs, order='seeded' does not compare it."
             )
         return RankMismatchError(
             f"{began}: in epoch {first.epoch}, {self._noted[-1].sampler} gave rank {peers.rank} and {ranks} different "
@@ -383,7 +383,7 @@ class PassMonitor:
             "one order, so samples would be lost. Make the order the same on every rank: if the sampler learns from "
             "its rank's losses, let every rank learn from all ranks' (see \"Samplers that learn\" in "
             "docs/samplers.md); if it draws from the system's entropy, or another thread draws meanwhile, give it a "
-            "generator of its own that is seeded alike; or patch with agreement='leader', and rank 0 draws for all."
+            "generator of its own that is seeded alike; or patch with order='leader', and rank 0 draws for all."
         )
 
     def _error(self, peers: Peers, found: Mapping[int, PassMismatch]) -> RankMismatchError:

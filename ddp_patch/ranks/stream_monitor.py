@@ -33,7 +33,7 @@ _SEED = (
 # What to do where ranks read different streams.
 ONE_STREAM = (
     "Let the dataset give every rank the same: skip an unreadable item on all of them or raise an error, and raise an "
-    "error where a connection is lost. Or use iterable_sharding='by_worker', where each rank reads a part of its own."
+    "error where a connection is lost. Or use share='by_worker', where each rank reads a part of its own."
 )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_patch.compat.private_torch import root_mesh
 from ddp_patch.errors import InvalidOptionError, WorldError
-from ddp_patch.options import check_rank, whole_number
+from ddp_patch.validation import check_rank, whole_number
 
 __all__ = ["DATA_PARALLEL_DIMENSIONS", "World", "find_world"]
 
@@ -28,6 +28,9 @@ DATA_PARALLEL_DIMENSIONS = (
     "shard",
     "data_parallel",
 )
+
+# The common names of those that never split it: a sub-mesh of these is a mistake.
+_MODEL_PARALLEL_DIMENSIONS = ("tp", "cp", "sp", "pp", "ep", "tensor", "context", "sequence", "pipeline", "expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,6 @@ def find_world(
     num_replicas: SupportsIndex | None = None,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
-    data_parallel_dimensions: Sequence[str] | None = None,
 ) -> World | None:
     """Return the world that was asked for, or that of the process group, or None if there is only one process.
 
@@ -74,8 +76,8 @@ def find_world(
         rank: This rank, in an explicit world.
         num_replicas: The number of ranks of an explicit world.
         process_group: The group whose ranks shard the data.
-        device_mesh: A mesh whose data-parallel dimensions shard; ranks that differ only in others get the same data.
-        data_parallel_dimensions: The names of those dimensions; default: those among ``DATA_PARALLEL_DIMENSIONS``.
+        device_mesh: A mesh whose data-parallel dimensions shard, or the sub-mesh of these. Ranks that differ only in
+            others get the same data.
 
     Raises:
         InvalidOptionError: The world that was given is not valid, or was given in two ways.
@@ -90,15 +92,10 @@ def find_world(
             f"The ranks were given in {len(given)} ways, by {' and '.join(given)}, which may contradict each other. "
             "Pass only one of them."
         )
-    if data_parallel_dimensions is not None and device_mesh is None:
-        raise InvalidOptionError(
-            f"data_parallel_dimensions={data_parallel_dimensions!r} names dimensions of a device_mesh, and none was "
-            "given. Pass device_mesh= too."
-        )
     if explicit:
         return _given_world(rank, num_replicas)
     if device_mesh is not None:
-        return _mesh_world(device_mesh, data_parallel_dimensions)
+        return _mesh_world(device_mesh)
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return _group_world(process_group)
     _refuse_announced_world()
@@ -145,32 +142,23 @@ def _require_group(group: object) -> None:
         )
 
 
-def _require_mesh(mesh: object, dimensions: object) -> None:
+def _mesh_world(mesh: DeviceMesh) -> World:
     if not isinstance(mesh, DeviceMesh):
         raise InvalidOptionError(
             f"device_mesh={mesh!r} is a {type(mesh).__name__}, not a torch.distributed.device_mesh.DeviceMesh. Pass "
             "what init_device_mesh() returned."
         )
-    is_listed = isinstance(dimensions, Iterable) and not isinstance(dimensions, str)
-    if dimensions is not None and not is_listed:
-        raise InvalidOptionError(
-            f"data_parallel_dimensions={dimensions!r} is a {type(dimensions).__name__}, not a list. Pass a list of the "
-            "names of the mesh's dimensions, such as data_parallel_dimensions=['dp']."
-        )
-
-
-def _mesh_world(mesh: DeviceMesh, dimensions: Sequence[str] | None) -> World:
-    _require_mesh(mesh, dimensions)
-    names = tuple(mesh.mesh_dim_names or ())
-    chosen = [name for name in names if name in (DATA_PARALLEL_DIMENSIONS if dimensions is None else dimensions)]
-    unknown = [name for name in dimensions or () if name not in names]
-    if unknown or not chosen:
-        raise InvalidOptionError(
-            f"The device_mesh has the dimensions {names}, "
-            + (f"but not {unknown}. " if unknown else "and none of them is known to split the data. ")
-            + "Pass those that do as data_parallel_dimensions=[...]."
-        )
-    whole = root_mesh(mesh)
+    names, whole = tuple(mesh.mesh_dim_names or ()), root_mesh(mesh)
+    chosen = [name for name in names if name in DATA_PARALLEL_DIMENSIONS]
+    if not chosen:
+        is_part = mesh.ndim < whole.ndim
+        if not (is_part or mesh.ndim == 1) or any(name in _MODEL_PARALLEL_DIMENSIONS for name in names):
+            raise InvalidOptionError(
+                f"The device_mesh has the dimensions {names}, and none of them is known to split the data. Pass the "
+                'sub-mesh of those that do, as device_mesh=mesh["replicate", "shard"], or name them dp, dp_replicate, '
+                "dp_shard or the like."
+            )
+        chosen = list(names)
     if whole.mesh_dim_names is not None and set(chosen) <= set(whole.mesh_dim_names):
         # Even with mesh["dp"] alone, ranks that differ in other dimensions must agree too.
         mesh, names = whole, whole.mesh_dim_names

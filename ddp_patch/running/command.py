@@ -221,17 +221,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# These say what to do with cost=, which is an object of the script's.
-_OF_OBJECTS = {"cost_of", "cost_window"}
-
-
 def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the options that a command line can give, each with its arguments for argparse."""
     kinds = get_type_hints(Options)
     for field in dataclasses.fields(Options):
         kind = kinds[field.name]
-        if field.name in _OF_OBJECTS:
-            continue
         if get_origin(kind) is not Literal and NoneType in get_args(kind):
             kinds_taken = [each for each in get_args(kind) if each is not NoneType]
             kind = str if str in kinds_taken else kinds_taken[0]

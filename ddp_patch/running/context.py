@@ -128,7 +128,7 @@ class Models:
 HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
 _PASSES = HEADINGS.index("passes")
 # What follows from training as one process.
-_DECIDED = {"share", "uneven", "rank", "num_replicas", "process_group", "device_mesh", "data_parallel_dimensions"}
+_DECIDED = {"share", "uneven", "rank", "num_replicas", "process_group", "device_mesh"}
 
 
 class Summary:

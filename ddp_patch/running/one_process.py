@@ -43,7 +43,7 @@ __all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions"]
 Loss: TypeAlias = Literal["mean", "sum"]
 
 # What takes other ranks, where a rank has all of a loader.
-_ALONE: dict[str, Any] = {"verify": False, "agreement": "auto"}
+_ALONE: dict[str, Any] = {"verify": False, "order": "auto"}
 _DATA_MADE_ALIKE = (
     "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
     "random data outside of such loops, or with a generator of its own."

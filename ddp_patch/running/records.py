@@ -305,6 +305,6 @@ def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
     sampler = batches.sampler
     options = sampler.agreed.options
     # A rank may get other items than it reads.
-    if sampler.latest is None or options.divides_batches or options.iterable_sharding == "by_worker":
+    if sampler.latest is None or options.divides_batches or options.by_worker:
         return None
     return sampler.latest.whole_schedule()

@@ -179,8 +179,8 @@ class Session:
     def _foreseen(self, record: UsedLoader, facts: LoaderFacts[Any], world: World, use: Use) -> UsedLoader:
         """Return what a patch would do, by patching a copy without the other ranks."""
         alone = replace(world, share_of_rank=None)
-        agreement = "auto" if self._options.agreement == "leader" else self._options.agreement
-        options = replace(self._options, verify=False, agreement=agreement)
+        order = "auto" if self._options.order == "leader" else self._options.order
+        options = replace(self._options, verify=False, order=order)
         try:
             patched = self._shared(facts.loader, alone, options, "", copy_loader)
         except DDPPatchError as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from ddp_patch.costs import CostOf, Costs
+from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import copied_items
 from ddp_patch.orders.orders import Order, in_blocks
@@ -220,11 +220,11 @@ class Division:
     Examples:
         >>> [Division(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
         [[5, 8], [3, 5]]
-        >>> [Division(Plan(rank, 2), "a sampler", Costs(abs, "sum"))([5, 9, 1, 3]) for rank in range(2)]
+        >>> [Division(Plan(rank, 2), "a sampler", Cost(abs))([5, 9, 1, 3]) for rank in range(2)]
         [[5, 3], [9, 1]]
     """
 
-    def __init__(self, plan: Plan, name: str, costs: Costs | None = None) -> None:
+    def __init__(self, plan: Plan, name: str, costs: Cost | None = None) -> None:
         self._plan, self._name, self._costs = plan, name, costs
         self._taken = array("I")  # the positions of this rank's samples in their batches, if these are balanced
 
@@ -297,7 +297,7 @@ class Balancer:
         seed: What the random order of steps follows from, with the epoch.
     """
 
-    costs: Costs
+    costs: Cost
     size: int
     steps: int
     are_batches: bool
@@ -309,12 +309,12 @@ class Balancer:
         options = agreed.options
         if options.costs is None or options.divides_batches:
             return None
-        return cls(options.costs, batching.size, options.cost_window, are_batches, agreed.seed)
+        return cls(options.costs, batching.size, options.costs.window, are_batches, agreed.seed)
 
     @property
     def described(self) -> dict[str, object]:
         """What the order follows from, by the names under which states keep it."""
-        return {"cost": self.costs.described, "cost_of": self.costs.cost_of, "cost_window": self.steps} | (
+        return {"cost": self.costs.described, "cost_of": self.costs.of_batch, "cost_window": self.steps} | (
             {} if self.are_batches else {"batch_size": self.size}
         )
 
@@ -338,7 +338,7 @@ class Balancer:
             return np.arange(len(items))
         costs = self.costs.of(items, are_batches=self.are_batches)
         key = balancing_key(self.seed.value, epoch, stage, window)
-        return balance_window(costs, ranks, self.size, self.costs.cost_of, key)
+        return balance_window(costs, ranks, self.size, self.costs.of_batch, key)
 
 
 def balanced_stream(

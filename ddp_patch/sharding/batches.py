@@ -23,7 +23,7 @@ __all__ = ["Batches", "Tally", "batches_delivered", "describe_share", "patched_s
 
 
 # They change no share, or another part of the text tells them.
-_UNTOLD = {"share", "timeout", "cost", "cost_window"}
+_UNTOLD = {"share", "timeout", "cost"}
 
 
 def describe_share(loader: DataLoader[Any]) -> str | None:
@@ -69,7 +69,9 @@ def _chosen(options: Options) -> Iterator[str]:
     """Yield the options that are not the default."""
     if options.costs is not None:
         yield "steps of equal cost"
-    default = Options(agreement="seeded")  # which "auto" mostly comes to
+    if options.by_worker:
+        yield "share='by_worker'"
+    default = Options(order="seeded")  # which "auto" mostly comes to
     for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
         if (value := getattr(options, name)) != getattr(default, name):
             yield f"{name}={_shown(value)!r}"

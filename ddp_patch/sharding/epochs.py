@@ -65,7 +65,7 @@ class EpochSampler(DistributedSampler[T]):
             **facts,
             "uneven": options.uneven,
             "layout": self.plan.layout,
-            "scalable_shuffle": options.scalable_shuffle,
+            "order": "scalable" if options.is_scalable else "drawn",
         }
 
     @property
@@ -362,8 +362,8 @@ class EpochSampler(DistributedSampler[T]):
 
     def require_states(self, what: str) -> None:
         """Raise StateError if no state can describe the order."""
-        if self.agreed.options.agreement == "ambient":
+        if self.agreed.options.order == "ambient":
             raise StateError(
-                f"A state cannot be {what} with agreement='ambient': the order then follows from the global random "
-                "states, which training changes. Use agreement='auto' or 'seeded'."
+                f"A state cannot be {what} with order='ambient': the order then follows from the global random "
+                "states, which training changes. Use order='auto' or 'seeded'."
             )

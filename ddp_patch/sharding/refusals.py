@@ -12,7 +12,7 @@ from ddp_patch.compat.packages import (
     webdataset_world,
 )
 from ddp_patch.compat.private_torch import is_torch_batch_sampler, thread_workers, torchdata_batch_sampler
-from ddp_patch.costs import Costs
+from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
@@ -80,7 +80,7 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
 _COSTS_COMPARED = 32
 
 
-def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
+def require_costs(facts: LoaderFacts[Any], costs: Cost) -> None:
     """Refuse costs that do not fit the loader's items, and a loader whose stream cannot be balanced.
 
     Raises:
@@ -98,15 +98,15 @@ def require_costs(facts: LoaderFacts[Any], costs: Costs) -> None:
             "ahead, and after a break the rest of it would be lost. Give the loader a sampler that can be iterated "
             "again, such as a list."
         )
-    if costs.function is not None and costs.cost_of == "padded" and facts.level is not Level.SAMPLE:
+    if costs.function is not None and costs.of_batch == "padded" and facts.level is not Level.SAMPLE:
         raise InvalidOptionError(
-            f"cost_of='padded' does not work with a function if each item of {name} is sharded as a whole: the "
-            "function already says what it costs. Leave cost_of out, or pass one number for each index."
+            f"Cost(..., of='padded') does not work with a function if each item of {name} is sharded as a whole: the "
+            "function already says what it costs. Leave of= out, or pass one number for each index."
         )
     require_one_of_each(facts, costs)
 
 
-def require_one_of_each(facts: LoaderFacts[Any], costs: Costs) -> None:
+def require_one_of_each(facts: LoaderFacts[Any], costs: Cost) -> None:
     """Refuse more or fewer costs than the dataset has samples.
 
     Raises:
@@ -132,13 +132,13 @@ def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, objec
     some = None if costs.function is None else _of_some_samples(facts, costs, divides=options.divides_batches)
     return {
         "cost": costs.described,
-        "cost_of": options.cost_of,
-        "cost_window": options.cost_window,
+        "cost_of": costs.of_batch,
+        "cost_window": costs.window,
         "cost of some samples": some,
     }
 
 
-def _of_some_samples(facts: LoaderFacts[Any], costs: Costs, *, divides: bool) -> list[float] | None:
+def _of_some_samples(facts: LoaderFacts[Any], costs: Cost, *, divides: bool) -> list[float] | None:
     """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
     n, source = facts.dataset_length or 0, facts.stream.source
     takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
@@ -186,13 +186,13 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
         _require_processes(facts)
         if facts.level is Level.ITERABLE:
             _require_iterable_options(facts, options)
-            if options.iterable_sharding == "by_worker":
+            if options.by_worker:
                 _require_hand_over(facts, options, world)
         if options.costs is not None:
             require_costs(facts, options.costs)
         require_length(options, world, facts.stream)
         # With "by_worker", the dataset decides what each rank reads.
-        if facts.level is not Level.ITERABLE or options.iterable_sharding == "exact":
+        if facts.level is not Level.ITERABLE or not options.by_worker:
             require_steps_known(options, world, facts.stream, facts.batching, in_batches=facts.level is Level.SAMPLE)
 
 
@@ -262,20 +262,20 @@ def _require_readable(facts: LoaderFacts[Any]) -> None:
 def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None:
     """Refuse options that do not work with an iterable dataset, which has no indices."""
     name = facts.stream.name
-    if options.needs_length and options.iterable_sharding == "by_worker":
+    if options.needs_length and options.by_worker:
         raise InvalidOptionError(
-            f"layout='contiguous' does not work with iterable_sharding='by_worker': {name} itself decides what each "
+            f"layout='contiguous' does not work with share='by_worker': {name} itself decides what each "
             "worker reads. Use one or the other."
         )
-    if options.agreement == "leader":
+    if options.order == "leader":
         raise InvalidOptionError(
-            f"agreement='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
-            "Use agreement='seeded'."
+            f"order='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
+            "Use order='seeded'."
         )
-    if options.agreement == "ambient" and facts.num_workers > 0:
+    if options.order == "ambient" and facts.num_workers > 0:
         raise InvalidOptionError(
-            f"agreement='ambient' does not work with {name} and num_workers={facts.num_workers}: the workers read it, "
-            "and their random states differ by rank, so that augmentations do. Use agreement='seeded'."
+            f"order='ambient' does not work with {name} and num_workers={facts.num_workers}: the workers read it, "
+            "and their random states differ by rank, so that augmentations do. Use order='seeded'."
         )
 
 
@@ -286,16 +286,16 @@ def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) 
         return
     if world.share_of_rank is None and options.uneven != "keep":
         raise InvalidOptionError(
-            f"uneven={options.uneven!r} does not work with iterable_sharding='by_worker' and rank= and num_replicas=: "
+            f"uneven={options.uneven!r} does not work with share='by_worker' and rank= and num_replicas=: "
             f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
             "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
         )
     if world.share_of_rank is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
         raise UnsupportedLoaderError(
-            f"{type(facts.loader).__name__} cannot be patched with iterable_sharding='by_worker': its state covers "
+            f"{type(facts.loader).__name__} cannot be patched with share='by_worker': its state covers "
             f"only this rank's workers, and ranks give each other batches of {name}, so a resumed run would lose some. "
-            "Use iterable_sharding='exact', or a torch.utils.data.DataLoader."
+            "Leave share out, or use a torch.utils.data.DataLoader."
         )
 
 
@@ -319,10 +319,10 @@ def require_steps_known(
 
 
 def require_shuffle(stream: StreamFacts) -> None:
-    """Refuse ``scalable_shuffle`` for a loader that torch does not shuffle."""
+    """Refuse ``order="scalable"`` for a loader that torch does not shuffle."""
     if (why_not := why_not_scalable(stream.source)) is not None:
         raise InvalidOptionError(
-            "scalable_shuffle=True replaces torch's own shuffle, and this loader's order comes from "
+            "order='scalable' replaces torch's own shuffle, and this loader's order comes from "
             f"{stream.name}, which {why_not}. Build the loader with shuffle=True, or leave "
-            "scalable_shuffle out; a sampler of your own can have items_at(positions, epoch) instead."
+            "order out; a sampler of your own can have items_at(positions, epoch) instead."
         )

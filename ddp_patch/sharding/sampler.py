@@ -54,7 +54,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     _inner, _kept_as = "sampler", "_wrapped_sampler"
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> None:
-        if agreed.options.scalable_shuffle:
+        if agreed.options.is_scalable:
             stream = StreamFacts.of(scalable(stream.source, agreed.seed))
         balancer = Balancer.of(agreed, batching, are_batches=self._gives_batches)
         facts = {
@@ -290,7 +290,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             raise InvalidOptionError(
                 f"A {self._name} was given a generator after it was patched. Its state may differ "
                 "between ranks, because they agreed only on the generators that were there. Give the sampler its "
-                "generator first and patch the loader then, or use agreement='leader'."
+                "generator first and patch the loader then, or use order='leader'."
             )
         self._torchs_generators = now
         return True
@@ -333,7 +333,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             taken_before=split(start.done, self.plan.num_replicas)[0],
             rng=ReentrantContext(entered, self._sampler_states.drawing),
             private=private,
-            draws_ahead=options.agreement != "ambient",
+            draws_ahead=options.order != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),

@@ -56,7 +56,7 @@ class EvenIterators:
         doing = f"Iterating the {self.name} over epoch {epoch}"
         if not dist.is_initialized():
             raise WorldError(
-                f"{doing}: the process group is gone, and with iterable_sharding='by_worker' ranks send each other "
+                f"{doing}: the process group is gone, and with share='by_worker' ranks send each other "
                 "batches. Call torch.distributed.init_process_group() again and patch the unpatched loader, or iterate "
                 "the unpatched loader."
             )

@@ -35,12 +35,12 @@ _KEY = "ddp_patch"
 class ShardedIterable(AttributeProxy, IterableDataset[T]):
     """One rank's share of another iterable dataset's stream.
 
-    ``iterable_sharding="exact"``: in worker j of every rank, ``get_worker_info()`` returns what it would in worker j of
+    By default: in worker j of every rank, ``get_worker_info()`` returns what it would in worker j of
     the unpatched loader. If the dataset asks for it, worker j reads a part of the stream, and keeps this rank's share
     of that part. If it does not ask, every worker reads the same stream, and worker j of k gives every k-th batch of
     this rank's share, from the j-th on.
 
-    ``iterable_sharding="by_worker"``: ``get_worker_info()`` counts all ranks' workers as one loader's, and the dataset
+    ``share="by_worker"``: ``get_worker_info()`` counts all ranks' workers as one loader's, and the dataset
     splits itself.
 
     Args:
@@ -209,7 +209,7 @@ class StreamWorker(Generic[T]):
     @property
     def is_exact(self) -> bool:
         """Whether each rank keeps its share of what it reads; else the dataset splits itself over all workers."""
-        return self.options.iterable_sharding == "exact"
+        return not self.options.by_worker
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""

@@ -34,7 +34,7 @@ def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> st
     """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
     return (
         f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
-        "iterable_sharding='by_worker' would read each item once."
+        "share='by_worker' would read each item once."
     )
 
 
@@ -60,9 +60,9 @@ class StreamSampler(EpochSampler[None]):
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
-            "iterable_sharding": agreed.options.iterable_sharding,
+            "split": "by_worker" if agreed.options.by_worker else "exact",
         }
-        if agreed.options.iterable_sharding == "by_worker":
+        if agreed.options.by_worker:
             # What each worker reads follows from these, so there is no one stream of which others could take a rest.
             facts |= {
                 "num_replicas": agreed.world.num_replicas,
@@ -74,7 +74,7 @@ class StreamSampler(EpochSampler[None]):
         keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
         first_items, marks = None, None
-        if agreed.options.iterable_sharding == "exact" and peers is not None and peers.read_one_stream:
+        if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
             first_items = FirstItems(shared.readers)
             # With verify=True all is compared at the end, where every rank raises.
             marks = None if agreed.options.verify else MarksInMemory(shared.readers)

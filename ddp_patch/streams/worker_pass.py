@@ -160,7 +160,7 @@ class WorkerPass(Generic[T]):
             raise StateError(
                 f"{worker.name} cannot resume from the state: worker {start.part} of {self._workers} had only "
                 f"{skipped} items before its end, so the workers no longer took turns, and nobody knows which batches "
-                "were done. Begin the epoch again, or use iterable_sharding='exact'."
+                "were done. Begin the epoch again, or leave share out."
             )
         made, note = skipped, partial(worker.shared.note_batches, start.number, start.part)
         for made, item in enumerate(items, skipped + 1):

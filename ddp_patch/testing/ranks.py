@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, RanksFailedError
 from ddp_patch.loaders.hooks import about_to_use, called_before, made, places_recorded
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.options import is_seconds, whole_number
+from ddp_patch.validation import is_seconds, whole_number
 
 __all__ = ["guard_this_process", "guarded", "run_ranks"]
 

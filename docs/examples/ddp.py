@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_patch import assert_loaders_patched, gather_in_order, patch_dataloaders_to_ddp
+from ddp_patch import assert_loaders_patched, gather_in_order, patch_dataloader_to_ddp
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     train = DataLoader(train_data, batch_size=32, shuffle=True, generator=order)
     test = DataLoader(test_data, batch_size=64)
     dist.init_process_group("gloo")
-    train, test = patch_dataloaders_to_ddp((train, test))
+    train, test = patch_dataloader_to_ddp((train, test))
     assert_loaders_patched([train, test])
     parallel = DistributedDataParallel(model)  # averages the gradients of all ranks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler, get_worker_info
 
-from ddp_patch import RanksFailedError, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import RanksFailedError
 from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.testing import run_ranks
 

@@ -59,7 +59,7 @@ def ranks_draw_other_orders(rank: int) -> None:
 
 def leader_fails(rank: int) -> None:
     """Rank 0 draws for both."""
-    list(patch_dataloader_to_ddp(DataLoader(Numbers(8), sampler=Faulty()), agreement="leader"))
+    list(patch_dataloader_to_ddp(DataLoader(Numbers(8), sampler=Faulty()), order="leader"))
 
 
 def one_rank_is_missing(rank: int) -> None:

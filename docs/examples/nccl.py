@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_patch import assert_loaders_patched, gather_in_order, patch_dataloaders_to_ddp
+from ddp_patch import assert_loaders_patched, gather_in_order, patch_dataloader_to_ddp
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl")
-    train, test = patch_dataloaders_to_ddp((train, test), device="auto")
+    train, test = patch_dataloader_to_ddp((train, test), device="auto")
     assert_loaders_patched([train, test])
     model.cuda()
     parallel = DistributedDataParallel(model, device_ids=[local_rank])  # averages the gradients of all ranks

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from zoo import seed_ambient
 
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import Cost, patch_dataloader_to_ddp
 
 RANKS, BATCH, STEPS = 3, 4, 40
 N = RANKS * BATCH * STEPS
@@ -32,7 +32,7 @@ def epochs(share: dict[str, Any], number: int, **options: Any) -> list[list[list
 
 def on_rank(rank: int, world_size: int) -> list[list[list[list[int]]]]:
     seed_ambient(rank)
-    return [epochs(share, 2, cost=LENGTHS, cost_of="padded") for share in SHARES]
+    return [epochs(share, 2, cost=Cost(LENGTHS, of="padded")) for share in SHARES]
 
 
 def slowest(ranks: list[list[list[int]]]) -> int:
@@ -49,14 +49,14 @@ def test_each_sample_comes_once_on_real_ranks() -> None:
             assert sorted(chain.from_iterable(chain.from_iterable(given))) == list(range(N))
             assert [len(rank) for rank in given] == [STEPS] * RANKS
         first = [rank[place][0] for rank in ranks]
-        assert first == [batches(rank, RANKS, share, cost=LENGTHS, cost_of="padded") for rank in range(RANKS)]
+        assert first == [batches(rank, RANKS, share, cost=Cost(LENGTHS, of="padded")) for rank in range(RANKS)]
         assert first != [rank[place][1] for rank in ranks]
 
 
 @pytest.mark.parametrize("share", SHARES, ids=lambda share: share["share"])
 def test_steps_cost_alike(share: dict[str, Any]) -> None:
     today = [batches(rank, RANKS, share) for rank in range(RANKS)]
-    balanced = [batches(rank, RANKS, share, cost=LENGTHS, cost_of="padded") for rank in range(RANKS)]
+    balanced = [batches(rank, RANKS, share, cost=Cost(LENGTHS, of="padded")) for rank in range(RANKS)]
     least = sum(sorted((int(LENGTHS[batch].max()) * BATCH for batch in chain(*balanced)), reverse=True)[::RANKS])
     assert slowest(balanced) == least
     assert slowest(balanced) < slowest(today)
@@ -64,5 +64,5 @@ def test_steps_cost_alike(share: dict[str, Any]) -> None:
 
 def test_whole_batches_are_those_of_one_process() -> None:
     alone = batches(0, 1, SHARES[0])
-    balanced = [batches(rank, RANKS, SHARES[0], cost=LENGTHS, cost_of="padded") for rank in range(RANKS)]
+    balanced = [batches(rank, RANKS, SHARES[0], cost=Cost(LENGTHS, of="padded")) for rank in range(RANKS)]
     assert sorted(chain(*balanced)) == sorted(alone)

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import Indices, N, TokenBatches, as_it_is, seed_ambient
 
-from ddp_patch import gather_in_order, patch_dataloader_to_ddp
+from ddp_patch import Cost, gather_in_order, patch_dataloader_to_ddp
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -41,7 +41,7 @@ def balanced(
     seed_ambient(ambient)  # torchdata's sampler draws its own generator's seed when it is made
     given = make(kind, collate_fn=as_it_is, **options)
     world: dict[str, Any] = {} if rank is None else {"rank": rank, "num_replicas": 2}
-    return patch_dataloader_to_ddp(given, seed=3, cost=cost_of, cost_window=2, timeout=60, **world)
+    return patch_dataloader_to_ddp(given, seed=3, cost=Cost(cost_of, window=2), timeout=60, **world)
 
 
 def cost_of(item: Any) -> float:

@@ -137,7 +137,7 @@ def test_workers_do_not_set_the_epoch_in_each_others_way(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"iterable_sharding": "by_worker", "uneven": "keep"}])
+@pytest.mark.parametrize("options", [{}, {"share": "by_worker", "uneven": "keep"}])
 def test_who_reads_what(options: dict[str, Any], workers: int, tmp_path: Path) -> None:
     """Split by worker nothing is read to be dropped; exact shares cost that every rank reads all."""
     reads = tmp_path / "reads"

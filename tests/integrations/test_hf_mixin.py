@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRando
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from zoo import seed_ambient
 
-from ddp_patch import StateError, autopatch, patch_dataloader_to_ddp
+from ddp_patch import autopatch, patch_dataloader_to_ddp
+from ddp_patch.errors import StateError
 from ddp_patch.integrations.transformers import PatchedLoadersMixin, _LoaderPlace
 from ddp_patch.patching import PatchOptions
 

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from zoo import seed_ambient
 
-from ddp_patch import UnsupportedLoaderError, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import UnsupportedLoaderError
 
 EPOCHS = 3
 

@@ -15,7 +15,8 @@ from quick import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zoo import seed_ambient
 
-from ddp_patch import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, StateError, autopatch
+from ddp_patch import autopatch
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, StateError
 
 with warnings.catch_warnings():
     # Importing ignite imports parts of torch that use torch.jit, which torch 2.13 deprecates.
@@ -147,7 +148,7 @@ def test_another_number_of_ranks_goes_on_within_the_epoch(ranks: int, done: int,
     assert after[0][-1][1] == 3 * len(attached(length, rank=0, num_replicas=ranks)[1])
 
 
-@pytest.mark.filterwarnings("ignore::ddp_patch.NotDistributedWarning")
+@pytest.mark.filterwarnings("ignore::ddp_patch.errors.NotDistributedWarning")
 def test_another_plan_is_refused() -> None:
     """On a state of two ranks with four batches each, and of one process with eight."""
     two, one = after_two_steps(rank=0, num_replicas=2), after_two_steps()
@@ -179,7 +180,7 @@ def test_another_number_of_ranks_begins_with_an_epoch() -> None:
     assert sorted(chain.from_iterable(batch for _, batch in seen)) == list(range(N))
 
 
-@pytest.mark.filterwarnings("ignore::ddp_patch.NotDistributedWarning")
+@pytest.mark.filterwarnings("ignore::ddp_patch.errors.NotDistributedWarning")
 def test_epochs_of_a_length_of_one_s_own_resume_on_any_number_of_ranks() -> None:
     trainer, loader = attached(rank=0, num_replicas=2)
     trainer.run(loader, max_epochs=1, epoch_length=3)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from zoo import seed_ambient
 
-from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import RanksFailedError
 
 N, BATCH, EPOCHS = 50, 2, 2
 SAVED, KILLED = 3, 5  # after which steps a checkpoint is taken, and a rank dies

@@ -21,15 +21,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch import (
-    NotPatchedError,
-    StateError,
-    UnsupportedLoaderError,
+    Cost,
     assert_loaders_patched,
     check_loaders_is_patched,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import NotPatchedError, StateError, UnsupportedLoaderError
 
 # predict() loses the sampler of an iterable dataset.
 MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, IterableDataset)]
@@ -233,8 +232,8 @@ MORE_KINDS: dict[str, dict[str, Any]] = {
     "whole batches": {"own_batches": OfEpochs},
     "stream": {"dataset": Sized(), "shuffle": False},
     "parts of a stream": {"dataset": Sized(), "shuffle": False, "num_workers": 2},
-    "balanced": {"patched_with": {"cost": float, "cost_window": 1}},
-    "balanced, workers": {"patched_with": {"cost": float, "cost_window": 2}, "num_workers": 2},
+    "balanced": {"patched_with": {"cost": Cost(float, window=1)}},
+    "balanced, workers": {"patched_with": {"cost": Cost(float, window=2)}, "num_workers": 2},
 }
 
 
@@ -280,7 +279,7 @@ def test_of_a_loader_without_length_a_batch_is_fetched_ahead(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore")  # as above
 @pytest.mark.parametrize(
-    ("loaders", "patched_with"), [(OwnIteration, {}), (DataLoader, {"agreement": "ambient"})], ids=["own", "ambient"]
+    ("loaders", "patched_with"), [(OwnIteration, {}), (DataLoader, {"order": "ambient"})], ids=["own", "ambient"]
 )
 def test_without_its_place_a_resumed_epoch_begins_anew(tmp_path: Path, loaders: Any, patched_with: Any) -> None:
     """As the page says: between two epochs all is as it was; within one the Trainer counts steps, and warns of it."""

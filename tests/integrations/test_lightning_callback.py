@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from zoo import seed_ambient
 
-from ddp_patch import InvalidOptionError, NotDistributedWarning, StateError, autopatch, check_loaders_is_patched
+from ddp_patch import autopatch, check_loaders_is_patched
+from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
 RANKS = 2

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
-from ddp_patch import RanksFailedError, StateError
+from ddp_patch.errors import RanksFailedError, StateError
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
 SAMPLES = 50

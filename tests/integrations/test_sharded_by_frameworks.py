@@ -20,9 +20,6 @@ from worlds import assert_shared_exactly
 from zoo import seed_ambient
 
 from ddp_patch import (
-    NotPatchedError,
-    StateError,
-    UnsupportedLoaderError,
     check_loaders_is_patched,
     gather_in_order,
     iter_with_mask,
@@ -30,6 +27,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.integrations.accelerate import prepare_patched
 
 with warnings.catch_warnings():

@@ -267,7 +267,7 @@ def shuffled_without_a_seed(rank: int, world_size: int, tars: list[str]) -> list
     """What each rank gets where shards are shuffled by what differs between ranks."""
     seed_ambient(rank)
     loader: DataLoader[Any] = DataLoader(web(tars, shardshuffle=5), 2, num_workers=2)
-    patched = patch_dataloader_to_ddp(loader, iterable_sharding="by_worker")
+    patched = patch_dataloader_to_ddp(loader, share="by_worker")
     return [int(number) for (batch,) in patched for number in batch]
 
 

@@ -22,8 +22,6 @@ from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_a
 from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
-    StateError,
-    UnsupportedLoaderError,
     check_loaders_is_patched,
     iter_with_mask,
     iter_with_weights,
@@ -31,6 +29,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
@@ -476,9 +475,9 @@ def test_real_ranks_adopt_the_seed_of_a_stream_in_their_workers() -> None:
 
 def test_it_is_refused_where_ranks_hand_each_other_batches() -> None:
     """Its state tells what one rank's workers have read, of which other ranks got some."""
-    facts, options = look_at(StatefulDataLoader(Source(splits=True))), Options(iterable_sharding="by_worker")
+    facts, options = look_at(StatefulDataLoader(Source(splits=True))), Options(share="by_worker")
     with raises(
         UnsupportedLoaderError, ("StatefulDataLoader", "by_worker"), ("'exact'", "torch.utils.data.DataLoader")
     ):
         require_shareable(facts, options, World(0, 2, {0: 0, 1: 1}))
-    require_shareable(facts, Options(iterable_sharding="by_worker", uneven="keep"), World(0, 2))
+    require_shareable(facts, Options(share="by_worker", uneven="keep"), World(0, 2))

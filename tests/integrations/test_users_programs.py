@@ -73,7 +73,7 @@ def test_the_own_set_epoch_of_hugging_faces_datasets_counts_after_the_patch(work
         alone.append([number for batch in loader for number in batch["number"].tolist()])
     ranks = [patch_dataloader_to_ddp(made(), rank=rank, num_replicas=2) for rank in range(2)]
     for rank in ranks:
-        rank.dataset.set_epoch(5)  # type: ignore[attr-defined]  # of theirs
+        rank.dataset.set_epoch(5)
     shares = [epochs(rank) for rank in ranks]
     for whole, *parts in zip(alone, *shares, strict=True):
         assert sorted(parts[0] + parts[1]) == sorted(whole) == [*range(N)]

@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
-from ddp_patch import DDPPatchError, DDPSamplerWrapper, LeaderWarning, patch_dataloader_to_ddp, testing
-from ddp_patch.errors import message_of
+from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, testing
+from ddp_patch.errors import LeaderWarning, message_of
 from ddp_patch.plan import Plan
 from ddp_patch.ranks import exchange
 
@@ -67,7 +67,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
     ]
     for _, message in differing_facts:
         assert_tells(message, "Agreeing on how data is sharded", "same on every rank")
-    functions = ("split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "agreement='seeded'")
+    functions = ("split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "order='seeded'")
     assert_tells(
         differing_samples, ("datasets of ranks 0, 2 and rank 1", "differ in the indices of a Subset"), functions
     )
@@ -132,12 +132,12 @@ def led(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any]]]]:
     shares = {}
     for kind in LED:
         seed_ambient(SEED + rank)
-        patched: Any = patch_dataloader_to_ddp(kind.make(), agreement="leader")
+        patched: Any = patch_dataloader_to_ddp(kind.make(), order="leader")
         shares[kind.name] = patched.sampler.seed, [units(kind, patched) for _ in range(kind.epochs)]
     return shares
 
 
-@pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")
+@pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")
 def test_every_kind_can_be_led() -> None:
     ranks = run_ranks(led, 3, timeout=240)
     for kind in LED:
@@ -168,7 +168,7 @@ class HardFirst(Sampler[int]):
 
 def mining(rank: int, world_size: int) -> list[list[int]]:
     sampler = HardFirst(rank)
-    patched = patch_dataloader_to_ddp(loader(sampler=sampler), agreement="leader")
+    patched = patch_dataloader_to_ddp(loader(sampler=sampler), order="leader")
     epochs = [[item for batch in patched for item in batch]]
     if rank == 0:
         sampler.losses.reverse()
@@ -197,7 +197,7 @@ class Breaking(Forever):
 
 
 def failing_leader(rank: int, world_size: int) -> tuple[int, str]:
-    patched = patch_dataloader_to_ddp(loader(sampler=Breaking()), agreement="leader")
+    patched = patch_dataloader_to_ddp(loader(sampler=Breaking()), order="leader")
     steps = 0
     try:
         for _ in patched:
@@ -226,7 +226,7 @@ class FailsAtOnce(Sampler[int]):
 def failing_at_once(rank: int, world_size: int) -> list[tuple[str, str]]:
     told = []
     for sampler in (FailsAtOnce(), [open for _ in range(3)], [lambda: None]):
-        patched = patch_dataloader_to_ddp(loader(sampler=sampler), agreement="leader", timeout=300)
+        patched = patch_dataloader_to_ddp(loader(sampler=sampler), order="leader", timeout=300)
         try:
             told.append(("nothing", str(len(list(patched)))))
         except Exception as error:  # noqa: BLE001 - what each rank says is looked at
@@ -246,7 +246,7 @@ def test_the_other_ranks_are_told_at_once_what_the_leader_cannot_draw_or_send() 
 def led_in_runs(rank: int, world_size: int) -> list[int]:
     given = DataLoader(Indices(), sampler=range(300), batch_size=1, collate_fn=as_it_is)
     share = []
-    for batch in patch_dataloader_to_ddp(given, agreement="leader", layout="contiguous", timeout=20):
+    for batch in patch_dataloader_to_ddp(given, order="leader", layout="contiguous", timeout=20):
         dist.barrier()
         share += batch
     return share
@@ -268,7 +268,7 @@ def test_ranks_that_begin_different_loaders_are_told() -> None:
 
 
 def led_from_elsewhere(rank: int, world_size: int) -> tuple[str, str]:
-    patched: Any = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), agreement="leader", timeout=20)
+    patched: Any = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), order="leader", timeout=20)
     if rank == 1:
         patched.sampler.set_epoch(4)
     return said(lambda: list(patched))
@@ -285,7 +285,7 @@ def fetching_ahead_differently(rank: int, world_size: int) -> list[tuple[str, st
     def make(**options: Any) -> Any:
         return patch_dataloader_to_ddp(loader(sampler=range(N), num_workers=rank), **options)
 
-    return [said(lambda: make(agreement="leader")), said(lambda: make(verify=True)), said(lambda: len(make()))]
+    return [said(lambda: make(order="leader")), said(lambda: make(verify=True)), said(lambda: len(make()))]
 
 
 def test_ranks_that_meet_in_an_epoch_must_fetch_equally_far_ahead() -> None:
@@ -522,34 +522,36 @@ def test_data_is_shared_over_the_data_parallel_dimensions_of_a_mesh(
 
 
 def on_a_mesh_of_other_names(rank: int, world_size: int) -> list[Any]:
+    seed_ambient(rank)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    alone = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    of_models = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return [
         said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh)),
-        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh, data_parallel_dimensions=["lines"])),
+        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=of_models["tp"])),
         [
-            i
-            for batch in patch_dataloader_to_ddp(loader(), device_mesh=mesh, data_parallel_dimensions=["rows"])
-            for i in batch
+            [i for batch in patch_dataloader_to_ddp(loader(), device_mesh=one) for i in batch]
+            for one in (mesh["rows"], alone)
         ],
     ]
 
 
-def test_dimensions_of_other_names_are_given() -> None:
+def test_dimensions_of_other_names_are_given_as_a_sub_mesh() -> None:
     ranks = run_ranks(on_a_mesh_of_other_names, 4)
-    mesh = ("device_mesh", "('rows', 'columns')")
-    for (name, message), which in zip(ranks[0][:2], ("none", "['lines']"), strict=True):
+    for (name, message), names in zip(ranks[0][:2], ("('rows', 'columns')", "('tp',)"), strict=True):
         assert name == "InvalidOptionError"
-        assert_tells(message, (*mesh, which), "data_parallel_dimensions=[...]")
-    assert ranks[0][2] == ranks[1][2] == list(range(0, N, 2))
-    assert ranks[2][2] == ranks[3][2] == [*range(1, N, 2), 0]
+        assert_tells(message, ("device_mesh", names), 'device_mesh=mesh["replicate", "shard"]')
+    (first, of_four), (second, _), (third, _), (fourth, _) = (rank[2] for rank in ranks)
+    assert first == second == list(range(0, N, 2))
+    assert third == fourth == [*range(1, N, 2), 0]
+    assert of_four == [*range(0, N, 4)]
 
 
 def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dimensions = ["dp", "tp"] if rank == 3 else ["dp"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     return [
-        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh if rank else None)),
-        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh, data_parallel_dimensions=dimensions)),
+        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh["rows"] if rank else None)),
+        said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh["columns" if rank == 3 else "rows"])),
         said(lambda: DDPSamplerWrapper(range(9), rank == 0)),
     ]
 
@@ -584,9 +586,9 @@ class LookedUp(Unsized):
 
 
 STEPPING: list[tuple[int, type, dict[str, Any]]] = [
-    (5001, Unsized, {"agreement": "leader"}),
-    (5001, Unsized, {"agreement": "leader", "uneven": "keep"}),
-    (5001, Unsized, {"agreement": "leader", "uneven": "drop", "verify": True}),
+    (5001, Unsized, {"order": "leader"}),
+    (5001, Unsized, {"order": "leader", "uneven": "keep"}),
+    (5001, Unsized, {"order": "leader", "uneven": "drop", "verify": True}),
     (7, range, {"layout": "contiguous", "verify": True}),
     (7, range, {"layout": "contiguous", "verify": True, "uneven": "keep"}),
     (7, range, {"verify": True, "uneven": "keep"}),
@@ -660,7 +662,7 @@ class DrawsSlowly(Unsized):
 
 def slow_leader(rank: int, world_size: int) -> tuple[str, str]:
     exchange.MARGIN_S = 0.5
-    patched = patch_dataloader_to_ddp(loader(sampler=DrawsSlowly(N)), agreement="leader", timeout=4)
+    patched = patch_dataloader_to_ddp(loader(sampler=DrawsSlowly(N)), order="leader", timeout=4)
     told = said(lambda: list(patched))
     dist.barrier()
     return told
@@ -674,7 +676,7 @@ def test_a_leader_that_draws_too_slowly_does_not_go_on_alone() -> None:
 
 
 def led_iterator(rank: int, world_size: int) -> list[list[int]]:
-    patched = patch_dataloader_to_ddp(loader(sampler=iter(range(40))), agreement="leader")
+    patched = patch_dataloader_to_ddp(loader(sampler=iter(range(40))), order="leader")
     taken = []
     for batch in patched:
         taken.append(batch)
@@ -766,7 +768,7 @@ def test_ranks_of_a_mesh_lead_verify_and_seed_alike() -> None:
 
 
 def copied_under_a_leader(rank: int, world_size: int) -> list[int]:
-    patched = patch_dataloader_to_ddp(loader(sampler=range(N)), agreement="leader")
+    patched = patch_dataloader_to_ddp(loader(sampler=range(N)), order="leader")
     again = pickle.loads(pickle.dumps(copy.deepcopy(patched.sampler)))  # noqa: S301 - its own
     return list(again)
 
@@ -778,7 +780,7 @@ def test_a_led_sampler_can_be_copied_and_pickled() -> None:
 def sends_large_keys(rank: int, world_size: int) -> int:
     keys = [str(index) * 100_000 for index in range(1, 200)]  # more bytes than a store takes in one value
     given = DataLoader(Indices(), sampler=keys, batch_size=None, collate_fn=as_it_is)
-    patched = patch_dataloader_to_ddp(given, agreement="leader")
+    patched = patch_dataloader_to_ddp(given, order="leader")
     return sum(len(key) for key in patched.sampler)
 
 

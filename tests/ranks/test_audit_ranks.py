@@ -16,8 +16,9 @@ from messages import assert_tells, raises
 from torch.utils.data import DataLoader
 from zoo import loader
 
-from ddp_patch import InvalidOptionError, audit
+from ddp_patch import audit
 from ddp_patch.auditing import draw_world
+from ddp_patch.errors import InvalidOptionError
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def test_a_patched_loader_holds_on_real_ranks() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_what_a_leader_sends_is_audited_on_real_ranks() -> None:
-    report = audit(loader(shuffle=True), 2, processes=True, agreement="leader")
+    report = audit(loader(shuffle=True), 2, processes=True, order="leader")
     assert report.ok
     assert report.epochs_differ
 
@@ -73,7 +74,7 @@ def test_the_order_of_a_set_of_strings_differs_between_processes_only(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)  # noqa: S603 - ours
     (problem,) = json.loads(done.stdout)["by_set"]["problems"]
     assert problem["kind"] == "ranks_disagree"
-    assert "agreement='leader'" in problem["remedy"]
+    assert "order='leader'" in problem["remedy"]
     assert done.stderr.count("imported") > 1
     assert done.returncode == 1
 

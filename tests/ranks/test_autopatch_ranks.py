@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from zoo import Indices, PKBatches, Source, seed_ambient
 
 import ddp_patch
-from ddp_patch import MissingRanksError, NotPatchedError, RankMismatchError, autopatch, leave_alone, unpatched
+from ddp_patch import autopatch, leave_alone, unpatched
+from ddp_patch.errors import MissingRanksError, NotPatchedError, RankMismatchError
 from ddp_patch.testing.ranks import guarded
 
 N = 23

@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from costed import costed
 from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from zoo import Indices, as_it_is, loader, seed_ambient
 
 from ddp_patch import (
+    Cost,
     DDPPatchError,
     gather_in_order,
     iter_with_weights,
@@ -48,10 +50,10 @@ WAYS: list[dict[str, Any]] = [
     {"uneven": "keep"},
     {"uneven": "drop"},
     {"verify": True},
-    {"agreement": "leader"},
-    {"agreement": "leader", "uneven": "keep"},
+    {"order": "leader"},
+    {"order": "leader", "uneven": "keep"},
     {"share": "within_batches"},
-    {"share": "within_batches", "agreement": "leader", "uneven": "keep"},
+    {"share": "within_batches", "order": "leader", "uneven": "keep"},
 ]
 
 
@@ -61,7 +63,7 @@ def passing(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
     for way in WAYS:
         for name, given in makes().items():
             seed_ambient(rank)
-            options: dict[str, Any] = {"seed": 3, "timeout": 60, "cost": COSTS, "cost_window": 2, **way}
+            options = costed({"seed": 3, "timeout": 60, "cost": COSTS, "window": 2, **way})
             one = patch_dataloader_to_ddp(given, **options)
             batches = list(one)
             gathered = gather_in_order(_rows(batches, name, options), one)
@@ -123,14 +125,14 @@ def refusing(rank: int, world_size: int) -> list[str]:
         {"cost": COSTS if rank else COSTS[::-1]},
         {"cost": COSTS if rank else [*COSTS[:-1], -1.0]},
         {"cost": COSTS if rank else None},
-        {"cost": COSTS, "cost_window": 2 + rank},
-        {"cost": COSTS, "cost_of": "padded" if rank else "sum"},
+        {"cost": COSTS, "window": 2 + rank},
+        {"cost": COSTS, "of": "padded" if rank else "sum"},
         {"cost": lambda index: float(index + rank)},
         {"cost": lambda index: float("nan") if rank else 1.0},
     ]
     for options in others:
         try:
-            patch_dataloader_to_ddp(DataLoader(Indices(N), 2), timeout=60, **options)
+            patch_dataloader_to_ddp(DataLoader(Indices(N), 2), timeout=60, **costed(options))
             heard.append("nothing")
         except DDPPatchError as error:
             heard.append(f"{type(error).__name__}: {error}")
@@ -153,14 +155,14 @@ def test_costs_that_differ_are_told_at_the_patch() -> None:
 def disagreeing(rank: int, world_size: int) -> list[str]:
     """What ranks are told in the epoch, with ``verify=True``, of a function that says another cost on each."""
     heard = []
-    ways: list[dict[str, Any]] = [{"scalable_shuffle": True}, {}]
+    ways: list[dict[str, Any]] = [{"order": "scalable"}, {}]
     for options in ways:
 
         def cost(index: int) -> float:
             return float(index + 7 * rank if 0 < index % 312 < 99 else index)  # as at the patch for each 312th
 
         given = DataLoader(Indices(10_000), 4, shuffle=True)
-        one = patch_dataloader_to_ddp(given, seed=3, timeout=60, cost=cost, verify=True, cost_window=64, **options)
+        one = patch_dataloader_to_ddp(given, seed=3, timeout=60, cost=Cost(cost, window=64), verify=True, **options)
         try:
             list(one)
             heard.append("nothing")
@@ -194,7 +196,7 @@ def test_ranks_in_other_epochs_of_a_loader_in_order_are_found() -> None:
 
 def weighing(rank: int, world_size: int) -> list[float]:
     seed_ambient(rank)
-    one = patch_dataloader_to_ddp(loader(batch_sampler=Unequal()), seed=3, timeout=60, cost=len, cost_window=3)
+    one = patch_dataloader_to_ddp(loader(batch_sampler=Unequal()), seed=3, timeout=60, cost=Cost(len, window=3))
     return [float(weights.sum()) for _, weights in iter_with_weights(one, dtype=torch.float64)]
 
 

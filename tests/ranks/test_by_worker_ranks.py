@@ -21,18 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import ddp_patch
-from ddp_patch import (
-    DDPPatchError,
-    NoStepsError,
-    RankMismatchError,
-    RanksFailedError,
-    UnsupportedLoaderError,
-    WorldError,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_torch import default_store
+from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError, WorldError
 from ddp_patch.ranks.channel import Channel
 from ddp_patch.streams import by_worker
 
@@ -70,7 +61,7 @@ class Case(NamedTuple):
 def made(case: Case, dataset: IterableDataset[Any] | None = None, **options: Any) -> Any:
     chosen = {"batch_size": BATCH, "collate_fn": list, "persistent_workers": case.workers > 0, **case.options}
     loader: DataLoader[Any] = DataLoader(dataset or Shards(case.sizes), num_workers=case.workers, **chosen)
-    sharding = {"uneven": case.uneven, "iterable_sharding": "by_worker", "timeout": 60}
+    sharding = {"uneven": case.uneven, "share": "by_worker", "timeout": 60}
     return patch_dataloader_to_ddp(loader, **sharding | options)
 
 
@@ -283,7 +274,7 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
     found.append(("what came is pinned", len(received) == len(pinned) == (2 if rank == 0 else 0)))
     found.append(("freed with its workers", failed_loader()() is None))
     given = OwnIteration(Shards([9]), BATCH, collate_fn=list)
-    own = patch_dataloader_to_ddp(given, iterable_sharding="by_worker")
+    own = patch_dataloader_to_ddp(given, share="by_worker")
     found.append(("own iteration", len([numbers(batch, 0) for batch in own]) == 3))
     first, second = iter(made(Case([9]))), iter(made(Case([8, 9])))
     found.append(("side by side", [len(numbers(next(one), 0)) for one in (first, second, first, second)] == [2] * 4))

@@ -14,7 +14,8 @@ from quick import run_ranks
 from torch.utils.data import DataLoader
 from zoo import Indices
 
-from ddp_patch import InvalidOptionError, RankMismatchError, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import InvalidOptionError, RankMismatchError
 
 # As docs/five-minutes.md shows it for one process and for two.
 PRINTED = """epoch 0: 101 samples, mean loss 0.4260
@@ -71,7 +72,7 @@ def ahead_on_one(rank: int, world_size: int) -> None:
         # Where ranks do not meet within an epoch, they need not be equally far.
         patch_dataloader_to_ddp(DataLoader(Indices(10), 2, num_workers=1), device=device)
         with raises(RankMismatchError, ("batches fetched ahead", "2", "3")):
-            patch_dataloader_to_ddp(DataLoader(Indices(10), 2, num_workers=1), device=device, agreement="leader")
+            patch_dataloader_to_ddp(DataLoader(Indices(10), 2, num_workers=1), device=device, order="leader")
 
 
 def test_where_ranks_meet_within_an_epoch_they_all_copy_ahead_or_none() -> None:

@@ -15,7 +15,8 @@ from quick import run_ranks
 from torch.utils.data import Sampler
 from zoo import N, Own, loader
 
-from ddp_patch import RanksFailedError, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import RanksFailedError
 from ddp_patch.ranks import agreement
 
 WORLD = 3
@@ -51,7 +52,7 @@ def leader_killed_in_an_epoch(rank: int) -> None:
 
 
 def epochs_with_a_death(rank: int, dying: int) -> None:
-    patched = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), agreement="leader", timeout=TIMEOUT)
+    patched = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), order="leader", timeout=TIMEOUT)
     for epoch in range(2):
         for step, _ in enumerate(patched):
             if rank == dying and epoch == 0 and step == 1:
@@ -84,7 +85,7 @@ class RaisesUnderTheLeader(RaisesOnRank1):
 
 def raises_in_its_sampler_under_the_leader(rank: int) -> None:
     sampler = RaisesUnderTheLeader(rank)
-    for _ in patch_dataloader_to_ddp(loader(sampler=sampler), timeout=TIMEOUT, agreement="leader"):
+    for _ in patch_dataloader_to_ddp(loader(sampler=sampler), timeout=TIMEOUT, order="leader"):
         pass
 
 
@@ -100,7 +101,7 @@ def slow_but_in_time(rank: int) -> None:
 
 
 def stops_early_under_the_leader(rank: int) -> None:
-    patched = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), agreement="leader", timeout=TIMEOUT)
+    patched = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), order="leader", timeout=TIMEOUT)
     for epoch in range(2):
         for step, _ in enumerate(patched):
             if rank == 1 and epoch == 0 and step == 1:

@@ -21,7 +21,6 @@ from zoo import BY_NAME, N, loader, seed_ambient, units
 
 from ddp_patch import (
     DDPPatchError,
-    MissingRanksError,
     gather_in_order,
     gather_step,
     iter_with_mask,
@@ -29,7 +28,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import message_of
+from ddp_patch.errors import MissingRanksError, message_of
 from ddp_patch.evaluation import send
 from ddp_patch.plan import Plan
 
@@ -227,7 +226,7 @@ def the_rest(rank: int, world_size: int) -> None:
 def led_by_rank_0(rank: int, world_size: int) -> None:
     """Each rank's own generator gives another order; rank 0's counts. Masks and places follow from what it sends."""
     for name in ("own numpy Generator", "P x K batches", "token-budget batches without len"):
-        given = patched(name, rank, agreement="leader")
+        given = patched(name, rank, order="leader")
         batches = list(iter_with_mask(given))
         own = [(row, bool(flag)) for batch, mask in batches for row, flag in zip(batch, mask, strict=True)]
         whole = gather_in_order(

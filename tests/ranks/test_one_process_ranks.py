@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from zoo import seed_ambient
 
-from ddp_patch import RankMismatchError, UnsupportedLoaderError, WorldError, autopatch, leave_alone
+from ddp_patch import autopatch, leave_alone
+from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError, WorldError
 from ddp_patch.running.context import running
 from ddp_patch.running.one_process import Mode, OneProcessOptions
 from ddp_patch.running.records import LEFT_ALONE, Patterns

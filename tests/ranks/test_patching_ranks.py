@@ -24,7 +24,8 @@ from zoo import (
     units,
 )
 
-from ddp_patch import DDPSamplerWrapper, WorldError, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import DDPSamplerWrapper, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.errors import WorldError
 from ddp_patch.plan import Plan
 
 SEED = 100
@@ -75,7 +76,7 @@ def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any
 
 
 @pytest.mark.parametrize("world_size", [soaked(2), 3, soaked(4)])
-@pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")
+@pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
     ranks = run_ranks(every_kind, world_size, timeout=600)
     for kind in IN_WORLD[world_size]:

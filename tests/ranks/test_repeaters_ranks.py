@@ -8,7 +8,8 @@ from quick import run_ranks
 from repeaters import Infinite
 from zoo import Indices
 
-from ddp_patch import NotPatchedError, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import NotPatchedError
 from ddp_patch.testing.ranks import guarded
 
 N = 21
@@ -16,7 +17,7 @@ N = 21
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "seeded apart": ({}, 2),
     "compared in every epoch": ({"verify": True, "uneven": "keep"}, 0),
-    "led": ({"agreement": "leader"}, 2),
+    "led": ({"order": "leader"}, 2),
 }
 
 

@@ -26,11 +26,11 @@ def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Each rank's states of each kind in the middle and at the end, seeded, and led, by another rank's generators."""
     states = []
     for kind in KINDS:
-        for agreement in ("auto", "leader"):
+        for order in ("auto", "leader"):
 
-            def start(ambient_seed: int, kind: str = kind, agreement: Any = agreement) -> Any:
+            def start(ambient_seed: int, kind: str = kind, order: Any = order) -> Any:
                 seed_ambient(ambient_seed)
-                return patch_dataloader_to_ddp(BY_NAME[kind].make(), seed=3, agreement=agreement)
+                return patch_dataloader_to_ddp(BY_NAME[kind].make(), seed=3, order=order)
 
             whole = start(10 + rank)
             epochs = [batches_of(whole) for _ in range(3)]

@@ -16,7 +16,7 @@ from messages import assert_tells
 from torch.utils.data import DataLoader
 from zoo import Indices
 
-from ddp_patch import RanksFailedError
+from ddp_patch.errors import RanksFailedError
 from ddp_patch.testing import run_ranks
 from ddp_patch.testing.ranks import _kill
 

@@ -13,14 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from zoo import Indices, N, as_it_is, seed_ambient
 
-from ddp_patch import (
-    DDPSamplerWrapper,
-    InvalidOptionError,
-    RankMismatchError,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import InvalidOptionError, RankMismatchError
 
 
 def shuffled(n: int = N, **options: Any) -> DataLoader[Any]:
@@ -36,7 +30,7 @@ def several(rank: int, world_size: int, torch_seed: int) -> list[tuple[int, list
     seed_ambient(torch_seed + rank)
     loaders = [patch_dataloader_to_ddp(loader) for loader in (shuffled(), shuffled(), shuffled(7))]
     chosen: Any = patch_dataloader_to_ddp(shuffled(), seed=4)
-    led: Any = patch_dataloader_to_ddp(shuffled(), agreement="leader", verify=True)
+    led: Any = patch_dataloader_to_ddp(shuffled(), order="leader", verify=True)
     wrapped = [DDPSamplerWrapper[int](RandomSampler(Indices()), shuffle) for shuffle in (False, True)]
     samplers = [loader.sampler for loader in (*loaders, chosen, led)]
     seeds = [sampler.seed for sampler in (*samplers, *wrapped)]
@@ -174,7 +168,7 @@ def given_a_generator(rank: int, world_size: int) -> str:
     sampler, led = RandomSampler(Indices()), RandomSampler(Indices())
     shared: Any = patch_dataloader_to_ddp(DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is))
     by_leader = patch_dataloader_to_ddp(
-        DataLoader(Indices(), 3, sampler=led, collate_fn=as_it_is), agreement="leader", uneven="drop"
+        DataLoader(Indices(), 3, sampler=led, collate_fn=as_it_is), order="leader", uneven="drop"
     )
     iterator = iter(shared)
     sampler.generator = led.generator = torch.Generator().manual_seed(rank)

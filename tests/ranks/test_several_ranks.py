@@ -14,14 +14,8 @@ from quick import run_ranks
 from torch.utils.data import DataLoader, Sampler, Subset
 from zoo import Indices, N, Own, PKBatches, Source, as_it_is, loader, seed_ambient
 
-from ddp_patch import (
-    DDPPatchError,
-    LeaderWarning,
-    check_loaders_is_patched,
-    patch_dataloader_to_ddp,
-    patch_dataloaders_to_ddp,
-)
-from ddp_patch.errors import message_of
+from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.errors import LeaderWarning, message_of
 from ddp_patch.ranks.exchange import _Meeting
 
 
@@ -82,7 +76,7 @@ def in_turn(given: list[Any]) -> list[Any]:
 
 
 def in_one_call(given: list[Any]) -> list[Any]:
-    return patch_dataloaders_to_ddp(given)
+    return patch_dataloader_to_ddp(given)
 
 
 def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
@@ -102,9 +96,9 @@ def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
 def meeting_once(rank: int, world_size: int) -> tuple[int, int, bool]:
     before = meetings()
     nest: Any = {"train": loader(shuffle=True), "val": [loader(), loader(batch_sampler=PKBatches())], "test": None}
-    patched = patch_dataloaders_to_ddp(nest)
+    patched = patch_dataloader_to_ddp(nest)
     for_three = meetings() - before
-    patch_dataloaders_to_ddp([])
+    patch_dataloader_to_ddp([])
     return for_three, meetings() - before, check_loaders_is_patched(patched)
 
 
@@ -136,10 +130,10 @@ def differing(rank: int, world_size: int, with_errors: bool) -> tuple[list[tuple
         lambda: [loader(), loader(sampler=range(rank, 21, 3))],
         lambda: (loader(), 5 if odd else loader()),
     ]
-    told = [said(lambda make=make: patch_dataloaders_to_ddp(make(), timeout=60)) for make in sets if with_errors]  # type: ignore[misc]  # a default binds it
+    told = [said(lambda make=make: patch_dataloader_to_ddp(make(), timeout=60)) for make in sets if with_errors]  # type: ignore[misc]  # a default binds it
     if with_errors:
-        told.append(said(lambda: patch_dataloaders_to_ddp([loader()], uneven="drop" if odd else "pad")))
-    patched = patch_dataloaders_to_ddp((loader(shuffle=True), loader(shuffle=True)))
+        told.append(said(lambda: patch_dataloader_to_ddp([loader()], uneven="drop" if odd else "pad")))
+    patched = patch_dataloader_to_ddp((loader(shuffle=True), loader(shuffle=True)))
     return told, [list(one) for one in patched]
 
 
@@ -181,8 +175,8 @@ def in_groups(rank: int, world_size: int) -> list[Any]:
     """Two groups of ranks that share, each by itself."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     seed_ambient(10 + rank)
-    patched = patch_dataloaders_to_ddp([loader(shuffle=True), loader()], process_group=groups[rank % 2])
-    given = patch_dataloaders_to_ddp([loader(shuffle=True)], rank=rank // 2, num_replicas=2)
+    patched = patch_dataloader_to_ddp([loader(shuffle=True), loader()], process_group=groups[rank % 2])
+    given = patch_dataloader_to_ddp([loader(shuffle=True)], rank=rank // 2, num_replicas=2)
     return [list(one) for one in (*patched, *given)]
 
 

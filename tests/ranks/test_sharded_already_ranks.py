@@ -111,7 +111,7 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
             told[name] = ("itself" if patched is given else "patched", str(check_loaders_is_patched(patched)))
         except DDPPatchError as error:
             told[name] = (type(error).__name__, str(error))
-    patched = patch_dataloader_to_ddp(DataLoader(half), agreement="seeded")
+    patched = patch_dataloader_to_ddp(DataLoader(half), order="seeded")
     told["a list, not looked at"] = (str(len(patched)), "")
     return told
 

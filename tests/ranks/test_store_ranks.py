@@ -11,7 +11,7 @@ from quick import run_ranks
 from torch.utils.data import DataLoader
 from zoo import Indices, Source, as_it_is, seed_ambient
 
-from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, patch_dataloaders_to_ddp
+from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.compat.private_torch import default_store
 
 MANY = 25
@@ -44,7 +44,7 @@ def grown(rank: int) -> Any:
 def refused(rank: int, at: int | None = None) -> None:
     """On one rank or on every one; who refuses does not come to the meeting."""
     with pytest.raises(DDPPatchError):
-        patch_dataloader_to_ddp(given(), share="all" if at in {rank, None} else None)  # type: ignore[arg-type]
+        patch_dataloader_to_ddp(given(), share="all" if at in {rank, None} else None)  # type: ignore[call-overload]
 
 
 # Makes a loader, reads it and lets it go.
@@ -52,11 +52,11 @@ MADE: dict[str, Callable[[int], object]] = {
     "patched": lambda rank: patch_dataloader_to_ddp(given()),
     "read": lambda rank: whole(patch_dataloader_to_ddp(given())),
     "stream": lambda rank: whole(patch_dataloader_to_ddp(stream())),
-    "several": lambda rank: patch_dataloaders_to_ddp({"train": given(), "val": given(20)}),
+    "several": lambda rank: patch_dataloader_to_ddp({"train": given(), "val": given(20)}),
     "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
-    "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), agreement="leader")),
+    "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), order="leader")),
     "verify": lambda rank: whole(patch_dataloader_to_ddp(given(), verify=True)),
-    "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), iterable_sharding="by_worker")),
+    "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), share="by_worker")),
     "by hand": lambda rank: whole(by_hand(rank)),
     "by hand, grown": lambda rank: whole(grown(rank)),
     "half of a world by hand": lambda rank: whole(patch_dataloader_to_ddp(given(), rank=0, num_replicas=1)),

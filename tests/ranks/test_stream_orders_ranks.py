@@ -323,7 +323,7 @@ def evaluates_more_often_on_rank_0(rank: int, workers: int) -> Any:
 
 
 def splits_itself(rank: int, workers: int) -> Any:
-    return patch_dataloader_to_ddp(loader(Stream(row, by_rank), workers), iterable_sharding="by_worker")
+    return patch_dataloader_to_ddp(loader(Stream(row, by_rank), workers), share="by_worker")
 
 
 def given_by_hand(rank: int, workers: int) -> Any:
@@ -371,7 +371,7 @@ def test_nobody_is_told_anything_who_reads_in_one_order(world_size: int) -> None
 def in_other_worlds(rank: int, world_size: int) -> list[str]:
     seed_ambient(rank)
     given = patch_dataloader_to_ddp(loader(Stream(row, by_rank), 0), rank=rank, num_replicas=world_size)
-    ambient = patch_dataloader_to_ddp(loader(Stream(row, by_ambient), 0), agreement="ambient")
+    ambient = patch_dataloader_to_ddp(loader(Stream(row, by_ambient), 0), order="ambient")
     looked_first = patch_dataloader_to_ddp(DataLoader(Stream(row, by_rank), batch_size=2))
     next(iter(looked_first))  # too few items to tell
     return [in_step(train, 8 * BATCHES).found for train in (given, ambient, looked_first)]

@@ -110,7 +110,7 @@ def rows_are_shuffled_by_hand(me: Me, how: dict[str, Any]) -> None:
         me.train(train)
 
 
-@case("told", of={"verify": {"verify": True}, "leader": {"agreement": "leader"}})
+@case("told", of={"verify": {"verify": True}, "leader": {"order": "leader"}})
 def rows_are_shuffled_by_hand_otherwise(me: Me, options: dict[str, Any]) -> None:
     dataset = users.Rows()
     train = me.patch(loader(dataset), **options)

@@ -256,8 +256,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "costs": {"cost": [1 + number % 7 for number in range(N)]},
     "contiguous": {"layout": "contiguous"},
     "verify": {"verify": True},
-    "leader": {"agreement": "leader"},
-    "seeded": {"agreement": "seeded"},
+    "leader": {"order": "leader"},
+    "seeded": {"order": "seeded"},
     "dropped": {"uneven": "drop"},
 }
 
@@ -386,7 +386,7 @@ def a_loader_without_end(me: Me) -> None:
 
 @case("right")
 def computed_shuffles_are_looked_at(me: Me) -> None:
-    train = me.patch(loader(shuffle=True), scalable_shuffle=True)
+    train = me.patch(loader(shuffle=True), order="scalable")
     for epoch in range(3):
         if me.rank:
             list(islice(train, 2))

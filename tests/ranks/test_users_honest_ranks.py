@@ -43,7 +43,7 @@ def of_all_ranks(losses: list[float]) -> list[float]:
     return together.tolist()
 
 
-@right(of={"samples": {}, "batches": {"share": "batches"}, "leader": {"agreement": "leader"}})
+@right(of={"samples": {}, "batches": {"share": "batches"}, "leader": {"order": "leader"}})
 def a_sampler_learns_from_all_ranks(me: Me, options: dict[str, Any]) -> None:
     raw: Any = loader(sampler=users.Learns())
     train = me.patch(raw, **options)
@@ -202,7 +202,7 @@ LED: dict[str, Callable[[], DataLoader[Any]]] = {
 
 @right(of=LED)
 def a_leader_leads(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
-    train = me.patch(make(), agreement="leader")
+    train = me.patch(make(), order="leader")
     for _ in range(3):
         me.train(train)
 
@@ -217,7 +217,7 @@ def every_epoch_is_verified(me: Me, make: Callable[[], DataLoader[Any]]) -> None
 
 @right()
 def workers_read_their_own_parts(me: Me) -> None:
-    train = me.patch(loader(ShardPerWorker([12] * 2 * me.world), num_workers=2), iterable_sharding="by_worker")
+    train = me.patch(loader(ShardPerWorker([12] * 2 * me.world), num_workers=2), share="by_worker")
     for _ in range(2):
         me.train(train, range(24 * me.world))
 

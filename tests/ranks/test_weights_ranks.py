@@ -55,20 +55,16 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
 
     return {
         "whole batches, drawn": steps(patched(loader(batch_sampler=Unequal()))),
-        "whole batches, led": steps(patched(loader(batch_sampler=Unequal()), agreement="leader")),
+        "whole batches, led": steps(patched(loader(batch_sampler=Unequal()), order="leader")),
         "whole batches, in runs": steps(patched(loader(batch_sampler=SizedUnequal()), layout="contiguous")),
         "whole batches, some ranks have one more": steps(
-            patched(loader(batch_sampler=[[1, 2], [3]] * 2 + [[4]]), uneven="keep", agreement="leader")
+            patched(loader(batch_sampler=[[1, 2], [3]] * 2 + [[4]]), uneven="keep", order="leader")
         ),
-        "fewer batches than ranks": steps(
-            patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep", agreement="leader")
-        ),
+        "fewer batches than ranks": steps(patched(loader(batch_sampler=[[1, 2, 3]]), uneven="keep", order="leader")),
         "parts of workers, some ranks have one more": steps(
             patched(DataLoader(ShardPerWorker((1, 4)), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
         ),
-        "divided batches, led": steps(
-            patched(loader(batch_sampler=Unequal()), share="within_batches", agreement="leader")
-        ),
+        "divided batches, led": steps(patched(loader(batch_sampler=Unequal()), share="within_batches", order="leader")),
         "divided batches, verified": steps(
             patched(loader(batch_sampler=Unequal()), share="within_batches", verify=True)
         ),

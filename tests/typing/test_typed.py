@@ -21,7 +21,6 @@ from ddp_patch import (
     iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
-    patch_dataloaders_to_ddp,
     restore_loader,
 )
 from ddp_patch.samplers import (
@@ -72,12 +71,10 @@ def test_a_patched_loader_is_of_the_type_that_was_given() -> None:
     unbatched = DataLoader(Words(), batch_size=None)
     assert_type(patch_dataloader_to_ddp(unbatched, rank=0, num_replicas=2, layout="contiguous"), PatchedLoader[str])
     iterable = DataLoader(Stream(), batch_size=2)
-    assert_type(
-        patch_dataloader_to_ddp(iterable, rank=0, num_replicas=2, iterable_sharding="exact"), PatchedLoader[str]
-    )
+    assert_type(patch_dataloader_to_ddp(iterable, rank=0, num_replicas=2, share="auto"), PatchedLoader[str])
     shuffled = DataLoader(Words(), shuffle=True)
     assert_type(
-        patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, agreement="seeded", seed=0, scalable_shuffle=True),
+        patch_dataloader_to_ddp(shuffled, rank=0, num_replicas=2, seed=0, order="scalable"),
         PatchedLoader[str],
     )
     logged = Logged(Words())
@@ -98,17 +95,17 @@ class Loaders(NamedTuple):
 
 def test_a_nest_of_loaders_is_of_the_type_that_was_given() -> None:
     train, logged = DataLoader(Words(), shuffle=True), Logged(Words())
-    pair = patch_dataloaders_to_ddp((train, logged), rank=0, num_replicas=2, uneven="drop", seed=1)
+    pair = patch_dataloader_to_ddp((train, logged), rank=0, num_replicas=2, uneven="drop", seed=1)
     assert_type(pair, tuple[PatchedLoader[str], PatchedLoader[str]])
-    three = patch_dataloaders_to_ddp((train, logged, train), rank=0, num_replicas=2)
+    three = patch_dataloader_to_ddp((train, logged, train), rank=0, num_replicas=2)
     assert_type(three, tuple[PatchedLoader[str], PatchedLoader[str], PatchedLoader[str]])
-    assert_type(patch_dataloaders_to_ddp([train, train], rank=0, num_replicas=2), list[DataLoader[str]])
-    by_name = patch_dataloaders_to_ddp({"train": train, "val": train}, rank=0, num_replicas=2, share="batches")
+    assert_type(patch_dataloader_to_ddp([train, train], rank=0, num_replicas=2), list[DataLoader[str]])
+    by_name = patch_dataloader_to_ddp({"train": train, "val": train}, rank=0, num_replicas=2, share="batches")
     assert_type(by_name, dict[str, DataLoader[str]])
-    named = patch_dataloaders_to_ddp(Loaders(train, None), rank=0, num_replicas=2)
+    named = patch_dataloader_to_ddp(Loaders(train, None), rank=0, num_replicas=2)
     assert_type(named, Loaders)
     assert_type(named.train, DataLoader[str])
-    alone = patch_dataloaders_to_ddp(logged, rank=0, num_replicas=2, scalable_shuffle=False)
+    alone = patch_dataloader_to_ddp(logged, rank=0, num_replicas=2, verify=False)
     assert_type(alone, PatchedLoader[str])
     assert_loaders_patched((pair, by_name, named, alone))
     assert_loaders_patched({"train": pair, "test": None})
@@ -139,7 +136,7 @@ def test_a_patched_loader_is_told_its_epoch_without_a_cast() -> None:
     unknown: DataLoader[str] = loader
     assert isinstance(unknown, PatchedLoader)
     unknown.set_epoch(4)
-    by_name = patch_dataloaders_to_ddp({"train": DataLoader(Words())}, rank=0, num_replicas=2)
+    by_name = patch_dataloader_to_ddp({"train": DataLoader(Words())}, rank=0, num_replicas=2)
     one = by_name["train"]
     assert isinstance(one, PatchedLoader)
     one.sampler.set_epoch(5)

@@ -34,8 +34,8 @@ from zoo import (
     units,
 )
 
-from ddp_patch import RankMismatchError, patch_dataloader_to_ddp
-from ddp_patch.errors import message_of
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import RankMismatchError, message_of
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order

@@ -33,13 +33,14 @@ from torch.utils.data import (
 )
 from zoo import ALL_KINDS, BY_NAME, Indices, Kind, draw_ambient, loader, seed_ambient
 
-from ddp_patch import AuditError, InvalidOptionError, NoStepsError, NotALoaderError, audit, patch_dataloader_to_ddp
+from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.draw_loaders import Audited
 from ddp_patch.auditing.draw_records import Coding
 from ddp_patch.auditing.draw_world import ranks_of
 from ddp_patch.auditing.show_report import Provenance, page
+from ddp_patch.errors import AuditError, InvalidOptionError, NoStepsError, NotALoaderError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Uneven
 from ddp_patch.samplers import PKBatchSampler
@@ -64,7 +65,7 @@ BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
     (setups.subset_by_local_rank, "not_sharded", "not by the local one"),
     (setups.own_draw, "not_sharded", "a sampler that draws for all ranks"),
     (setups.ambient_order, "ranks_disagree", "seed every rank alike"),
-    (setups.private_order, "ranks_disagree", "agreement='leader'"),
+    (setups.private_order, "ranks_disagree", "order='leader'"),
     (setups.seeded_by_rank, "ranks_disagree", "alike on every rank"),
     (setups.torchs, "same_order", "set_epoch(epoch)"),
     (setups.torn, "split_batch", "DDPBatchSamplerWrapper"),
@@ -436,16 +437,11 @@ REFUSED: list[tuple[Any, dict[str, Any], Words, Words | None]] = [
     (loader(), {"cost": [1.0] * 4 + [np.nan] * 19}, ("cost=", "nan", "item 4", "finite"), "correct"),
     (loader(), {"cost": 7}, ("cost=", "int"), COST),
     (BY_NAME["string keys"].make(), {"cost": lambda key: 1}, ("cost=", "no indices"), "cost"),
-    (loader(), {"cost_of": "padded"}, ("cost_of='padded'", "no cost="), "both"),
-    (loader(), {"cost_window": 8}, ("cost_window=8", "no cost="), "both"),
-    (loader(), {"cost": [1] * 23, "cost_of": "max"}, "cost_of='max'", ("'sum'", "'padded'")),
-    (loader(), {"cost": [1] * 23, "cost_window": 8, "patch": False}, ("cost_window=8", PATCH), "unpatched loader"),
-    (setups.uneven, {"cost": np.ones(97), "cost_window": 8}, ("cost_window=8", PATCH), "unpatched loader"),
     (loader(sampler=(i for i in range(9))), {}, ("sampler", "every rank", "copying generator", "TypeError"), MAKE),
     (DataLoader(Uncopyable()), {}, ("dataset", "every rank", "copying Uncopyable", "TypeError"), MAKE),
     (loader(), {"rank": 0}, ("rank", PATCH, "one real rank"), ("factory", "processes=True")),
     (loader(), {"device_mesh": None}, ("device_mesh", PATCH), ("factory", "processes=True")),
-    (loader(), {"agreement": "leader"}, ("agreement='leader'", "communicate"), "processes=True"),
+    (loader(), {"order": "leader"}, ("order='leader'", "communicate"), "processes=True"),
     (loader(), {"verify": True}, ("verify=True", "communicate"), "processes=True"),
 ]
 
@@ -541,7 +537,7 @@ def test_a_rank_without_any_step_is_told() -> None:
 def test_workers_of_an_iterable_dataset_are_simulated() -> None:
     """By-worker sharding gives what the dataset gives each worker; unpatched, every rank reads all."""
     given = BY_NAME["iterable, splits itself, 2 workers"].make()
-    by_worker = audit(given, 2, iterable_sharding="by_worker", uneven="keep", allow=["uneven_steps"])
+    by_worker = audit(given, 2, share="by_worker", uneven="keep", allow=["uneven_steps"])
     assert by_worker.ok
     assert by_worker.epochs[0].missing == 0
     assert "reading the iterable dataset" in by_worker.how
@@ -818,7 +814,7 @@ def test_a_few_lost_samples_are_not_shared_twice_because_two_parts_share() -> No
 
 @pytest.mark.parametrize("name", ["iterable, splits itself, 2 workers", "iterable, splits itself, 4 workers"])
 def test_what_workers_of_all_ranks_split_is_whole(name: str) -> None:
-    report = audit(BY_NAME[name].make(), 3, iterable_sharding="by_worker", uneven="keep", allow=["uneven_steps"])
+    report = audit(BY_NAME[name].make(), 3, share="by_worker", uneven="keep", allow=["uneven_steps"])
     assert report.ok
     assert (report.epochs[0].missing, report.epochs[0].repeated) == (0, 0)
 

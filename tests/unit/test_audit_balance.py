@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from zoo import ALL_KINDS, Kind
 
-from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch import Cost, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import Report
 from ddp_patch.auditing.show_report import Provenance, page
 from ddp_patch.samplers import PKBatchSampler
@@ -142,10 +142,10 @@ MADE: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_reported_is_what_ranks_wait_in_a_training(name: str) -> None:
     make, options = MADE[name]
-    report = audit(make(), 4, epochs=1, cost=COSTS, cost_window=8, **options)
+    report = audit(make(), 4, epochs=1, cost=Cost(COSTS, window=8), **options)
     assert report.ok
     assert report.epochs[0].imbalance == pytest.approx(ratio(by_hand(make(), 4, summed, **options)))
-    with_cost = {"cost": COSTS, "cost_window": 8}
+    with_cost = {"cost": Cost(COSTS, window=8)}
     balanced = beside(report).epochs[0]
     assert balanced.imbalance == pytest.approx(ratio(by_hand(make(), 4, summed, **options, **with_cost)))
     assert balanced.imbalance < report.epochs[0].imbalance  # type: ignore[operator]  # known where costs are
@@ -156,9 +156,9 @@ def test_what_is_reported_is_what_ranks_wait_in_a_training(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MADE if name != "parts of batches"])
 def test_batches_that_are_padded_cost_their_largest_sample_for_each(name: str) -> None:
     make, options = MADE[name]
-    report = audit(make(), 4, epochs=1, cost=COSTS, cost_of="padded", **options)
+    report = audit(make(), 4, epochs=1, cost=Cost(COSTS, of="padded"), **options)
     assert report.epochs[0].imbalance == pytest.approx(ratio(by_hand(make(), 4, padded, **options)))
-    with_cost = {"cost": COSTS, "cost_of": "padded"}
+    with_cost = {"cost": Cost(COSTS, of="padded")}
     found = ratio(by_hand(make(), 4, padded, **options, **with_cost))
     assert beside(report).epochs[0].imbalance == pytest.approx(found)
 
@@ -168,8 +168,8 @@ def test_batches_that_are_padded_cost_their_largest_sample_for_each(name: str) -
 def test_a_function_of_an_index_tells_the_same_as_a_sequence(name: str, cost_of: Any) -> None:
     """Also of whole batches, of which the patch asks a function for a batch's cost."""
     make, options = MADE[name]
-    by_sequence = audit(make(), 4, cost=COSTS, cost_of=cost_of, **options)
-    by_function = audit(make(), 4, cost=cost_of_index, cost_of=cost_of, **options)
+    by_sequence = audit(make(), 4, cost=Cost(COSTS, of=cost_of), **options)
+    by_function = audit(make(), 4, cost=Cost(cost_of_index, of=cost_of), **options)
     assert by_function.epochs == by_sequence.epochs
     if name == "parts of batches" and cost_of == "padded":
         assert by_function.why_not_balanced == by_sequence.why_not_balanced
@@ -301,9 +301,9 @@ CANNOT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "as it stands": (plain(), {"patch": False, "allow": ["not_sharded"]}, "patch=False"),
     "one rank": (plain(), {"world_size": 1}, "One rank"),
     "runs": (plain(), {"layout": "contiguous"}, "layout='contiguous'"),
-    "ambient": (plain(), {"agreement": "ambient"}, "agreement='ambient'"),
+    "ambient": (plain(), {"order": "ambient"}, "order='ambient'"),
     "an iterator": (plain(sampler=iter(range(N))), {}, "range_iterator"),
-    "padded parts": (plain(batch_size=4), {"share": "within_batches", "cost_of": "padded"}, "cost_of='padded'"),
+    "padded parts": (plain(batch_size=4), {"share": "within_batches", "cost": Cost(COSTS, of="padded")}, "of='padded'"),
     "iterable": (DataLoader(setups.Stream()), {"cost": cost_of_index}, "iterable dataset"),
 }
 

@@ -8,8 +8,9 @@ from audit_setups import Untouchable
 from messages import missing, raises
 from torch.utils.data import DataLoader, Subset
 
-from ddp_patch import InvalidOptionError, audit
+from ddp_patch import audit
 from ddp_patch.auditing.show_report import Provenance, page
+from ddp_patch.errors import InvalidOptionError
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -10,11 +10,11 @@ from messages import raises
 from torch.utils.data import DataLoader
 from zoo import loader
 
-from ddp_patch import InvalidOptionError, NotALoaderError, audit
+from ddp_patch import Cost, audit
 from ddp_patch.auditing import Report, Reports
 from ddp_patch.auditing.finding import find
 from ddp_patch.auditing.show_report import place_in_code
-from ddp_patch.errors import AuditError
+from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
 
 
 def test_lists_and_dicts_are_audited_one_by_one() -> None:
@@ -98,7 +98,7 @@ def test_what_is_patched_of_a_factory_is_what_it_makes_for_one_process() -> None
 
 def test_cost_is_for_both() -> None:
     costs = [1 + index % 7 for index in range(23)]
-    report = audit(loader(shuffle=True), 2, epochs=1, patched=True, cost=costs, cost_window=4)
+    report = audit(loader(shuffle=True), 2, epochs=1, patched=True, cost=Cost(costs, window=4))
     assert report.why_not_balanced is None
     assert report.patched is not None
     assert report.patched.balanced is not None

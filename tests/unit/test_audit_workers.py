@@ -90,7 +90,7 @@ WAYS: dict[str, Callable[[DataLoader[Any]], DataLoader[Any]]] = {
     "as it stands": lambda loader: loader,
     "patched": lambda loader: patch_dataloader_to_ddp(loader, rank=1, num_replicas=3),
     "by_worker": lambda loader: patch_dataloader_to_ddp(
-        loader, rank=1, num_replicas=3, iterable_sharding="by_worker", uneven="keep"
+        loader, rank=1, num_replicas=3, share="by_worker", uneven="keep"
     ),
 }
 

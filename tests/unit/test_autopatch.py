@@ -21,15 +21,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from zoo import ALL_KINDS, Indices, Kind, Source, seed_ambient, units
 
 import ddp_patch
-from ddp_patch import (
+from ddp_patch import autopatch, leave_alone, unpatched
+from ddp_patch.errors import (
     AlreadyPatchedError,
     InvalidOptionError,
     NotALoaderError,
     NotPatchedError,
     UnsupportedLoaderError,
-    autopatch,
-    leave_alone,
-    unpatched,
 )
 
 N = 10
@@ -53,7 +51,7 @@ def attributes() -> list[dict[str, Any]]:
     return [{**vars(kind), "__repr__": None} for kind in (*LOADERS, DistributedDataParallel)]
 
 
-@pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # a kind's own
+@pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # a kind's own
 @over(ALL_KINDS)
 def test_a_loader_becomes_the_patched_one(kind: Kind) -> None:
     """Each kind, in epoch after epoch, whatever a rank's own seed."""
@@ -451,7 +449,7 @@ def test_every_public_function_accepts_an_autopatched_loader() -> None:
         assert ddp_patch.loader_state(loader)["epoch"] == 9
         ddp_patch.assert_loaders_patched({"train": [loader]})
         assert ddp_patch.patch_dataloader_to_ddp(loader, rank=1, num_replicas=2) is loader
-        assert ddp_patch.patch_dataloaders_to_ddp([loader], rank=1, num_replicas=2)[0] is loader
+        assert ddp_patch.patch_dataloader_to_ddp([loader], rank=1, num_replicas=2)[0] is loader
         assert ddp_patch.extract_loader_parameters(loader)["sampler"] is loader.sampler
         new = made()
         ddp_patch.restore_loader(new, within)  # before it is used in any other way
@@ -542,7 +540,7 @@ def test_a_summary_tells_shares_as_they_are(options: Any, share: str, padding: s
 
 
 def test_a_dry_run_patches_nothing() -> None:
-    with autopatch(rank=1, num_replicas=2, dry_run=True, agreement="leader", verify=True) as summary:
+    with autopatch(rank=1, num_replicas=2, dry_run=True, order="leader", verify=True) as summary:
         loader, other = made(), Computed(Indices(N))
         assert len(items(loader)) == N
         assert len(items(other)) == N

@@ -16,10 +16,6 @@ from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPPatchError,
     DDPSamplerWrapper,
-    InvalidOptionError,
-    NotALoaderError,
-    StateError,
-    WorldError,
     assert_loaders_patched,
     check_loaders_is_patched,
     extract_loader_parameters,
@@ -30,6 +26,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.auditing import audit
+from ddp_patch.errors import InvalidOptionError, NotALoaderError, StateError, WorldError
 from ddp_patch.testing import run_ranks
 
 E: dict[str, Any] = {"rank": 0, "num_replicas": 2}
@@ -92,7 +89,7 @@ OPTIONS: dict[str, list[Any]] = {
     "timeout": [0, *SECONDS],
     "uneven": [None, 3, ["pad"], "padd"],
     "layout": [None, b"interleaved"],
-    "agreement": [None, True, "x"],
+    "order": [None, True, "x"],
 }
 
 
@@ -110,17 +107,17 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
             lambda value, option=option: by_wrapper(range(8), **(E | {option: value})),
             values,
         )
-    add(InvalidOptionError, "patch scalable_shuffle", lambda value: patched(scalable_shuffle=value), FLAGS)
-    add(InvalidOptionError, "patch iterable_sharding", lambda value: patched(iterable_sharding=value), [None, 1])
     add(InvalidOptionError, "patch process_group", lambda value: alone(process_group=value), ["x", 3, True, [0, 1]])
     add(InvalidOptionError, "patch device_mesh", lambda value: alone(device_mesh=value), [3, "dp", ("dp",)])
-    add(InvalidOptionError, "patch dimensions", lambda value: alone(data_parallel_dimensions=value), [5, "dp", ["dp"]])
     for wrapper in (by_wrapper, by_batches):
         add(InvalidOptionError, f"{wrapper.__name__} shuffle", lambda value, w=wrapper: w([[0]], value, **E), FLAGS)
         add(InvalidOptionError, f"{wrapper.__name__} pad", lambda value, w=wrapper: w([[0]], True, value, **E), FLAGS)
         add(InvalidOptionError, f"{wrapper.__name__}", lambda value, w=wrapper: w(value, **E), [3, None, object(), int])
     for of_a_loader in (patch_dataloader_to_ddp, extract_loader_parameters, iter_with_mask):
-        add(NotALoaderError, of_a_loader.__name__, of_a_loader, NO_LOADERS)
+        no_loaders = [
+            each for each in NO_LOADERS if of_a_loader is not patch_dataloader_to_ddp or type(each) is not list
+        ]
+        add(NotALoaderError, of_a_loader.__name__, of_a_loader, no_loaders)
     add(NotALoaderError, "loader_state", lambda value: loader_state(value, batches_done=0), NO_LOADERS)
     add(NotALoaderError, "restore_loader", lambda value: restore_loader(value, {}), NO_LOADERS)
     add(NotALoaderError, "gather_in_order", lambda value: gather_in_order([], value), NO_LOADERS)

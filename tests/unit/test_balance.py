@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from costed import costed
 from messages import raises
 from test_contract import over
 from test_resume import as_saved
@@ -30,21 +31,12 @@ from zoo import (
     units,
 )
 
-from ddp_patch import (
-    InvalidOptionError,
-    NotDistributedWarning,
-    StateError,
-    iter_with_mask,
-    iter_with_weights,
-    loader_state,
-    patch_dataloader_to_ddp,
-    patch_dataloaders_to_ddp,
-    restore_loader,
-)
+from ddp_patch import Cost, iter_with_mask, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import InvalidOptionError, NotDistributedWarning, StateError
 from ddp_patch.orders.random_states import balancing_key
 from ddp_patch.plan import Plan
 
-pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
+pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
 
 def cost_of(item: Any) -> float:
@@ -67,7 +59,7 @@ def of(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
 
 
 def balanced(given: Any, world_size: int = 2, rank: int = 0, **options: Any) -> Any:
-    chosen: dict[str, Any] = {"seed": 3, "cost": cost_of, "cost_window": 2} | options
+    chosen = costed({"seed": 3, "cost": cost_of, "window": 2} | options)
     return patch_dataloader_to_ddp(given, rank=rank, num_replicas=world_size, **chosen)
 
 
@@ -90,8 +82,8 @@ def windows(items: list[Any], world_size: int, size: int, steps: int = 2) -> lis
 
 @over([kind for kind in DEALT if "drop_last" not in kind.name])
 def test_every_window_is_dealt_anew_and_shared_as_always(kind: Kind) -> None:
-    size, alone = size_of(kind), epochs_of(kind, 1, 0, cost_window=1)
-    assert alone == epochs_of(kind, 1, 0, cost=None, cost_window=256)  # one process has its own order
+    size, alone = size_of(kind), epochs_of(kind, 1, 0, window=1)
+    assert alone == epochs_of(kind, 1, 0, cost=None)  # one process has its own order
     for world_size in (2,) if kind.make().num_workers else (2, 3, 5):
         for uneven in ("pad", "drop", "keep") if world_size == 3 else ("pad",):
             if uneven == "drop" and min(map(len, alone)) < world_size:
@@ -211,7 +203,7 @@ def test_a_place_that_was_left_at_once_is_no_stage() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"cost": [2.0] * N}, {"cost_window": 3}, {"cost": None, "cost_window": 256}, {"cost_of": "padded"}],
+    [{"cost": [2.0] * N}, {"window": 3}, {"cost": None}, {"of": "padded"}],
 )
 def test_the_state_of_another_balance_is_refused(options: dict[str, Any]) -> None:
     given: dict[str, Any] = {"cost": [1.0] * N}
@@ -246,7 +238,7 @@ def test_masks_and_weights_tell_what_is_padding(way: dict[str, Any], world_size:
 
 
 @pytest.mark.parametrize(("cost_of", "most"), [("sum", 1.02), ("padded", 1.25)])
-def test_the_batches_of_a_step_are_composed_by_what_they_cost(cost_of: str, most: float) -> None:
+def test_the_batches_of_a_step_are_composed_by_what_they_cost(cost_of: Any, most: float) -> None:
     lengths = np.random.default_rng(0).lognormal(3, 1, 4096)
 
     def waits(**options: Any) -> float:
@@ -259,7 +251,7 @@ def test_the_batches_of_a_step_are_composed_by_what_they_cost(cost_of: str, most
         costs = np.array(ranks)
         return float(costs.max(0).sum() / costs.mean(0).sum())
 
-    assert waits(cost=lengths, cost_of=cost_of, cost_window=64) < most < waits()
+    assert waits(cost=Cost(lengths, of=cost_of, window=64)) < most < waits()
 
 
 def test_parts_of_a_divided_batch_cost_alike() -> None:
@@ -320,7 +312,7 @@ class Counted(Sampler[int]):
 
 def test_a_window_and_no_more_is_drawn_before_the_first_batch() -> None:
     sampler = Counted()
-    one = balanced(loader(2, sampler=sampler), 3, cost_window=5)
+    one = balanced(loader(2, sampler=sampler), 3, window=5)
     iterator = iter(one)
     next(iterator)
     assert one.sampler.sampler.drawn == 5 * 3 * 2
@@ -336,7 +328,7 @@ def test_after_a_break_the_next_epoch_is_whole() -> None:
 
 def test_the_order_of_steps_follows_from_seed_and_epoch() -> None:
     def drawn(seed: int) -> list[list[Any]]:
-        one = balanced(of(64, 1), seed=seed, cost_window=32)
+        one = balanced(of(64, 1), seed=seed, window=32)
         return [list(one), list(one)]
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -345,7 +337,7 @@ def test_the_order_of_steps_follows_from_seed_and_epoch() -> None:
 
 def test_each_window_has_an_order_of_its_own() -> None:
     """Costs rise by step, so that each window has the same steps to put in order."""
-    one = balanced(of(256, 1), cost=[number // 2 % 32 for number in range(256)], cost_window=32)
+    one = balanced(of(256, 1), cost=[number // 2 % 32 for number in range(256)], window=32)
     windows = np.array([*one]).reshape(4, 32) // 2 % 32
     assert len({str(window) for window in windows}) == 4
     for window in windows:
@@ -386,7 +378,7 @@ def test_a_world_that_took_nothing_does_not_count(sampler: Any) -> None:
 )
 def test_padded_whole_batches_cost_their_longest_times_their_number(batches: Any, costs: Any, expected: Any) -> None:
     for cost_of, dearest in expected.items():
-        options = {"cost": costs + [0.0] * (N - len(costs)), "cost_of": cost_of}
+        options = {"cost": costs + [0.0] * (N - len(costs)), "of": cost_of}
         ranks = [list(balanced(loader(batch_sampler=batches), rank=rank, **options)) for rank in (0, 1)]
         assert dearest in [{batches.index(batch) for batch in step} for step in zip(*ranks, strict=True)]
 
@@ -408,7 +400,7 @@ def test_costs_that_are_alike_lose_nothing() -> None:
 
 
 def test_several_loaders_share_a_function() -> None:
-    nest = patch_dataloaders_to_ddp(
+    nest = patch_dataloader_to_ddp(
         (of(9, 2), loader(batch_sampler=[[1, 2], [3]])), cost=cost_of, rank=0, num_replicas=2
     )
     assert all(list(one) for one in nest)
@@ -441,15 +433,13 @@ def test_in_a_single_process_nothing_changes() -> None:
         (loader, {"cost": True}, "bool", ()),
         (loader, {"cost": lambda index: -index}, "-1.0", ()),
         (loader, {"cost": lambda index: "much"}, "'much'", ()),
-        (loader, {"cost_window": 0}, "cost_window=0", ()),
-        (loader, {"cost_window": 2.5}, "cost_window=2.5", ()),
-        (loader, {"cost_of": "max"}, "cost_of='max'", "'padded'"),
-        (loader, {"cost": None}, "cost_window=2", "both"),
-        (loader, {"cost": None, "cost_window": 256, "cost_of": "padded"}, "cost_of='padded'", "both"),
+        (loader, {"window": 0}, "window=0", ()),
+        (loader, {"window": 2.5}, "window=2.5", ()),
+        (loader, {"of": "max"}, "of='max'", "'padded'"),
         (loader, {"layout": "contiguous"}, "layout='contiguous'", "interleaved"),
-        (loader, {"agreement": "ambient"}, "agreement='ambient'", "'seeded'"),
-        (loader, {"cost_of": "padded", "share": "within_batches"}, "share='within_batches'", "'sum'"),
-        (lambda: loader(batch_sampler=[[1]]), {"cost_of": "padded"}, "list", ()),
+        (loader, {"order": "ambient"}, "order='ambient'", "'seeded'"),
+        (loader, {"of": "padded", "share": "within_batches"}, "share='within_batches'", "'sum'"),
+        (lambda: loader(batch_sampler=[[1]]), {"of": "padded"}, "list", ()),
         (lambda: DataLoader(Source(9), 2), {}, "Source", "__getitem__"),
         (lambda: loader(2, sampler=iter(range(9))), {}, "iterator", "list"),
     ],
@@ -485,7 +475,7 @@ class OneGenerator(Sampler[int]):
         yield from self.indices
 
 
-@pytest.mark.parametrize("options", [{}, {"cost": None, "cost_window": 256}], ids=["balanced", "not"])
+@pytest.mark.parametrize("options", [{}, {"cost": None}], ids=["balanced", "not"])
 def test_a_pass_that_is_left_lets_its_sampler_go(options: dict[str, Any]) -> None:
     """At once, without the garbage collector."""
     gc.disable()

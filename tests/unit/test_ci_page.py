@@ -72,7 +72,7 @@ def test_every_step_of_the_job_runs_and_fails_where_a_loader_is_not_patched(proj
     assert done.returncode == 0, done.stdout
     loaders = project / "my_project" / "loaders.py"
     loaders.write_text(
-        loaders.read_text().replace("return patch_dataloaders_to_ddp(make_loaders())", "return make_loaders()")
+        loaders.read_text().replace("return patch_dataloader_to_ddp(make_loaders())", "return make_loaders()")
     )
     done = run(assertion, project)
     assert done.returncode == 1

@@ -16,7 +16,7 @@ from messages import Words, raises
 from torch.utils.data import DataLoader
 
 import ddp_patch
-from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch import Cost, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing.commands import commands, refusal_text
 from ddp_patch.auditing.finding import find
 from ddp_patch.auditing.fixture import audit_or_fail
@@ -30,6 +30,7 @@ LOADERS = """
     train = DataLoader(range(103), batch_size=8, shuffle=True)
     loaders = {"train": train, "val": [DataLoader(range(20), batch_size=4)]}
     lengths = [1 + index % 2 for index in range(103)]
+    cost = __import__("ddp_patch").Cost(lengths, of="padded", window=4)
     nothing = []
     number = 7
 
@@ -149,12 +150,12 @@ def shown(done: Result) -> str:
 
 
 def test_balance_is_shown_without_cost_and_with_it(path: str) -> None:
-    balance = ["--cost", f"{path}:lengths", "--cost-of", "padded", "--cost-window", "4"]
+    balance = ["--cost", f"{path}:cost"]
     done = run("audit", f"{path}:train", "-w", "4", "-e", "1", *balance, "--format", "json")
     told = json.loads(done.stdout)["train"]
     lengths = [1 + index % 2 for index in range(103)]
     loader: DataLoader[Any] = DataLoader(range(103), batch_size=8, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
-    report = audit(loader, 4, 1, cost=lengths, cost_of="padded", cost_window=4)
+    report = audit(loader, 4, 1, cost=Cost(lengths, of="padded", window=4))
     assert told["epochs"][0]["imbalance"] == report.epochs[0].imbalance
     assert report.balanced is not None
     assert told["balanced"]["epochs"][0]["imbalance"] == report.balanced.epochs[0].imbalance
@@ -172,7 +173,6 @@ NO_OPTION = {
     "num_replicas": "is --world-size",
     "process_group": "is made for the audit",
     "device_mesh": "is a set-up of groups, which a factory with processes=True can make",
-    "data_parallel_dimensions": "as above",
     "verify": "compares ranks while they train; the audit compares all that they get",
 }
 
@@ -188,13 +188,12 @@ def test_every_parameter_has_its_option() -> None:
     ("options", "passed"),
     [
         ([], {"patch": True, "padding": True, "timeout": 120.0}),
-        (["--timeout", "5", "--agreement", "ambient"], {"timeout": 5.0, "agreement": "ambient"}),
+        (["--timeout", "5", "--order", "ambient"], {"timeout": 5.0, "order": "ambient"}),
         (
-            ["--scalable-shuffle", "--iterable-sharding", "by_worker"],
-            {"scalable_shuffle": True, "iterable_sharding": "by_worker"},
+            ["--order", "scalable", "--share", "by_worker"],
+            {"order": "scalable", "share": "by_worker"},
         ),
         (["--share", "batches"], {"share": "batches"}),
-        (["--cost-of", "padded", "--cost-window", "8"], {"cost_of": "padded", "cost_window": 8}),
         (
             ["--layout", "contiguous", "--seed", "4", "--uneven", "drop"],
             {"layout": "contiguous", "seed": 4, "uneven": "drop"},
@@ -334,7 +333,7 @@ def test_json_says_where_the_loader_is_and_with_what_it_was_audited(path: str) -
     assert told["code"] == f"{path}:4"
     assert told["versions"]["torch"].startswith("2.")
     assert (
-        json.loads(run("audit", f"{path}:make", "-w", "2", "--format", "json").stdout)["make"]["code"] == f"{path}:16"
+        json.loads(run("audit", f"{path}:make", "-w", "2", "--format", "json").stdout)["make"]["code"] == f"{path}:17"
     )
 
 

@@ -13,7 +13,7 @@ from messages import raises
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 from zoo import Indices
 
-from ddp_patch import RankMismatchError
+from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.ranks.agreement import require_same_samples
 
@@ -211,7 +211,7 @@ def test_a_look_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_error_names_what_differs_and_the_remedies() -> None:
     facts = ("Agreeing", "rank 0 and rank 1", "different samples", "Holding.paths", "lost")
-    remedies = ("data[rank::world_size]", "random data", "is_ddp_aware = True", "agreement='seeded'")
+    remedies = ("data[rank::world_size]", "random data", "is_ddp_aware = True", "order='seeded'")
     with raises(RankMismatchError, facts, remedies):
         told = {rank: chosen_samples(one) for rank, one in enumerate(hold(paths=names(), labels=LABELS))}
         require_same_samples("Agreeing", told)

@@ -12,14 +12,8 @@ from messages import assert_tells, raises
 from torch.utils.data import DataLoader, DistributedSampler
 from zoo import ALL_KINDS, BY_NAME, STEPS, Kind, N, draw_ambient, loader, seed_ambient, units
 
-from ddp_patch import (
-    ExhaustedSamplerError,
-    InvalidOptionError,
-    NoStepsError,
-    StreamLengthWarning,
-    check_loaders_is_patched,
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.errors import ExhaustedSamplerError, InvalidOptionError, NoStepsError, StreamLengthWarning
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from zoo import ALL_KINDS, Kind
 
-from ddp_patch import patch_dataloader_to_ddp, patch_dataloaders_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 
 
 class Stream(IterableDataset[int]):
@@ -40,7 +40,7 @@ CASES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
     (of(3), {}, "shard 1 of 3, samples, 1 step of 1"),
     (of(8000), {"uneven": "keep", "seed": 5}, "shard 1 of 3, samples, 2,667 steps of 1, uneven='keep', seed=5"),
     (of(batch_size=8), {"layout": "contiguous"}, "shard 1 of 3, samples, 5 steps of 8, layout='contiguous'"),
-    (of(batch_size=8), {"agreement": "ambient"}, "shard 1 of 3, samples, 5 steps of 8, agreement='ambient'"),
+    (of(batch_size=8), {"order": "ambient"}, "shard 1 of 3, samples, 5 steps of 8, order='ambient'"),
     (of(batch_size=8), {"share": "batches"}, "shard 1 of 3, whole batches, 5 steps of 8"),
     (of(batch_size=8), {"share": "within_batches"}, "shard 1 of 3, a part of each batch of 8, 13 steps"),
     (of(batch_size=8), {"cost": range(100)}, "shard 1 of 3, samples, 5 steps of 8, steps of equal cost"),
@@ -118,7 +118,7 @@ def test_a_line_in_the_log_for_each_loader_that_is_patched(caplog: pytest.LogCap
     with caplog.at_level(logging.INFO, "ddp_patch"):
         patched = patch_dataloader_to_ddp(of(batch_size=8), rank=1, num_replicas=4)
         patch_dataloader_to_ddp(patched, rank=1, num_replicas=4)  # nothing is left to do
-        patch_dataloaders_to_ddp({"train": of(), "test": [patched]}, rank=1, num_replicas=4)
+        patch_dataloader_to_ddp({"train": of(), "test": [patched]}, rank=1, num_replicas=4)
     assert [record.getMessage() for record in caplog.records] == [
         "DataLoader was patched: shard 1 of 4, samples, 4 steps of 8",
         "loaders['train'] was patched: shard 1 of 4, samples, 25 steps of 1",

@@ -28,10 +28,6 @@ from torch.utils.data import (
 from zoo import Indices
 
 from ddp_patch import (
-    AlreadyPatchedError,
-    InvalidOptionError,
-    NotDistributedWarning,
-    UnsupportedLoaderError,
     audit,
     autopatch,
     devices,
@@ -41,10 +37,10 @@ from ddp_patch import (
     leave_alone,
     loader_state,
     patch_dataloader_to_ddp,
-    patch_dataloaders_to_ddp,
     restore_loader,
 )
 from ddp_patch.devices import checked_device, device_here
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, UnsupportedLoaderError
 from ddp_patch.evaluation import gather
 from ddp_patch.evaluation.outputs import Form
 from ddp_patch.evaluation.places import Placed
@@ -204,7 +200,7 @@ def test_with_workers_one_batch_is_copied_ahead(name: str, streams: Streams) -> 
 
 
 def by_worker(**options: Any) -> Any:
-    return patched(DataLoader(Parts(), 2, num_workers=2), iterable_sharding="by_worker", uneven="keep", **options)
+    return patched(DataLoader(Parts(), 2, num_workers=2), share="by_worker", uneven="keep", **options)
 
 
 ELSEWHERE: dict[str, Callable[[], Any]] = {
@@ -254,11 +250,11 @@ class DrawnBetween(Sampler[int]):
 
 
 def test_what_samplers_draw_between_steps_stays_the_same(streams: Streams) -> None:
-    """With ``agreement="ambient"``, they share the random numbers of the main process with the loop."""
+    """With ``order="ambient"``, they share the random numbers of the main process with the loop."""
 
     def drawn(device: Any) -> list[Any]:
         loader = DataLoader(Indices(N), 1, sampler=DrawnBetween(), num_workers=1)
-        loader = patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, agreement="ambient", device=device)
+        loader = patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, order="ambient", device=device)
         torch.manual_seed(3)
         return [(len(batch), torch.rand(()).item()) for batch in loader]
 
@@ -398,7 +394,7 @@ def test_in_a_single_process_batches_come_there_too() -> None:
         moved = patch_dataloader_to_ddp(loader, device="meta")
     assert [batch.device for batch in moved] == [META, META]
     with pytest.warns(NotDistributedWarning):
-        (several,) = patch_dataloaders_to_ddp([loader], device="meta")
+        (several,) = patch_dataloader_to_ddp([loader], device="meta")
     assert next(iter(several)).device == META
     for batch, weights in iter_with_weights(moved):
         assert (batch.device, weights.device) == (META, META)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch._utils import ExceptionWrapper
 
-from ddp_patch import InvalidOptionError, StateError, WorldError, errors
-from ddp_patch.errors import DDPPatchError, message_of
+from ddp_patch import errors
+from ddp_patch.errors import DDPPatchError, DDPPatchWarning, InvalidOptionError, StateError, WorldError, message_of
 
 CLASSES = [value for name in errors.__all__ if isinstance(value := getattr(errors, name), type)]
 EACH = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -25,7 +25,7 @@ def section(kind: type[Exception]) -> str:
 
 
 def test_all_errors_and_warnings_are_found() -> None:
-    subclasses = {kind for base in (DDPPatchError, UserWarning) for kind in base.__subclasses__()}
+    subclasses = {kind for base in (DDPPatchError, DDPPatchWarning) for kind in base.__subclasses__()}
     ours = {kind for kind in subclasses if kind.__module__ == errors.__name__}
     assert ours <= set(CLASSES)
     assert len(CLASSES) == len(errors.__all__) - 1  # one is a function
@@ -45,7 +45,7 @@ def test_the_section_has_a_heading(kind: type[Exception]) -> None:
     assert found
     said = text.partition("\n### ")[0].partition("\n## ")[0]
     assert re.match(r"\n[A-Z][^|]{30,}\.", said), "it says first what it means"
-    if kind is not DDPPatchError:
+    if kind not in {DDPPatchError, DDPPatchWarning}:
         assert "\n| cause | what to do |\n| --- | --- |\n| " in said
         assert said.count("```python") == 1 or "\n> " in said, "it has an example, or quotes the message"
         raised = section(kind) in re.sub(r"\s+", " ", PAGE.read_text())

@@ -34,12 +34,6 @@ from zoo import (
 from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
-    InvalidOptionError,
-    NotALoaderError,
-    NotPatchedError,
-    OutputsError,
-    UnsupportedLoaderError,
-    WorldError,
     gather_in_order,
     iter_with_mask,
     iter_with_weights,
@@ -47,13 +41,21 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import (
+    InvalidOptionError,
+    NotALoaderError,
+    NotPatchedError,
+    OutputsError,
+    UnsupportedLoaderError,
+    WorldError,
+)
 from ddp_patch.evaluation.places import keys_of, placed
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.ranks.exchange import packed
 from ddp_patch.schedule import Part, Schedule
 
-pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
+pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
 Masked = list[tuple[Any, torch.Tensor]]
 
@@ -434,10 +436,10 @@ def test_loaders_whose_shares_cannot_be_told(name: str, operation: Any, monkeypa
     for given, error, facts, remedy in (
         ([1], NotALoaderError, (name, "torch.utils.data.DataLoader", "[1] (list)"), "loader itself"),
         (
-            patch_dataloader_to_ddp(DataLoader(Source()), rank=0, num_replicas=1, iterable_sharding="by_worker"),
+            patch_dataloader_to_ddp(DataLoader(Source()), rank=0, num_replicas=1, share="by_worker"),
             UnsupportedLoaderError,
-            (name, "iterable_sharding='by_worker'"),
-            "iterable_sharding='exact'",
+            (name, "share='by_worker'"),
+            "share='auto'",
         ),
         (
             patch_dataloader_to_ddp(out_of_order(DataLoader(Indices(), num_workers=2)), rank=0, num_replicas=1),

@@ -13,14 +13,8 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import loader
 
-from ddp_patch import (
-    InvalidOptionError,
-    OutputsError,
-    gather_in_order,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import InvalidOptionError, OutputsError
 from ddp_patch.evaluation.outputs import form_of
 
 N = 23

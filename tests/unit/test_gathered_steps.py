@@ -9,7 +9,8 @@ from messages import raises
 from torch.utils.data import DataLoader
 from zoo import loader
 
-from ddp_patch import OutputsError, gather_step, patch_dataloader_to_ddp
+from ddp_patch import gather_step, patch_dataloader_to_ddp
+from ddp_patch.errors import OutputsError
 
 N = 23
 

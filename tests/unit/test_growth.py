@@ -56,7 +56,7 @@ class Source(Sampler[int]):
 @pytest.mark.parametrize("n", SIZES)
 def test_any_sampler_is_drawn_a_bounded_way_ahead(n: int, world_size: int) -> None:
     sampler = Source(n)
-    wrapper = share_of(sampler, world_size, agreement="seeded")
+    wrapper = share_of(sampler, world_size, order="seeded")
     sampler.drawn = 0
     first = list(islice(iter(wrapper), BATCH))
     needed = min(n, world_size * BATCH)
@@ -68,7 +68,7 @@ def test_any_sampler_is_drawn_a_bounded_way_ahead(n: int, world_size: int) -> No
 @pytest.mark.parametrize("world_size", [1, 16, 1024])
 def test_any_sampler_is_drawn_once(world_size: int) -> None:
     sampler = Source(200_000)
-    wrapper = share_of(sampler, world_size, agreement="seeded")
+    wrapper = share_of(sampler, world_size, order="seeded")
     sampler.drawn = 0
     assert sum(1 for _ in wrapper) == -(-200_000 // world_size)
     assert sampler.drawn == 200_000
@@ -98,7 +98,7 @@ def test_a_scalable_shuffle_computes_its_own_share(n: int, world_size: int, monk
 
     monkeypatch.setattr(Permutation, "__call__", counted)
     given: DataLoader[Any] = DataLoader(Indices(n), BATCH, shuffle=True, collate_fn=as_it_is)
-    patched = patch_dataloader_to_ddp(given, rank=1 % world_size, num_replicas=world_size, scalable_shuffle=True)
+    patched = patch_dataloader_to_ddp(given, rank=1 % world_size, num_replicas=world_size, order="scalable")
     batches = patched.batch_sampler
     assert batches is not None
     taken = [index for batch in islice(iter(batches), 100) for index in batch]

@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 from zoo import Bare, Indices, as_it_is
 
-from ddp_patch import InvalidOptionError, StateError, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import InvalidOptionError, StateError
 
 N = 23
 
@@ -405,7 +406,7 @@ def test_a_running_iterator_keeps_its_class_by_name_and_outlives_its_loader(kind
 
 
 def test_batches_of_a_closed_world_by_worker_are_counted() -> None:
-    loader = patched(of(Parts(), num_workers=2), iterable_sharding="by_worker", uneven="keep")
+    loader = patched(of(Parts(), num_workers=2), share="by_worker", uneven="keep")
     for step, _ in enumerate(loader, 1):
         assert loader_state(loader) == loader_state(loader, batches_done=step)
 

@@ -17,14 +17,8 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
-from ddp_patch import (
-    InvalidOptionError,
-    UnsupportedLoaderError,
-    check_loaders_is_patched,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed
@@ -78,7 +72,7 @@ def test_each_rank_reads_all_once_and_each_worker_where_the_dataset_does_not_spl
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_by_worker_has_nobody_read_what_they_drop(workers: int, tmp_path: Path) -> None:
-    options = {"iterable_sharding": "by_worker", "uneven": "keep"}
+    options = {"share": "by_worker", "uneven": "keep"}
     ranks = [batches(Counted(tmp_path, True), rank, workers, **options) for rank in (0, 1)]
     assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
     assert read(tmp_path) == Counter(range(N))
@@ -92,7 +86,7 @@ class WhoAmI(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_by_worker_counts_the_workers_of_all_ranks(workers: int) -> None:
-    together = [batches(WhoAmI(), rank, workers, iterable_sharding="by_worker", uneven="keep") for rank in (0, 1)]
+    together = [batches(WhoAmI(), rank, workers, share="by_worker", uneven="keep") for rank in (0, 1)]
     readers = 2 * max(1, workers)
     assert sorted(chain.from_iterable(chain(*together))) == [(reader, readers) for reader in range(readers)]
 
@@ -161,7 +155,7 @@ def split(worker_id: int) -> None:
     info.dataset.end = min(N, info.dataset.start + each)
 
 
-@pytest.mark.parametrize("options", [{}, {"iterable_sharding": "by_worker", "uneven": "keep"}])
+@pytest.mark.parametrize("options", [{}, {"share": "by_worker", "uneven": "keep"}])
 def test_a_dataset_that_is_split_by_worker_init_fn(options: dict[str, Any]) -> None:
     items: Counter[int] = Counter()
     for rank in range(2):
@@ -174,7 +168,7 @@ def test_a_dataset_that_is_split_by_worker_init_fn(options: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_by_worker_splits_one_order_where_the_dataset_shuffles(workers: int) -> None:
-    options = {"iterable_sharding": "by_worker", "uneven": "keep"}
+    options = {"share": "by_worker", "uneven": "keep"}
     ranks = [batches(Source(splits=True, shuffles=True), rank, workers, **options) for rank in (0, 1)]
     assert Counter(item for batch in chain(*ranks) for item in batch) == Counter(range(N))
 
@@ -384,7 +378,7 @@ class Opens(IterableDataset[int]):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"share": "within_batches"}, {"iterable_sharding": "by_worker", "uneven": "keep"}], ids=str
+    "options", [{}, {"share": "within_batches"}, {"share": "by_worker", "uneven": "keep"}], ids=str
 )
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_pass_that_is_left_closes_what_the_dataset_has_open(options: dict[str, Any], is_resumed: bool) -> None:

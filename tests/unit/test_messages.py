@@ -9,20 +9,22 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import (
-    AlreadyPatchedError,
     DDPBatchSamplerWrapper,
     DDPPatchError,
     DDPSamplerWrapper,
+    assert_loaders_patched,
+    check_loaders_is_patched,
+    extract_loader_parameters,
+    patch_dataloader_to_ddp,
+)
+from ddp_patch.errors import (
+    AlreadyPatchedError,
     InvalidOptionError,
     NotALoaderError,
     NotPatchedError,
     StreamLengthError,
     UnsupportedLoaderError,
     WorldError,
-    assert_loaders_patched,
-    check_loaders_is_patched,
-    extract_loader_parameters,
-    patch_dataloader_to_ddp,
 )
 from ddp_patch.testing import run_ranks
 
@@ -33,7 +35,7 @@ WHOLE = ("int", "None", "torch.initial_seed()")
 OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"uneven": "padd"}, "uneven='padd'", ("'pad'", "'drop'", "'keep'")),
     ({"layout": None}, "layout=None", ("'interleaved'", "'contiguous'")),
-    ({"agreement": ["seeded"]}, "agreement=['seeded']", ("'auto'", "'seeded'", "'ambient'", "'leader'")),
+    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'ambient'", "'leader'", "'scalable'")),
     ({"seed": -1}, ("seed=-1", "0"), WHOLE),
     ({"seed": True}, ("seed=True", "0"), WHOLE),
     ({"rank": 1, "num_replicas": None}, ("rank=1", "num_replicas"), ("num_replicas", "process group")),
@@ -45,8 +47,7 @@ OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"rank": 0, "num_replicas": "2"}, ("num_replicas='2'", "str"), "whole number"),
     ({"rank": False, "num_replicas": 2}, ("rank=False", "bool"), "whole number"),
     ({"process_group": "dp"}, ("2 ways", "rank=", "process_group="), "one"),
-    ({"data_parallel_dimensions": ["dp"]}, ("data_parallel_dimensions=['dp']", "device_mesh"), "device_mesh="),
-    ({"agreement": "leader"}, ("agreement='leader'", *PAIR), "torch.distributed.init_process_group()"),
+    ({"order": "leader"}, ("order='leader'", *PAIR), "torch.distributed.init_process_group()"),
     ({"verify": True}, ("verify=True", *PAIR), "torch.distributed.init_process_group()"),
     ({"timeout": 0}, ("timeout=0", "seconds", "0.001", "1e+08"), "Pass a number"),
 ]
@@ -69,9 +70,9 @@ def test_epochs(epoch: Any) -> None:
 
 @pytest.mark.parametrize("operation", [patch_dataloader_to_ddp, extract_loader_parameters])
 def test_not_a_loader(operation: Any) -> None:
-    facts = (operation.__name__, "torch.utils.data.DataLoader", "[1, 2]", "list")
+    facts = (operation.__name__, "torch.utils.data.DataLoader", "{1, 2}", "set")
     with raises(NotALoaderError, facts, "loader itself"):
-        operation([1, 2])
+        operation({1, 2})
 
 
 class Stream(IterableDataset[int]):
@@ -90,19 +91,19 @@ class Stream(IterableDataset[int]):
         ),
         (
             0,
-            {"layout": "contiguous", "iterable_sharding": "by_worker"},
-            ("layout='contiguous'", "iterable_sharding='by_worker'", "Stream"),
+            {"layout": "contiguous", "share": "by_worker"},
+            ("layout='contiguous'", "share='by_worker'", "Stream"),
             "one",
         ),
         (
             0,
-            {"uneven": "drop", "iterable_sharding": "by_worker"},
-            ("uneven='drop'", "iterable_sharding='by_worker'", "Stream", "rank=", "unequal steps"),
+            {"uneven": "drop", "share": "by_worker"},
+            ("uneven='drop'", "share='by_worker'", "Stream", "rank=", "unequal steps"),
             ("uneven='keep'", "torch.distributed.init_process_group()"),
         ),
-        (0, {"agreement": "leader"}, ("agreement='leader'", "Stream", "indices"), "agreement='seeded'"),
-        (2, {"agreement": "ambient"}, ("agreement='ambient'", "Stream", "num_workers=2"), "agreement='seeded'"),
-        (0, {"iterable_sharding": "by_node"}, "iterable_sharding='by_node'", ("'exact'", "'by_worker'")),
+        (0, {"order": "leader"}, ("order='leader'", "Stream", "indices"), "order='seeded'"),
+        (2, {"order": "ambient"}, ("order='ambient'", "Stream", "num_workers=2"), "order='seeded'"),
+        (0, {"share": "by_node"}, "share='by_node'", ("'auto'", "'by_worker'")),
     ],
 )
 def test_an_iterable_dataset_with_an_option_that_cannot_hold(
@@ -320,7 +321,7 @@ def test_nothing_is_drawn_or_changed_when_an_option_is_refused() -> None:
     given = loader(shuffle=True)
     before, state = dict(vars(given)), torch.get_rng_state()
     with pytest.raises(InvalidOptionError):
-        patch_dataloader_to_ddp(given, uneven="no", **EXPLICIT)  # type: ignore[arg-type]
+        patch_dataloader_to_ddp(given, uneven="no", **EXPLICIT)  # type: ignore[call-overload]
     assert vars(given) == before
     assert torch.equal(torch.get_rng_state(), state)
 

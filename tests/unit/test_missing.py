@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader
 from zoo import Indices, loader
 
 import ddp_patch
-from ddp_patch import TorchVersionError, UnsupportedLoaderError, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.compat import packages, private_torch
 from ddp_patch.compat.private_torch import private
+from ddp_patch.errors import TorchVersionError, UnsupportedLoaderError
 
 WORLD: Any = {"rank": 0, "num_replicas": 2}
 WORKER = torch.utils.data._utils.worker

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_patch import InvalidOptionError, MissingRanksError, UnsupportedLoaderError, WorldError, autopatch
+from ddp_patch import autopatch
+from ddp_patch.errors import InvalidOptionError, MissingRanksError, UnsupportedLoaderError, WorldError
 from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
 from ddp_patch.running.launch import is_rank, take_slurm

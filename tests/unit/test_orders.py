@@ -23,13 +23,8 @@ from torch.utils.data import (
 )
 from zoo import Indices, as_it_is
 
-from ddp_patch import (
-    DDPBatchSamplerWrapper,
-    DDPSamplerWrapper,
-    InvalidOptionError,
-    StreamLengthError,
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch.errors import InvalidOptionError, StreamLengthError
 from ddp_patch.orders.chunks import MOST_AHEAD, MOST_PLAIN
 from ddp_patch.orders.orders import ScalableShuffle, has_order, order_of
 from ddp_patch.orders.random_states import PrivateRNG, Seed, epoch_seed
@@ -245,7 +240,7 @@ class TooFew(LookedUp):
 
 
 def test_random_access_that_gives_too_few_items_is_refused() -> None:
-    wrapper = DDPSamplerWrapper(TooFew(10), False, num_replicas=2, rank=0, agreement="seeded")
+    wrapper = DDPSamplerWrapper(TooFew(10), False, num_replicas=2, rank=0, order="seeded")
     with raises(StreamLengthError, ("TooFew.items_at()", "4 items", "5 positions"), "one item"):
         list(wrapper)
 
@@ -260,7 +255,7 @@ def test_random_access_to_nothing_asks_for_nothing() -> None:
 def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, layout: Any, world_size: int) -> None:
     sampler = LookedUp(n)
     for rank in (0, world_size // 2, world_size - 1):
-        options: Any = {"num_replicas": world_size, "rank": rank, "layout": layout, "agreement": "seeded"}
+        options: Any = {"num_replicas": world_size, "rank": rank, "layout": layout, "order": "seeded"}
         wrapper = DDPSamplerWrapper(sampler, False, **options)
         wrapper.set_epoch(3)
         share = Plan(rank, world_size, layout=layout).share(n)
@@ -275,7 +270,7 @@ def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, layou
 
 def test_the_last_positions_near_the_largest_integer_are_right() -> None:
     n = 2**63 - 1
-    wrapper = DDPSamplerWrapper(LookedUp(n), False, num_replicas=1000, rank=999, agreement="seeded")
+    wrapper = DDPSamplerWrapper(LookedUp(n), False, num_replicas=1000, rank=999, order="seeded")
     share = Plan(999, 1000).share(n)
     wrapper.load_state_dict(wrapper.state_dict() | {"done": [[1000, len(share) - 2]]})
     assert [*iter(wrapper)] == [n - 1 - share[-2], n - 1 - share[-1] % n]
@@ -283,7 +278,7 @@ def test_the_last_positions_near_the_largest_integer_are_right() -> None:
 
 def test_a_position_is_reached_without_asking_for_those_before() -> None:
     sampler = LookedUp(10**9)
-    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1, agreement="seeded")
+    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1, order="seeded")
     wrapper.load_state_dict(wrapper.state_dict() | {"epoch": 2, "done": [[4, 10**8]]})
     assert next(iter(wrapper)) == 10**9 - 1 - (4 * 10**8 + 1)
     assert sampler.asked == 64
@@ -321,11 +316,11 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     entered = swaps(monkeypatch)
     n = 500_000
-    wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, agreement="seeded")
+    wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, order="seeded")
     entered.clear()
     assert sum(1 for _ in wrapper) == n // 8
     assert n // MOST_AHEAD <= len(entered) <= n // MOST_AHEAD + 20  # the first are shorter
-    longer = DDPSamplerWrapper(Counting(8 * n), False, num_replicas=8, rank=0, seed=0, agreement="seeded")
+    longer = DDPSamplerWrapper(Counting(8 * n), False, num_replicas=8, rank=0, seed=0, order="seeded")
     entered.clear()
     assert sum(1 for _ in longer) == n
     assert len(entered) <= 8 * n // MOST_AHEAD // 2
@@ -376,10 +371,10 @@ def test_a_sampler_that_is_given_the_global_generator_is_like_one_that_is_given_
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("agreement", "most"), [("seeded", 2 * 8 * 64), ("ambient", 8 * 64)])
-def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: Any, most: int) -> None:
+@pytest.mark.parametrize(("order", "most"), [("seeded", 2 * 8 * 64), ("ambient", 8 * 64)])
+def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(order: Any, most: int) -> None:
     sampler = Counting(1_000_000)
-    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, agreement=agreement)
+    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, order=order)
     sampler.drawn = 0
     iterator = iter(wrapper)
     first = [next(iterator) for _ in range(64)]
@@ -387,7 +382,7 @@ def test_the_first_batch_comes_after_about_as_many_items_as_it_needs(agreement: 
     assert sampler.drawn <= most
     for _ in range(10_000):
         taken = next(iterator)
-    ahead = 8 if agreement == "ambient" else MOST_AHEAD
+    ahead = 8 if order == "ambient" else MOST_AHEAD
     assert sampler.drawn - taken <= ahead
 
 
@@ -398,7 +393,7 @@ def most_ahead(before: int) -> int:
 
 def test_indices_are_drawn_ahead_by_a_part_of_what_came_before() -> None:
     sampler = Counting(5_000_000)
-    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, agreement="seeded")
+    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, order="seeded")
     sampler.drawn, farthest = 0, 0
     for taken in wrapper:
         ahead = sampler.drawn - taken
@@ -465,7 +460,7 @@ def test_how_far_is_drawn_ahead_is_counted_in_samples(name: str) -> None:
         def __iter__(self) -> Iterator[Any]:
             return endless()
 
-    wrapper = DDPBatchSamplerWrapper(Endless(), False, num_replicas=4, rank=0, agreement="seeded")
+    wrapper = DDPBatchSamplerWrapper(Endless(), False, num_replicas=4, rank=0, order="seeded")
     before = 0
     for step, _ in zip(range(3000), wrapper, strict=False):
         # Batches that grow are seen to when the next chunk begins.
@@ -500,7 +495,7 @@ def batches_of_four(n: int) -> list[list[int]]:
     return [Counted(range(start, start + 4)) for start in range(0, 4 * n, 4)]
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "contiguous"}, {"agreement": "ambient"}])
+@pytest.mark.parametrize("options", [{}, {"layout": "contiguous"}, {"order": "ambient"}])
 def test_a_rank_copies_what_it_keeps(options: Any) -> None:
     n = 8000
     wrapper = DDPBatchSamplerWrapper(batches_of_four(n), False, num_replicas=8, rank=3, seed=0, **options)
@@ -537,7 +532,7 @@ def test_whole_rounds_come_before_an_exception(fails_at: int, is_batch: bool) ->
 
     for rank in range(3):
         given: list[Any] = []
-        wrapper = DDPBatchSamplerWrapper(Failing(), False, num_replicas=3, rank=rank, agreement="seeded")
+        wrapper = DDPBatchSamplerWrapper(Failing(), False, num_replicas=3, rank=rank, order="seeded")
         with pytest.raises(RuntimeError, match="the user's own"):
             given.extend(wrapper)
         assert given == [[index] if is_batch else index for index in range(rank, fails_at - fails_at % 3, 3)]
@@ -567,8 +562,8 @@ def test_an_order_is_held_in_32_bits_and_once() -> None:
 
 def scalable(n: int, rank: int = 0, num_replicas: int = 1, **options: Any) -> DataLoader[Any]:
     given: DataLoader[Any] = DataLoader(Indices(n), batch_size=4, shuffle=True, collate_fn=as_it_is)
-    options = {"rank": rank, "num_replicas": num_replicas, "seed": 1, "scalable_shuffle": True} | options
-    return patch_dataloader_to_ddp(given, **options)
+    chosen: dict[str, Any] = {"rank": rank, "num_replicas": num_replicas, "seed": 1, "order": "scalable"}
+    return patch_dataloader_to_ddp(given, **chosen | options)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 100, 70_000])
@@ -617,7 +612,7 @@ def test_no_random_state_moves_and_a_generator_stays() -> None:
     loader: DataLoader[Any] = DataLoader(
         Indices(100), sampler=RandomSampler(range(100), generator=given), collate_fn=as_it_is
     )
-    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, scalable_shuffle=True)
+    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, order="scalable")
     assert len(list(patched.sampler)) == 50
     assert torch.equal(given.get_state(), state)
     assert torch.equal(torch.get_rng_state(), ambient[0])
@@ -635,7 +630,7 @@ def test_a_huge_dataset_is_shuffled_without_drawing_it(n: int) -> None:
     taken: set[int] = set()
     for rank in (0, 517, 1023):
         given: DataLoader[Any] = DataLoader(Huge(n), batch_size=64, shuffle=True, collate_fn=as_it_is)
-        patched = patch_dataloader_to_ddp(given, rank=rank, num_replicas=1024, scalable_shuffle=True)
+        patched = patch_dataloader_to_ddp(given, rank=rank, num_replicas=1024, order="scalable")
         assert len(patched) == -(-len(Plan(rank, 1024).share(n)) // 64)
         taken |= set(next(iter(patched)))
     assert len(taken) == 3 * 64
@@ -659,27 +654,20 @@ def test_a_huge_dataset_is_shuffled_without_drawing_it(n: int) -> None:
     ],
 )
 def test_what_torch_does_not_shuffle_is_refused(loader: Callable[[], DataLoader[Any]], found: tuple[str, ...]) -> None:
-    remedy = ("shuffle=True", "scalable_shuffle", "items_at(positions, epoch)")
-    with raises(InvalidOptionError, ("scalable_shuffle=True", *found), remedy):
-        patch_dataloader_to_ddp(loader(), rank=0, num_replicas=2, scalable_shuffle=True)
+    remedy = ("shuffle=True", "order", "items_at(positions, epoch)")
+    with raises(InvalidOptionError, ("order='scalable'", *found), remedy):
+        patch_dataloader_to_ddp(loader(), rank=0, num_replicas=2, order="scalable")
 
 
 def test_what_torch_does_not_shuffle_is_refused_in_one_process_too() -> None:
-    with raises(InvalidOptionError, ("scalable_shuffle=True", "SequentialSampler"), "shuffle=True"):
-        patch_dataloader_to_ddp(DataLoader(Indices(9)), scalable_shuffle=True)
+    with raises(InvalidOptionError, ("order='scalable'", "SequentialSampler"), "shuffle=True"):
+        patch_dataloader_to_ddp(DataLoader(Indices(9)), order="scalable")
 
 
-def test_the_wrapper_has_no_such_option() -> None:
-    options: Any = {"scalable_shuffle": True, "rank": 0, "num_replicas": 2}
-    with raises(TypeError, ("DDPSamplerWrapper()", "scalable_shuffle"), ("num_replicas", "rank", "uneven")):
-        DDPSamplerWrapper(range(9), False, **options)
-
-
-@pytest.mark.parametrize("agreement", ["ambient", "leader"])
-def test_a_scalable_shuffle_excludes_orders_from_elsewhere(agreement: Any) -> None:
-    facts = ("scalable_shuffle=True", f"agreement='{agreement}'")
-    with raises(InvalidOptionError, facts, ("agreement='auto'", "'seeded'")):
-        scalable(10, agreement=agreement)
+def test_the_wrapper_refuses_it_too() -> None:
+    options: Any = {"order": "scalable", "rank": 0, "num_replicas": 2}
+    with raises(InvalidOptionError, ("order='scalable'", "SequentialSampler"), "shuffle=True"):
+        DDPSamplerWrapper(SequentialSampler(range(9)), False, **options)
 
 
 @pytest.mark.parametrize("replacement", [True, False])
@@ -703,6 +691,6 @@ def test_a_generator_that_is_set_after_a_pass_began_is_drawn_from_as_torch_does(
 
 
 def test_a_loader_that_is_shared_already_comes_back_with_a_scalable_shuffle_too() -> None:
-    options: dict[str, Any] = {"rank": 0, "num_replicas": 2, "scalable_shuffle": True}
+    options: dict[str, Any] = {"rank": 0, "num_replicas": 2, "order": "scalable"}
     patched = patch_dataloader_to_ddp(DataLoader(Indices(10), shuffle=True), **options)
     assert patch_dataloader_to_ddp(patched, **options) is patched

@@ -11,7 +11,7 @@ from messages import assert_tells, raises
 from torch.utils.data import SubsetRandomSampler
 from zoo import Indices, Own
 
-from ddp_patch import RankMismatchError
+from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders import contents
 from ddp_patch.loaders.contents import first_samples, relation_of
 from ddp_patch.ranks.agreement import require_all_shares, why_orders_differ

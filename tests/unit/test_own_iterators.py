@@ -8,15 +8,8 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from zoo import Indices
 
-from ddp_patch import (
-    DDPSamplerWrapper,
-    ExhaustedSamplerError,
-    StateError,
-    audit,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPSamplerWrapper, audit, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import ExhaustedSamplerError, StateError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.orders.chunks import start_iterating
 

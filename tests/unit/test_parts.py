@@ -29,7 +29,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 from zoo import Source
 
-from ddp_patch import InvalidOptionError, UnsupportedLoaderError, audit, patch_dataloader_to_ddp
+from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.options import Uneven
 
 THREE: Any = {"lengths": (2, 14, 7)}

@@ -16,7 +16,8 @@ from quick import soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import as_it_is, seed_ambient
 
-from ddp_patch import StateError, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import StateError
 
 # This machine may have fewer cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -14,13 +14,8 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zoo import Indices, N, as_it_is
 
-from ddp_patch import (
-    ExhaustedSamplerError,
-    NotDistributedWarning,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.ranks.histories import PassState

@@ -20,14 +20,13 @@ import ddp_patch
 from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
-    NotPatchedError,
     PatchedLoader,
-    UnsupportedLoaderError,
     assert_loaders_patched,
     check_loaders_is_patched,
     extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
+from ddp_patch.errors import NotPatchedError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.orders.random_states import WorkerSeeding, epoch_seed
 
@@ -322,7 +321,7 @@ def test_ambient_uses_the_states_as_they_are_and_never_draws_beyond_a_round() ->
         drawn += 1
         return by_torch()
 
-    sampler = DDPSamplerWrapper(Drawn(draw, lazily=True), False, rank=1, num_replicas=3, agreement="ambient")
+    sampler = DDPSamplerWrapper(Drawn(draw, lazily=True), False, rank=1, num_replicas=3, order="ambient")
     torch.manual_seed(4)
     expected = [int(torch.randint(N, ())) for _ in range(N)]
     torch.manual_seed(4)
@@ -404,16 +403,16 @@ def test_a_scheduler_is_recognised_as_torch_recognises_it(scheduler: str, monkey
     with pytest.raises(ValueError, match="environment variable RANK expected"):
         dist.init_process_group("gloo")
     given = loader()
-    with pytest.warns(ddp_patch.NotDistributedWarning):
+    with pytest.warns(ddp_patch.errors.NotDistributedWarning):
         assert patch_dataloader_to_ddp(given) is given
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with raises(ddp_patch.WorldError, "WORLD_SIZE=4", "torch.distributed.init_process_group()"):
+    with raises(ddp_patch.errors.WorldError, "WORLD_SIZE=4", "torch.distributed.init_process_group()"):
         patch_dataloader_to_ddp(given)
 
 
 def test_one_process_gets_its_loader_back_with_one_warning() -> None:
     given = loader()
-    with pytest.warns(ddp_patch.NotDistributedWarning) as caught:
+    with pytest.warns(ddp_patch.errors.NotDistributedWarning) as caught:
         assert patch_dataloader_to_ddp(given) is given
     assert len(caught) == 1
     assert caught[0].filename == __file__

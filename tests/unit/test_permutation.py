@@ -8,7 +8,7 @@ import pytest
 import torch
 from messages import raises
 
-from ddp_patch import InvalidOptionError
+from ddp_patch.errors import InvalidOptionError
 from ddp_patch.orders import orders
 from ddp_patch.orders.orders import Permutation
 

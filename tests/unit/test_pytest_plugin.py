@@ -10,7 +10,7 @@ import torch.distributed as dist
 from messages import raises
 from torch.utils.data import DataLoader
 
-from ddp_patch import NotPatchedError
+from ddp_patch.errors import NotPatchedError
 from ddp_patch.testing.ranks import guarded
 
 pytest_plugins = ["pytester"]

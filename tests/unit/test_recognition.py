@@ -26,14 +26,13 @@ from torch.utils.data import (
 from zoo import Indices, N
 
 from ddp_patch import (
-    AlreadyPatchedError,
-    AssumedShardedWarning,
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
     assert_loaders_patched,
     check_loaders_is_patched,
     patch_dataloader_to_ddp,
 )
+from ddp_patch.errors import AlreadyPatchedError, AssumedShardedWarning
 from ddp_patch.loaders.recognition import shards_itself, world_of
 
 # Stand-ins hold what the real classes hold, under the same names.

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from ddp_patch import DDPBatchSamplerWrapper, UnsupportedLoaderError, patch_dataloader_to_ddp
+from ddp_patch import DDPBatchSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch.errors import UnsupportedLoaderError
 
 
 class Split(IterableDataset[int]):

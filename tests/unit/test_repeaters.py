@@ -16,11 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from zoo import Indices
 
 from ddp_patch import (
-    InvalidOptionError,
-    StateError,
-    StreamLengthError,
-    StreamLengthWarning,
-    UnsupportedLoaderError,
     audit,
     check_loaders_is_patched,
     gather_in_order,
@@ -28,6 +23,13 @@ from ddp_patch import (
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
+)
+from ddp_patch.errors import (
+    InvalidOptionError,
+    StateError,
+    StreamLengthError,
+    StreamLengthWarning,
+    UnsupportedLoaderError,
 )
 from ddp_patch.loaders.copying import repeater_in
 from ddp_patch.loaders.facts import Level, look_at

@@ -34,21 +34,13 @@ from zoo import (
     seed_ambient,
 )
 
-from ddp_patch import (
-    DDPSamplerWrapper,
-    InvalidOptionError,
-    NotPatchedError,
-    StateError,
-    UnsupportedLoaderError,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
 
-pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
+pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
 AGAIN = [kind for kind in KINDS + OUR_KINDS if kind.epochs > 1 and "count" not in kind.name]  # no iterators
 
@@ -240,7 +232,7 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
             "seed": 7,
             "uneven": "pad",
             "layout": "interleaved",
-            "scalable_shuffle": False,
+            "order": "drawn",
         },
         "epoch": 0,
         "done": [[1, 12]],
@@ -274,11 +266,11 @@ def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler
 
 def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_before() -> None:
     make = partial(DataLoader, Numbers(10**12), 2, shuffle=True)
-    given = start(make(), scalable_shuffle=True)
+    given = start(make(), order="scalable")
     state = loader_state(given, batches_done=0) | {"done": [[1, 2 * 10**11]]}
-    again = start(make(), scalable_shuffle=True)
+    again = start(make(), order="scalable")
     restore_loader(again, state)
-    other = start(make(), rank=3, num_replicas=1024, scalable_shuffle=True)
+    other = start(make(), rank=3, num_replicas=1024, order="scalable")
     restore_loader(other, state)
     assert len(other) == 8 * 10**11 // 1024 // 2
     epoch = order_of(given.sampler._wrapped_sampler, 0)
@@ -444,7 +436,7 @@ class Shards(IterableDataset[int]):
 def test_a_dataset_that_splits_itself_resumes_exactly_with_the_same_workers(workers: int) -> None:
     def make(each: int = 7) -> Any:
         given: Any = DataLoader(Shards(each), 2, collate_fn=as_it_is, num_workers=workers)
-        return start(given, 1, 2, iterable_sharding="by_worker", uneven="keep")
+        return start(given, 1, 2, share="by_worker", uneven="keep")
 
     whole = make()
     batches = list(whole)
@@ -460,7 +452,7 @@ def test_a_dataset_that_splits_itself_resumes_exactly_with_the_same_workers(work
 def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> None:
     def make(workers: int, num_replicas: int = 2) -> Any:
         given: Any = DataLoader(Shards(1, more=8), 2, collate_fn=as_it_is, num_workers=workers)
-        return start(given, 0, num_replicas, iterable_sharding="by_worker", uneven="keep")
+        return start(given, 0, num_replicas, share="by_worker", uneven="keep")
 
     running = make(2)
     iterator = iter(running)
@@ -469,7 +461,7 @@ def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> Non
     del iterator
     again = make(2)
     restore_loader(again, state)
-    with raises(StateError, ("Shards", "worker 0 of 2", "1 items"), "iterable_sharding='exact'"):
+    with raises(StateError, ("Shards", "worker 0 of 2", "1 items"), "share='auto'"):
         list(again)
     for other, told in (
         (make(4), "num_workers: 2 in the state; 4 here"),
@@ -488,7 +480,7 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
     ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
-    ("scalable_shuffle: False in the state; True here", {}, {"scalable_shuffle": True}),
+    ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
     ("shared by: DDPSamplerWrapper in the state; DDPBatchSamplerWrapper here", {"batch_sampler": PKBatches()}, {}),
 ]
@@ -549,13 +541,13 @@ def test_a_place_beyond_a_streams_end_is_found_where_no_length_can_be_relied_on(
 
 
 def test_what_no_state_can_hold_is_refused() -> None:
-    ambient = start(loader(shuffle=True), agreement="ambient")
+    ambient = start(loader(shuffle=True), order="ambient")
     list(ambient)
-    shared = ("agreement='auto'", "'seeded'")
-    with raises(StateError, ("told", "agreement='ambient'"), shared):
+    shared = ("order='auto'", "'seeded'")
+    with raises(StateError, ("told", "order='ambient'"), shared):
         loader_state(ambient, batches_done=1)
-    with raises(StateError, ("restored", "agreement='ambient'"), shared):
-        restore_loader(start(loader(shuffle=True), agreement="ambient"), state_of(loader(shuffle=True), 2))
+    with raises(StateError, ("restored", "order='ambient'"), shared):
+        restore_loader(start(loader(shuffle=True), order="ambient"), state_of(loader(shuffle=True), 2))
     with raises(NotPatchedError, ("loader_state", "DataLoader", "not patched"), "patch_dataloader_to_ddp()"):
         loader_state(loader(), batches_done=0)
     with raises(UnsupportedLoaderError, ("loader_state", "in_order=False", "2 workers"), "in_order=True"):
@@ -763,14 +755,14 @@ def test_partial_batches_that_workers_drop_are_no_turns() -> None:
 
     def make() -> Any:
         given: Any = DataLoader(Uneven(), 2, num_workers=2, drop_last=True, collate_fn=as_it_is)
-        return start(given, iterable_sharding="by_worker")
+        return start(given, share="by_worker")
 
     running = make()
     iterator = iter(running)
     list(islice(iterator, 3))
     again = make()
     restore_loader(again, loader_state(running, batches_done=3))
-    with raises(StateError, ("Uneven", "worker 0 of 2", "3 items"), "iterable_sharding='exact'"):
+    with raises(StateError, ("Uneven", "worker 0 of 2", "3 items"), "share='auto'"):
         list(again)
     del iterator
 

@@ -262,10 +262,10 @@ class AtOnce(Drawing):
 @pytest.mark.parametrize("later", ["auto", "leader", "seeded"])
 @pytest.mark.parametrize("sooner", ["auto", "leader", "seeded"])
 def test_a_pass_is_resumed_whoever_draws_it(sooner: Any, later: Any) -> None:
-    def loader(agreement: Any) -> Any:
+    def loader(order: Any) -> Any:
         rows: Any = range(N)
         raw: DataLoader[Any] = DataLoader(rows, 4, sampler=AtOnce(random.Random(3)), collate_fn=as_it_is)
-        return patch_dataloader_to_ddp(raw, agreement=agreement)
+        return patch_dataloader_to_ddp(raw, order=order)
 
     expected = list(loader("auto"))
     first, second = loader(sooner), loader(later)

@@ -29,14 +29,8 @@ from torch.utils.data import (
 )
 from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, as_it_is, loader, pk_batches
 
-from ddp_patch import (
-    DDPBatchSamplerWrapper,
-    SamplerError,
-    StreamLengthWarning,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPBatchSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import SamplerError, StreamLengthWarning
 from ddp_patch.orders.orders import has_order
 from ddp_patch.samplers import (
     GroupedBatchSampler,
@@ -1056,7 +1050,7 @@ def test_a_scalable_shuffle_of_a_loader_is_this_one() -> None:
             DataLoader(Indices(n), sampler=RandomSampler(Indices(n)), batch_size=100),
             rank=0,
             num_replicas=1,
-            scalable_shuffle=True,
+            order="scalable",
             seed=9,
         )
         assert [index for batch in patched for index in batch.tolist()] == list(ScalableRandomSampler(n, seed=9))

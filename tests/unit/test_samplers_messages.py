@@ -10,7 +10,8 @@ from messages import Words, raises
 from torch.utils.data import RandomSampler, SequentialSampler
 from zoo import LABELS, N, pk_batches
 
-from ddp_patch import DDPPatchError, SamplerError
+from ddp_patch import DDPPatchError
+from ddp_patch.errors import SamplerError
 from ddp_patch.samplers import (
     GroupedBatchSampler,
     IterationBatchSampler,

@@ -10,14 +10,8 @@ from messages import Words, raises
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
 from zoo import Indices, N, as_it_is
 
-from ddp_patch import (
-    DDPBatchSamplerWrapper,
-    DDPSamplerWrapper,
-    StateError,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import StateError
 from ddp_patch.orders.random_states import Seed, loader_seed
 
 SAVED = 2**70  # any whole number, and none that fits into 64 bits
@@ -75,16 +69,14 @@ def iterable(workers: int = 0, **options: Any) -> DataLoader[Any]:
 
 USERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "shuffle=True": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is)),
-    "scalable_shuffle": patched(
-        lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is), scalable_shuffle=True
-    ),
+    "order='scalable'": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is), order="scalable"),
     "a length that follows from the seed": patched(
         lambda: DataLoader(Indices(), 3, sampler=OfRandomLength(), collate_fn=as_it_is), layout="contiguous"
     ),
     "iterable": patched(iterable),
     "iterable, workers": patched(lambda: iterable(2)),
     "iterable, persistent workers": patched(lambda: iterable(2, persistent_workers=True)),
-    "iterable, by_worker": patched(lambda: iterable(2), iterable_sharding="by_worker", uneven="keep"),
+    "iterable, by_worker": patched(lambda: iterable(2), share="by_worker", uneven="keep"),
     "DDPSamplerWrapper, shuffled twice": by_wrapper,
     "DDPBatchSamplerWrapper, shuffled twice": by_batches,
 }
@@ -123,7 +115,7 @@ def test_workers_are_seeded_by_the_seed_that_was_adopted(persistent: bool) -> No
     assert list(again) == list(fresh)
 
 
-@pytest.mark.parametrize("user", ["shuffle=True", "scalable_shuffle", "DDPSamplerWrapper, shuffled twice"])
+@pytest.mark.parametrize("user", ["shuffle=True", "order='scalable'", "DDPSamplerWrapper, shuffled twice"])
 def test_load_state_dict_adopts_the_seed_too(user: str) -> None:
     start = USERS[user]
     whole, again = start(1, 2, seed=SAVED), start(1, 2)

@@ -5,7 +5,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -13,16 +13,13 @@ from messages import assert_tells, raises
 from torch.utils.data import DataLoader
 from zoo import Indices, PKBatches, Source, as_it_is, loader
 
-from ddp_patch import (
+from ddp_patch import assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch.errors import (
     AlreadyPatchedError,
     InvalidOptionError,
     NotALoaderError,
     NotDistributedWarning,
     UnsupportedLoaderError,
-    assert_loaders_patched,
-    check_loaders_is_patched,
-    patch_dataloader_to_ddp,
-    patch_dataloaders_to_ddp,
 )
 from ddp_patch.patching import PatchOptions
 from ddp_patch.walks import nested
@@ -80,7 +77,7 @@ def test_a_nest_comes_back_as_it_was_with_patched_loaders(nest: str) -> None:
     train, val = loader(shuffle=True), loader(batch_sampler=PKBatches())
     given = NESTS[nest](train, val)
     before = list(nested(given))
-    patched = patch_dataloaders_to_ddp(given, **WORLD)
+    patched = patch_dataloader_to_ddp(given, **WORLD)
     after = list(nested(patched))
     assert type(patched) is type(given)
     assert [path for path, _ in after] == [path for path, _ in before]
@@ -92,7 +89,7 @@ def test_a_nest_comes_back_as_it_was_with_patched_loaders(nest: str) -> None:
 
 def test_what_belongs_to_a_container_stays() -> None:
     given: Any = named([loader()]), defaultdict[str, Any](list, a=loader()), [ByAttribute(train=loader())]
-    mine, by_default, (by_attribute,) = patch_dataloaders_to_ddp(given, **WORLD)
+    mine, by_default, (by_attribute,) = patch_dataloader_to_ddp(given, **WORLD)
     assert mine.name == "mine"
     assert by_default["b"] == []
     assert by_attribute.train is by_attribute["train"]
@@ -106,7 +103,7 @@ def test_each_loader_gives_what_it_would_alone() -> None:
         lambda: DataLoader(Source(), 3, num_workers=2, collate_fn=as_it_is),
     ]
     options: dict[str, Any] = {**WORLD, "uneven": "drop", "seed": 3}
-    several = patch_dataloaders_to_ddp([make() for make in made], **options)
+    several = patch_dataloader_to_ddp([make() for make in made], **options)
     alone = [patch_dataloader_to_ddp(make(), **options) for make in made]
     for _ in range(2):
         assert [list(one) for one in several] == [list(one) for one in alone]
@@ -114,28 +111,28 @@ def test_each_loader_gives_what_it_would_alone() -> None:
 
 def test_a_loader_in_several_places_is_patched_once() -> None:
     one, other = loader(shuffle=True), loader(shuffle=True)
-    patched = patch_dataloaders_to_ddp({"train": one, "val": [other, one]}, **WORLD)
+    patched = patch_dataloader_to_ddp({"train": one, "val": [other, one]}, **WORLD)
     assert patched["train"] is patched["val"][1]  # type: ignore[index]  # a dict of several classes is one of objects
     assert patched["train"] is not patched["val"][0]  # type: ignore[index]  # as above
 
 
 def test_what_is_sharded_already_stays_itself() -> None:
     done = patch_dataloader_to_ddp(loader(), **WORLD)
-    again, fresh = patch_dataloaders_to_ddp((done, loader()), **WORLD)
+    again, fresh = patch_dataloader_to_ddp((done, loader()), **WORLD)
     assert again is done
     assert check_loaders_is_patched(fresh)
 
 
 def test_one_process_gets_its_nest_back_with_one_warning() -> None:
     given = [loader(), {"val": loader()}]
-    for options in ({}, {"scalable_shuffle": True, "seed": 1}):
+    for options in ({}, {"order": "scalable", "seed": 1}):
         if options:
             given = [loader(shuffle=True)]
         with pytest.warns(NotDistributedWarning) as caught:
-            assert patch_dataloaders_to_ddp(given, **options) is given  # type: ignore[call-overload]  # of several types
+            assert patch_dataloader_to_ddp(given, **options) is given  # type: ignore[call-overload]  # of several types
         assert len(caught) == 1
         assert caught[0].filename == __file__
-        assert_tells(str(caught[0].message), ("patch_dataloaders_to_ddp", "all data"), "init_process_group()")
+        assert_tells(str(caught[0].message), ("patch_dataloader_to_ddp", "all data"), "init_process_group()")
 
 
 class Started(DataLoader[Any]):
@@ -147,25 +144,25 @@ class Started(DataLoader[Any]):
 
 
 def test_errors_say_which_loader_they_are_about() -> None:
-    with raises(NotALoaderError, ("loaders['val'][1]: patch_dataloaders_to_ddp", "3 (int)"), "loader itself"):
-        patch_dataloaders_to_ddp({"train": loader(), "val": [loader(), 3]}, **WORLD)
+    with raises(NotALoaderError, ("loaders['val'][1]: patch_dataloader_to_ddp", "3 (int)"), "loader itself"):
+        patch_dataloader_to_ddp({"train": loader(), "val": [loader(), 3]}, **WORLD)
     with raises(UnsupportedLoaderError, ("loaders[1]: Started cannot be patched", "'running'"), "persistent_workers"):
-        patch_dataloaders_to_ddp((loader(), Started(Indices())), **WORLD)
+        patch_dataloader_to_ddp((loader(), Started(Indices())), **WORLD)
     with raises(InvalidOptionError, ("loaders[1]: share='samples'", "PKBatches"), "share='batches'"):
-        patch_dataloaders_to_ddp((loader(), loader(batch_sampler=PKBatches())), share="samples", **WORLD)
+        patch_dataloader_to_ddp((loader(), loader(batch_sampler=PKBatches())), share="samples", **WORLD)
     with raises(InvalidOptionError, "seed=-1", "None"):  # which is about all of them
-        patch_dataloaders_to_ddp((loader(), loader()), seed=-1, **WORLD)
+        patch_dataloader_to_ddp((loader(), loader()), seed=-1, **WORLD)
     done = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=3)
     with raises(AlreadyPatchedError, ("loaders['a']: The loader was patched", "rank 0 of 3"), "original loader"):
-        patch_dataloaders_to_ddp({"a": done}, **WORLD)
-    with raises(NotALoaderError, "patch_dataloaders_to_ddp needs a torch.utils.data.DataLoader and got 3", "itself"):
-        patch_dataloaders_to_ddp(3, **WORLD)
+        patch_dataloader_to_ddp({"a": done}, **WORLD)
+    with raises(NotALoaderError, "patch_dataloader_to_ddp needs a torch.utils.data.DataLoader and got 3", "itself"):
+        patch_dataloader_to_ddp(cast(Any, 3), **WORLD)
 
 
 @pytest.mark.parametrize("other", ["x", object(), Indices(), iter([]), {1}, DataLoader, loader])
 def test_what_is_neither_a_loader_nor_a_nest_is_refused(other: Any) -> None:
-    with raises(NotALoaderError, ("loaders[0]", "patch_dataloaders_to_ddp"), ("Pass", "loader")):
-        patch_dataloaders_to_ddp([other, loader()], **WORLD)
+    with raises(NotALoaderError, ("loaders[0]", "patch_dataloader_to_ddp"), ("Pass", "loader")):
+        patch_dataloader_to_ddp([other, loader()], **WORLD)
 
 
 class Locked(dict[str, Any]):
@@ -202,27 +199,27 @@ class Alike:
 )
 def test_a_nest_that_cannot_be_returned_with_others_is_refused(nest: Any, why: str) -> None:
     with raises(NotALoaderError, (type(nest).__name__, why), "list, tuple or dict"):
-        patch_dataloaders_to_ddp(nest, **WORLD)
+        patch_dataloader_to_ddp(nest, **WORLD)
 
 
 def test_places_that_cannot_be_told_apart_are_refused() -> None:
     with raises(NotALoaderError, "loaders[key]", "strings"):
-        patch_dataloaders_to_ddp({Alike(): loader(), Alike(): loader()}, **WORLD)
+        patch_dataloader_to_ddp({Alike(): loader(), Alike(): loader()}, **WORLD)
 
 
 def test_all_keywords_of_one_loader_hold_for_several() -> None:
     keywords = [*inspect.signature(patch_dataloader_to_ddp).parameters][1:]
     assert sorted(PatchOptions.__annotations__) == sorted(keywords)
-    with pytest.raises(TypeError, match=r"patch_dataloaders_to_ddp\(\) has no option unevn\. Use these: "):
-        patch_dataloaders_to_ddp([loader()], unevn="drop")  # type: ignore[call-overload]  # on purpose
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unevn'"):
+        patch_dataloader_to_ddp([loader()], unevn="drop")  # type: ignore[call-overload]  # on purpose
 
 
 def test_the_guard_takes_what_the_call_returns() -> None:
-    assert_loaders_patched(patch_dataloaders_to_ddp({"train": loader(), "val": [loader()], "test": None}, **WORLD))
+    assert_loaders_patched(patch_dataloader_to_ddp({"train": loader(), "val": [loader()], "test": None}, **WORLD))
 
 
 def test_generators_stay_where_they_are_in_an_explicit_world() -> None:
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
-    patch_dataloaders_to_ddp([loader(shuffle=True, generator=generator) for _ in range(2)], **WORLD)
+    patch_dataloader_to_ddp([loader(shuffle=True, generator=generator) for _ in range(2)], **WORLD)
     assert torch.equal(generator.get_state(), before)

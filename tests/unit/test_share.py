@@ -38,9 +38,6 @@ from zoo import Drawn as DrawnIndices
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
-    InvalidOptionError,
-    StateError,
-    UnsupportedLoaderError,
     audit,
     extract_loader_parameters,
     iter_with_mask,
@@ -48,6 +45,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
 from ddp_patch.sharding.passes import SamplerPass
@@ -160,7 +158,7 @@ def epochs_of(kind: Kind, rank: int, world_size: int, **options: Any) -> list[li
 
 
 @pytest.mark.parametrize("kind", SHARED_IN_BATCHES, ids=lambda kind: kind.name)
-@pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")
+@pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")
 def test_whole_batches_of_one_process_go_to_one_rank_each(kind: Kind) -> None:
     """``share="auto"`` in a world of one makes the batches of one process."""
     streams = epochs_of(kind, 0, 1)
@@ -235,12 +233,12 @@ def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -
 
 
 def test_a_scalable_shuffle_is_shared_in_batches() -> None:
-    whole = list(patched(loader(shuffle=True), 1, scalable_shuffle=True))
+    whole = list(patched(loader(shuffle=True), 1, order="scalable"))
     for rank in range(2):
-        mine = patched(loader(shuffle=True), 2, rank, scalable_shuffle=True, share="batches")
+        mine = patched(loader(shuffle=True), 2, rank, order="scalable", share="batches")
         assert list(mine) == whole[rank::2]
-    with raises(InvalidOptionError, ("scalable_shuffle=True", "SequentialSampler"), "shuffle=True"):
-        patched(loader(), scalable_shuffle=True, share="batches")
+    with raises(InvalidOptionError, ("order='scalable'", "SequentialSampler"), "shuffle=True"):
+        patched(loader(), order="scalable", share="batches")
 
 
 # What users and frameworks read of the loader.

@@ -15,7 +15,8 @@ from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from zoo import Indices, as_it_is, out_of_order
 
-from ddp_patch import StateError, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import StateError
 from ddp_patch.streams import stream_pass
 
 N = 24
@@ -165,7 +166,7 @@ def test_what_nobody_counts_cannot_be_resumed() -> None:
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (of(shuffle=True), {"agreement": "ambient"}),
+        (of(shuffle=True), {"order": "ambient"}),
         (lambda: out_of_order(of(num_workers=1)()), {}),
         (lambda: OwnIteration(Indices(N), 2), {}),
     ],

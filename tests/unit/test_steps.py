@@ -10,15 +10,8 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from zoo import Bare, PKBatches, Source, as_it_is, loader
 
-from ddp_patch import (
-    DDPBatchSamplerWrapper,
-    DDPSamplerWrapper,
-    NoStepsError,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
-from ddp_patch.errors import message_of
+from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import NoStepsError, message_of
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Plan
 
@@ -152,7 +145,7 @@ def test_an_iterable_dataset_that_knows_its_length_is_refused_at_the_patch() -> 
     with raises(NoStepsError, ("Sized", "3 items")):
         patch_dataloader_to_ddp(DataLoader(Sized(), batch_size=None), rank=0, num_replicas=4, uneven="drop")
     # The dataset decides what each rank reads.
-    patch_dataloader_to_ddp(DataLoader(Sized()), rank=0, num_replicas=4, uneven="keep", iterable_sharding="by_worker")
+    patch_dataloader_to_ddp(DataLoader(Sized()), rank=0, num_replicas=4, uneven="keep", share="by_worker")
 
 
 class ByEpoch(Sampler[int]):

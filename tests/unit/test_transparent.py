@@ -23,7 +23,8 @@ from torch.utils.data import (
 from walked import read, set_elsewhere, told_otherwise
 from zoo import as_it_is
 
-from ddp_patch import DDPSamplerWrapper, InvalidOptionError, patch_dataloader_to_ddp
+from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch.errors import InvalidOptionError
 
 N = 24
 
@@ -89,7 +90,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 def sharded(**options: Any) -> list[Any]:
     """Return what two ranks get of loaders that are made anew for each."""
-    how = {name: options.pop(name) for name in ("share", "scalable_shuffle") if name in options}
+    how = {name: options.pop(name) for name in ("share", "order") if name in options}
     made = ({name: make() if callable(make) else make for name, make in options.items()} for _ in range(2))
     given: list[Any] = [DataLoader(collate_fn=as_it_is, **{"dataset": range(N)} | options) for options in made]
     return [patch_dataloader_to_ddp(one, rank=rank, num_replicas=2, **how) for rank, one in enumerate(given)]
@@ -104,7 +105,7 @@ def given_to(ranks: list[Any]) -> list[int]:
 
 SHARES: list[dict[str, Any]] = [{}, {"share": "batches"}, {"share": "within_batches"}]
 WALKED = [(name, share) for name in SAMPLERS for share in SHARES]
-WALKED += [(name, {"scalable_shuffle": True}) for name in ("random", "subset")]
+WALKED += [(name, {"order": "scalable"}) for name in ("random", "subset")]
 
 
 @pytest.mark.parametrize(("name", "options"), WALKED)
@@ -184,7 +185,7 @@ SET: dict[str, tuple[Callable[[Any], None], dict[str, Any], Callable[[list[int]]
     ),
     "data, scalable": (
         data,
-        {"sampler": SAMPLERS["random"], "batch_size": 2, "scalable_shuffle": True},
+        {"sampler": SAMPLERS["random"], "batch_size": 2, "order": "scalable"},
         lambda got: got == [*range(8)],
     ),
     "a limit": (limit, {"sampler": Curriculum, "batch_size": 2}, lambda got: got == [*range(8)]),

@@ -14,19 +14,11 @@ from test_contract import over
 from torch.utils.data import BatchSampler, DataLoader
 from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
-from ddp_patch import (
-    InvalidOptionError,
-    NoStepsError,
-    NotPatchedError,
-    UnsupportedLoaderError,
-    WorldError,
-    iter_with_mask,
-    iter_with_weights,
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import iter_with_mask, iter_with_weights, patch_dataloader_to_ddp
+from ddp_patch.errors import InvalidOptionError, NoStepsError, NotPatchedError, UnsupportedLoaderError, WorldError
 from ddp_patch.sharding.passes import SamplerPass
 
-pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
+pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
 WAYS: list[dict[str, Any]] = [
     {"uneven": uneven, "layout": layout}
@@ -239,10 +231,10 @@ def test_loaders_of_which_samples_are_unknown_are_refused() -> None:
         DataLoader(Source(splits=True), 2, collate_fn=as_it_is),
         rank=0,
         num_replicas=2,
-        iterable_sharding="by_worker",
+        share="by_worker",
         uneven="keep",
     )
-    with raises(UnsupportedLoaderError, ("iter_with_weights", "by_worker"), "exact"):
+    with raises(UnsupportedLoaderError, ("iter_with_weights", "by_worker"), "out"):
         iter_with_weights(split)
     with raises(NotPatchedError, ("iter_with_weights", "DataLoader"), "patch_dataloader_to_ddp"):
         iter_with_weights(patched(loader(sampler=torch.utils.data.DistributedSampler(Indices(), 2, 0)), 2, 0))

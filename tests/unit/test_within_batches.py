@@ -30,18 +30,16 @@ from zoo import (
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
-    InvalidOptionError,
-    StateError,
-    UnsupportedLoaderError,
     audit,
     iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
 )
+from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.plan import Plan
 
-pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.StreamLengthWarning")  # some kinds have it
+pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
 DIVISIBLE = [replace(kind, batches=True) for kind in ALL_KINDS if kind.make().batch_sampler is not None]
 WAYS: list[dict[str, Any]] = [
@@ -158,9 +156,9 @@ def test_a_batch_of_indices_may_have_any_type(made: Any, expected: Any) -> None:
 
 
 def test_an_order_that_is_computed_is_divided_too() -> None:
-    whole = list(divided(loader(shuffle=True), 1, scalable_shuffle=True))
+    whole = list(divided(loader(shuffle=True), 1, order="scalable"))
     for rank in range(2):
-        assert list(divided(loader(shuffle=True), 2, rank, scalable_shuffle=True)) == [
+        assert list(divided(loader(shuffle=True), 2, rank, order="scalable")) == [
             b[rank::2] if len(b) % 2 == 0 else b[rank::2] + b[:rank] for b in whole
         ]
 
@@ -261,8 +259,8 @@ def test_items_of_a_loader_without_batch_size_are_refused() -> None:
 def test_options_that_contradict_it_are_refused() -> None:
     with raises(InvalidOptionError, ("uneven='drop'", "within_batches"), ("'pad'", "'keep'")):
         divided(loader(), uneven="drop")
-    with raises(InvalidOptionError, ("iterable_sharding='by_worker'", "within_batches"), "'exact'"):
-        divided(DataLoader(Source(), 2), iterable_sharding="by_worker")
+    with raises(InvalidOptionError, ("share='by_worker'", "within_batches"), "'exact'"):
+        divided(DataLoader(Source(), 2), share="by_worker")
 
 
 def test_a_dataset_of_tensors_is_divided() -> None:

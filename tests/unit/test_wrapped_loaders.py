@@ -10,14 +10,8 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset
 from zoo import Indices
 
-from ddp_patch import (
-    NotALoaderError,
-    UnsupportedLoaderError,
-    check_loaders_is_patched,
-    loader_state,
-    patch_dataloader_to_ddp,
-)
-from ddp_patch.errors import message_of
+from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp
+from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError, message_of
 
 N = 12
 
@@ -216,7 +210,7 @@ def test_other_calls_name_the_loader_inside_too() -> None:
 def test_a_wrapper_of_no_loader_is_just_none() -> None:
     for outer in (PrefetchLoader([1, 2]), WebLoader(range(3))):
         with raises(NotALoaderError, ("patch_dataloader_to_ddp", type(outer).__name__), "the finished loader itself"):
-            patch_dataloader_to_ddp(outer, rank=0, num_replicas=2)  # type: ignore[arg-type]  # on purpose
+            patch_dataloader_to_ddp(outer, rank=0, num_replicas=2)  # type: ignore[call-overload]  # on purpose
 
 
 class FastaiLoader:
@@ -237,7 +231,7 @@ def test_fastais_loader_is_none_of_torchs() -> None:
     loader = FastaiLoader(Indices(N), 2)
     facts = ("patch_dataloader_to_ddp", "fastai's DataLoader", "torch.utils.data.DataLoader")
     with raises(NotALoaderError, facts, ("learn.distrib_ctx()", "collate_fn=loader.create_batch")) as caught:
-        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)  # type: ignore[arg-type]  # on purpose
+        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)  # type: ignore[call-overload]  # on purpose
     found = re.search(r"torch\.utils\.data\.DataLoader\(loader.*?\)(?=\.)", str(caught.value))
     assert found is not None
     assert shares_of(lambda: eval(found[0], {"torch": torch, "loader": loader})) == [  # noqa: S307 - the remedy

@@ -32,7 +32,7 @@ dist.barrier()
 
 dataset = Lines(sorted(folder.glob("*.txt")))
 loader = DataLoader(dataset, batch_size=4, num_workers=2)
-once = patch_dataloader_to_ddp(loader, iterable_sharding="by_worker")  # the job reads each file once
+once = patch_dataloader_to_ddp(loader, share="by_worker")  # the job reads each file once
 report("by_worker", once, lambda batch: batch.tolist())
 
 whole = patch_dataloader_to_ddp(loader)  # each rank reads each file, and keeps its share of the lines

@@ -31,7 +31,7 @@ dist.init_process_group("gloo")
 
 # 8 shards, and 2 ranks with 2 workers each read them: each shard once in the job.
 streamed = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": NUMBERS}).shuffle(seed=0, buffer_size=20)
-once = patch_dataloader_to_ddp(DataLoader(streamed, 4, num_workers=2), iterable_sharding="by_worker")
+once = patch_dataloader_to_ddp(DataLoader(streamed, 4, num_workers=2), share="by_worker")
 report("8 shards", once, numbers)
 
 # 2 shards are fewer than the 4 readers: each rank reads both, and keeps its share of the rows.

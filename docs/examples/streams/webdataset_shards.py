@@ -43,11 +43,11 @@ dataset = (
     .to_tuple("cls")
 )
 loader = DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
-report("DataLoader", patch_dataloader_to_ddp(loader, iterable_sharding="by_worker"), numbers)
+report("DataLoader", patch_dataloader_to_ddp(loader, share="by_worker"), numbers)
 
 # A WebLoader is a pipeline with a DataLoader in front: patch that one. Batches that the dataset made come as they are.
 web = wds.WebLoader(dataset.batched(4), batch_size=None, num_workers=2, persistent_workers=True)
-web.pipeline[0] = patch_dataloader_to_ddp(web.pipeline[0], iterable_sharding="by_worker")
+web.pipeline[0] = patch_dataloader_to_ddp(web.pipeline[0], share="by_worker")
 report("WebLoader", web, numbers)
 
 dist.destroy_process_group()

@@ -7,7 +7,8 @@ from messages import raises
 from ray.train.torch import prepare_data_loader, prepare_model
 from torch.utils.data import IterableDataset
 
-from ddp_patch import UnsupportedLoaderError, check_loaders_is_patched, loader_state, patch_dataloader_to_ddp
+from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp
+from ddp_patch.errors import UnsupportedLoaderError
 from frameworks.base import Epochs, Framework
 from frameworks.kinds import tiny_model
 from frameworks.loops import train

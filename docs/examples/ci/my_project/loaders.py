@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddp_patch import patch_dataloaders_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 
 
 def make_loaders() -> dict[str, DataLoader[Any]]:
@@ -18,4 +18,4 @@ def make_loaders() -> dict[str, DataLoader[Any]]:
 
 def distributed_loaders() -> dict[str, DataLoader[Any]]:
     """Return this rank's loaders, which is what the training iterates."""
-    return patch_dataloaders_to_ddp(make_loaders())
+    return patch_dataloader_to_ddp(make_loaders())
