@@ -153,9 +153,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def docs(session: nox.Session) -> None:
-    """Build the documentation into ``site/``; any warning is an error."""
+    """Build the documentation into ``site/``, any warning an error, and print how many words each page has."""
     install(session, *EXTRAS["docs"], *EXTRAS["lint"])  # ruff formats the signatures
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("python", "docs/words.py")
 
 
 @nox.session
