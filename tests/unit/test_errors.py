@@ -1,4 +1,4 @@
-"""Every error and warning ends with the name of its section in docs/errors.md, and has that section."""
+"""Every error and warning ends with the command that shows its section of docs/errors.md, and has that section."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ TEXT = "This happened. Do that."
 
 
 def section(kind: type[Exception]) -> str:
-    return f'See "{kind.__name__}" in docs/errors.md.'
+    return f"Causes and remedies: python -m ddp_patch explain {kind.__name__}"
 
 
 def test_all_errors_and_warnings_are_found() -> None:
