@@ -26,7 +26,7 @@ def main() -> None:
         for (x, y), weights in iter_with_weights(loader):  # a weight for each sample
             optimizer.zero_grad()
             losses = cross_entropy(model(x), y, reduction="none")  # a loss for each sample
-            (losses * weights).sum().backward()
+            (losses * weights).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
             optimizer.step()
         loss = cross_entropy(model(inputs), labels)  # on every rank: each has a part of the model
         if dist.get_rank() == 0:
