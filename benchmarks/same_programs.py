@@ -108,7 +108,7 @@ class Program:
         workers = rng.randint(1, 3) if chance() < WITH_WORKERS else 0
         kind = choice(["stream"] * (20 if workers else 6) + ["own"] * 5 + ["own, its generator", *KINDS])
         options = {name: choice(values) for name, (values, often) in OPTIONS.items() if chance() < often}
-        if "cost" not in options and chance() < 0.97:  # they are refused without it
+        if "cost" not in options:
             options = {name: value for name, value in options.items() if not name.startswith("cost")}
         way = rng.choices(["patch", "wrapper", "several", "alone"], [88, 0 if kind == "stream" else 7, 2, 2])[0]
         ranks = [choice([1, 1, 2, 2, 3, 4, 5])]
@@ -216,7 +216,11 @@ class Rank:
         where: dict[str, Any] = {"rank": self.rank, "num_replicas": self.run.ranks}
         if "cost" in options:
             costs = [cost_of_item(row) for row in range(p.n - (options["cost"] == "short list"))]
-            options["cost"] = cost_of_item if options["cost"] == "function" else costs
+            cost = cost_of_item if options["cost"] == "function" else costs
+            about = {
+                name.removeprefix("cost_"): options.pop(name) for name in ("cost_of", "cost_window") if name in options
+            }
+            options["cost"] = ddp_patch.Cost(cost, **about) if about else cost
         match p.way:
             case "patch":
                 return ddp_patch.patch_dataloader_to_ddp(self.raw, **options, **where)

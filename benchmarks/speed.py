@@ -177,8 +177,8 @@ IMPLEMENTATIONS: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "bare loop": bare,
     "ddp_patch": ours,
     "ddp_patch, unbatched": unbatched,
-    "ddp_patch, scalable": scalable,
-    "ddp_patch, scalable, from the middle": from_the_middle,
+    "ddp_patch, order=scalable": scalable,
+    "ddp_patch, order=scalable, from the middle": from_the_middle,
     "torch DistributedSampler": torchs,
     "accelerate": accelerates,
     "Lightning": lightnings,
@@ -273,8 +273,8 @@ def scalable_shuffles(repeats: int) -> list[list[str]]:
     steps = 4000
     for exponent in (9, 12):
         n = 10**exponent
-        first, whole, growth = case("ddp_patch, scalable", "RandomSampler", n, 1024, repeats, steps)
-        middle, _, _ = case("ddp_patch, scalable, from the middle", "RandomSampler", n, 1024, repeats, 1)
+        first, whole, growth = case("ddp_patch, order=scalable", "RandomSampler", n, 1024, repeats, steps)
+        middle, _, _ = case("ddp_patch, order=scalable, from the middle", "RandomSampler", n, 1024, repeats, 1)
         each = 1e9 * whole / ((steps + 1) * BATCH)
         rows.append([f"10^{exponent}", f"{1e3 * first:.2f}", f"{1e3 * middle:.2f}", f"{each:.0f}", f"{growth:.1f}"])
     return rows
@@ -286,7 +286,7 @@ def scalable_shuffles(repeats: int) -> list[list[str]]:
 def growing(largest: int, repeats: int) -> dict[str, dict[str, list[list[float]]]]:
     """Each implementation against n, and against the world size."""
     found: dict[str, dict[str, list[list[float]]]] = {"n": {}, "world": {}}
-    for name in ("ddp_patch", "ddp_patch, scalable", *BESIDE):
+    for name in ("ddp_patch", "ddp_patch, order=scalable", *BESIDE):
         found["n"][name] = [
             [10**e, *case(name, "RandomSampler", 10**e, WORLD, 1 if e > 7 else repeats)] for e in range(5, largest + 1)
         ]

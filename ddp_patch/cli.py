@@ -1,8 +1,9 @@
-"""Load the command line: ``ddp-patch run`` and ``ddp-patch audit``.
+"""Load the command line: ``ddp-patch run``, ``ddp-patch audit`` and ``ddp-patch explain``.
 
 The audit needs click and rich, which the extra ``audit`` installs.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ def loaded(arguments: Sequence[str]) -> Callable[[], object]:
         from ddp_patch.running.command import run
 
         return partial(run, arguments[1:])
+    if arguments[:1] == ["explain"]:
+        return partial(_explain, arguments[1:])
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, so that targets and real ranks can import from here
     try:
@@ -38,3 +41,19 @@ def loaded(arguments: Sequence[str]) -> Callable[[], object]:
         )
         sys.exit(2)
     return partial(commands, [*arguments], prog_name="ddp-patch")
+
+
+def _explain(names: Sequence[str]) -> None:
+    """Print what the page of errors says of one: what it means, its usual causes and what to do."""
+    package = Path(__file__).parent
+    # The wheel has it inside, a checkout beside.
+    page = next(path for path in (package / "errors.md", package.parent / "docs" / "errors.md") if path.exists())
+    _, *sections = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    by_name = {section.partition("\n")[0]: re.split(r"^## ", section, flags=re.MULTILINE)[0] for section in sections}
+    if len(names) != 1 or names[0] not in by_name:
+        sys.stderr.write(
+            f"ddp-patch explain was given {' '.join(names) or 'nothing'}, and explains one error or warning: "
+            f"{', '.join(by_name)}.\n"
+        )
+        sys.exit(2)
+    sys.stdout.write(by_name[names[0]].rstrip() + "\n")

@@ -1,7 +1,7 @@
 """The errors and warnings of ddp_patch.
 
 ``docs/errors.md`` has a section for each: what it means, an example, the usual causes and what to do. Every text ends
-with a line that names that section.
+with the command that shows that section.
 
 ::
 
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class _HasSection:
-    """Ends the text of an error or warning with the name of its section in ``docs/errors.md``.
+    """Ends the text of an error or warning with the command that shows its section of ``docs/errors.md``.
 
     The line is added when the text is shown, so pickling carries the bare message. torch makes a worker's error anew
     from its shown text, which then has the line already.
@@ -81,11 +81,11 @@ class _HasSection:
     def _section(cls) -> str:
         """Return the line; a class that is derived elsewhere has its parent's section."""
         name = next(parent.__name__ for parent in cls.__mro__ if parent.__module__ == __name__)
-        return f'See "{name}" in docs/errors.md.'
+        return f"Causes and remedies: python -m ddp_patch explain {name}"
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's text without the line that names its section, for a text that quotes it.
+    """Return an error's text without the line that names the command, for a text that quotes it.
 
     >>> message_of(WorldError("Two ranks say that they are rank 1.")), message_of(KeyError("a"))
     ('Two ranks say that they are rank 1.', "'a'")
@@ -101,7 +101,7 @@ class DDPPatchError(_HasSection, Exception):
 
     >>> print(DDPPatchError("This happened. Do that."))
     This happened. Do that.
-    See "DDPPatchError" in docs/errors.md.
+    Causes and remedies: python -m ddp_patch explain DDPPatchError
     """
 
 

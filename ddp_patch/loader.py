@@ -319,7 +319,7 @@ def assert_loaders_patched(loaders: Loaders) -> None:
         ...
         ddp_patch.errors.NotPatchedError: Every rank would get all data from 1 of 3 loaders: \
 loaders['val'][1]. Pass each through patch_dataloader_to_ddp() on every rank.
-        See "NotPatchedError" in docs/errors.md.
+        Causes and remedies: python -m ddp_patch explain NotPatchedError
     """
     found = _loaders(loaders)
     offenders = [place for place, loader in found if sharded_by(loader) is None]

@@ -64,7 +64,7 @@ def raises(error: type[E], facts: Words, remedy: Words | None = ()) -> Iterator[
     assert caught.type is error
     clear_frames(caught.tb)
     message = str(caught.value)
-    section = f'\nSee "{error.__name__}" in docs/errors.md.'
+    section = f"\nCauses and remedies: python -m ddp_patch explain {error.__name__}"
     assert message.rstrip().endswith(section) == issubclass(error, DDPPatchError), f"no section: {message}"
     if message.startswith("Caught "):  # by a DataLoader's worker, whose traceback comes first
         message = message.rpartition(f"{error.__name__}: ")[2].rstrip()

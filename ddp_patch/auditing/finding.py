@@ -40,7 +40,7 @@ def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
         ...
         ddp_patch.errors.NotALoaderError: audit needs a DataLoader, a function make() or make(rank, world_size) that \
 returns one, or a dict or list of these, and sep is '/' (str). Pass the finished loader itself.
-        See "NotALoaderError" in docs/errors.md.
+        Causes and remedies: python -m ddp_patch explain NotALoaderError
     """
     name, found = look_up(target)
     return leaves_of(found, name)

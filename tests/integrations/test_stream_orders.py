@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_ranks, soaked
 from told import FOUND, WARNED, Told, in_step
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import assert_shared_exactly
@@ -125,7 +125,7 @@ def number_of(item: Any) -> int:
     return int(item[0] if isinstance(item, tuple) else item["cls"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_the_order_that_each_rank_draws_for_itself_is_found_and_the_remedies_work(
     shards: list[str], world_size: int
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import iterables
 import pytest
 from parts import Read, assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -40,7 +40,7 @@ def closed_files() -> Iterator[None]:
 
 
 SHARDS = iterables.shards_of((4, 9, 1, 6, 3))  # N numbers
-worlds = pytest.mark.parametrize("world_size", [2, 3])
+worlds = pytest.mark.parametrize("world_size", [soaked(2), 3])
 with_and_without_workers = pytest.mark.parametrize("workers", [0, 2])
 
 

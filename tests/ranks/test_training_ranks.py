@@ -49,7 +49,7 @@ def with_options(rank: int, world_size: int) -> list[dict[str, Tensor]]:
                 patch_dataloader_to_ddp(loader, share="within_batches", seed=digits.SEED, **options)
             ).finish()
             for name, loader in digits.make_loaders().items()
-            if not (name in digits.SAMPLES_ALONE and "agreement" in options)  # an iterable dataset has no leader
+            if not (name in digits.SAMPLES_ALONE and "order" in options)  # an iterable dataset has no leader
         }
         for options in OPTIONS
     ]

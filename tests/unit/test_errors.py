@@ -1,4 +1,4 @@
-"""Every error and warning ends with the name of its section in docs/errors.md, and has that section."""
+"""Every error and warning ends with the command that shows its section of docs/errors.md, and has that section."""
 
 import copy
 import pickle
@@ -11,6 +11,7 @@ import pytest
 from torch._utils import ExceptionWrapper
 
 from ddp_patch import errors
+from ddp_patch.cli import loaded
 from ddp_patch.errors import DDPPatchError, DDPPatchWarning, InvalidOptionError, StateError, WorldError, message_of
 
 CLASSES = [value for name in errors.__all__ if isinstance(value := getattr(errors, name), type)]
@@ -21,7 +22,7 @@ TEXT = "This happened. Do that."
 
 
 def section(kind: type[Exception]) -> str:
-    return f'See "{kind.__name__}" in docs/errors.md.'
+    return f"Causes and remedies: python -m ddp_patch explain {kind.__name__}"
 
 
 def test_all_errors_and_warnings_are_found() -> None:
@@ -50,6 +51,23 @@ def test_the_section_has_a_heading(kind: type[Exception]) -> None:
         assert said.count("```python") == 1 or "\n> " in said, "it has an example, or quotes the message"
         raised = section(kind) in re.sub(r"\s+", " ", PAGE.read_text())
         assert raised or "\n> " in said, "the example shows the text"
+
+
+@EACH
+def test_the_command_line_explains_it(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    loaded(["explain", kind.__name__])()
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{kind.__name__}\n\n")
+    assert "\n## " not in shown
+    assert f"\n### {shown}" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("names", [[], ["KeyError"], ["WorldError", "StateError"]])
+def test_what_it_cannot_explain_is_refused(names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        loaded(["explain", *names])()
+    assert ended.value.code == 2
+    assert "RankMismatchError" in capsys.readouterr().err
 
 
 @EACH
