@@ -9,6 +9,8 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # A link or picture of Markdown whose target lies in the repository.
 _RELATIVE = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>(?!\w+:|#)[^)]+)\)")
+# A picture of HTML, which may have another one for dark pages.
+_PICTURE = re.compile(r'(?P<name>src|srcset)="(?P<target>(?!\w+:)[^"]+)"')
 
 
 def standing_alone(readme: str, source: str) -> str:
@@ -18,7 +20,8 @@ def standing_alone(readme: str, source: str) -> str:
         raw = "?raw=true" if link["picture"] else ""
         return f"{link['picture']}[{link['text']}]({source}/{link['target']}{raw})"
 
-    return _RELATIVE.sub(absolute, readme)
+    pictured = _PICTURE.sub(rf'\g<name>="{source}/\g<target>?raw=true"', readme)
+    return _RELATIVE.sub(absolute, pictured)
 
 
 class CustomMetadataHook(MetadataHookInterface):

@@ -19,6 +19,7 @@ LOWEST_PYTHON = PROJECT["requires-python"].removeprefix(">=")
 NEWEST_PYTHON = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3" in name][-1]
 LOWEST = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
 DIST = Path("dist")
+PINNED = [line.partition(" ")[0] for line in Path("constraints.txt").read_text().splitlines()]
 # What the session pages runs.
 MEASURED = [
     "bench",
@@ -31,6 +32,12 @@ MEASURED = [
     "packages",
     "pictures",
     "screenshots",
+]
+# The minor versions before those of constraints.txt, and what resumes within an epoch in these frameworks.
+PREVIOUS = ["accelerate==1.14.0", "lightning==2.5.6", "pytorch-ignite==0.5.4", "transformers==5.22.2"]
+RESUMING = [f"tests/integrations/test_{name}.py" for name in ("accelerate_resume", "hf_resume", "hf_trainer", "killed")]
+RESUMING += [
+    f"tests/integrations/test_{name}.py" for name in ("ignite_attached", "lightning_callback", "lightning_resume")
 ]
 BROWSERS = ["chromium", "chromium-browser", "google-chrome"]  # those that the session screenshots looks for
 # What these need for what the session packages tries. All of their needs would be other versions, and clouds' clients.
@@ -123,6 +130,15 @@ def integrations(session: nox.Session) -> None:
     # yapf writes a file when it is first imported; of processes that do so at once, one may read half of it.
     session.run("python", "-c", "import yapf")
     run_tests(session, "--write-frameworks", *INTEGRATIONS, *session.posargs)
+
+
+@nox.session(requires=["package"])
+def previous(session: nox.Session) -> None:
+    """Test resuming in frameworks, of the minor versions before those that ``integrations`` has."""
+    install_soundfile(session)
+    install_wheel(session, "integrations")
+    session.install("--upgrade", *PREVIOUS, *[line for line in PINNED if line.startswith("torch==")])
+    run_tests(session, *RESUMING, *session.posargs)
 
 
 @nox.session(allow_parallel=True)
@@ -291,7 +307,7 @@ def test_with(session: nox.Session, *versions: str) -> None:
     """Test the wheel with these versions of what it needs; what tests it is of the versions of constraints.txt."""
     (wheel,) = DIST.glob("*.whl")
     tools = {requirement.lower() for requirement in EXTRAS["test"] + EXTRAS["audit"]}
-    pinned = [line for line in Path("constraints.txt").read_text().splitlines() if line.split("==")[0].lower() in tools]
+    pinned = [line for line in PINNED if line.split("==")[0].lower() in tools]
     session.install("--upgrade", *versions, *pinned, f"{wheel}[test]", "pip")  # which uv's environments lack
     session.run("python", "-m", "pip", "check")
     written = [] if session.posargs else [f"--write-compatibility={session.name.partition('-')[0]}"]

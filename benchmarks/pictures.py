@@ -27,6 +27,8 @@ from ddp_patch.auditing.show_svg import Figure, figures_svg
 from ddp_patch.testing import run_ranks
 
 SAMPLES, RANKS, COLUMNS = 40, 4, 20
+CONDITION = """Four ranks, seeded differently, and a custom sampler.
+How often they see each sample in an epoch (it should be once):"""
 DOCS = Path(__file__).parents[1] / "docs"
 # From a colour-blind safe palette: never seen, once, more than once. The number in each cell says it without colour.
 NEVER, ONCE, OFTEN = "#d55e00", "#56b4e9", "#e69f00"
@@ -64,7 +66,8 @@ def epochs(rank: int, world_size: int) -> dict[str, list[int]]:
 def picture(counts: dict[str, Counter[int]], ink: str) -> Any:
     """Draw a panel for each loader, with a cell for each sample."""
     rows = SAMPLES // COLUMNS
-    figure, panels = plt.subplots(len(counts), 1, figsize=(8, 4.6), layout="constrained")
+    figure, panels = plt.subplots(len(counts), 1, figsize=(8, 5.2), layout="constrained")
+    figure.suptitle(CONDITION, x=0.01, ha="left", color=ink, fontsize=15)
     for panel, (name, seen) in zip(panels, counts.items(), strict=True):
         for index in range(SAMPLES):
             column, row = index % COLUMNS, index // COLUMNS
@@ -117,7 +120,7 @@ def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "ddp_patch"
     for scheme, ink in INK.items():
         figure = picture(counts, ink)
-        # The README shows the light one alone, wherever it is read: so that one brings its paper.
+        # The light one brings its paper: it is what is shown where nothing chooses by the reader's scheme.
         paper = "white" if scheme == "light" else "none"
         figure.savefig(DOCS / f"index-{scheme}.svg", metadata={"Date": None}, facecolor=paper)
         plt.close(figure)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from runpy import run_path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import nccl
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +22,7 @@ from ddp_patch import gather_in_order, iter_with_weights, loader_state, patch_da
 
 __all__ = ["ALL", "WITHOUT_COLLECTIVES", "Setting", "in_setting"]
 
+CHECKOUT = Path(__file__).parents[1]
 N = 37
 
 
@@ -182,7 +183,7 @@ def computes(rank: int, world_size: int, setting: Setting) -> None:
 
 
 def trains(rank: int, world_size: int, setting: Setting) -> list[float]:
-    """What ``docs/five-minutes.md`` shows; returns the parameters."""
+    """What ``docs/training.md`` shows; returns the parameters."""
     device = torch.device(setting.device)
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1).to(device)
@@ -207,24 +208,37 @@ def is_auto(rank: int, world_size: int, setting: Setting) -> str:
     return str(next(iter(loader))[0].device)
 
 
-def shows(rank: int, world_size: int, setting: Setting) -> str:
-    """Run ``docs/examples/nccl.py`` in the setting's group; return what it prints."""
-    printed = io.StringIO()
+def shows(rank: int, world_size: int, setting: Setting) -> tuple[str, list[Any]]:
+    """Run ``docs/examples/ddp.py`` in the setting's group, as where there are GPUs.
+
+    Returns:
+        What it prints; and what it chose, in order: the GPU, and the backend.
+    """
+    printed, set_device = io.StringIO(), torch.cuda.set_device
+    chosen: list[Any] = []
+
+    def notes(device: int) -> None:
+        chosen.append(device)
+        if setting.device != "cpu":
+            set_device(device)
+
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(printed))
         # The group is there, and stays.
-        for name in ("init_process_group", "destroy_process_group"):
-            stack.enter_context(patch.object(dist, name, lambda *args: None))
+        stack.enter_context(patch.object(dist, "init_process_group", chosen.append))
+        stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
+        stack.enter_context(patch.object(torch.cuda, "set_device", notes))
         if setting.device == "cpu":
-            stack.enter_context(patch.object(torch.cuda, "set_device", lambda device: None))
-            stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda module: module))
-            stack.enter_context(patch.object(nccl, "DistributedDataParallel", _on_the_cpu))
-        nccl.main()
-    return printed.getvalue()
+            stack.enter_context(patch.object(torch.cuda, "is_available", lambda: True))
+            for kind in (torch.Tensor, torch.nn.Module):
+                stack.enter_context(patch.object(kind, "to", _to_the_cpu(kind)))
+        run_path(str(CHECKOUT / "docs" / "examples" / "ddp.py"))
+    return printed.getvalue(), chosen
 
 
-def _on_the_cpu(model: torch.nn.Module, device_ids: list[int]) -> DistributedDataParallel:
-    return DistributedDataParallel(model)
+def _to_the_cpu(kind: Any) -> Callable[..., Any]:
+    to = kind.to
+    return lambda moved, *args, **options: moved if args == ("cuda",) else to(moved, *args, **options)
 
 
 WITHOUT_COLLECTIVES = (takes_shares, is_led, gathers, hands_over, weighs, resumes)

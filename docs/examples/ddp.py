@@ -1,44 +1,42 @@
-"""Train a classifier, and evaluate it after each epoch."""
+"""Train a classifier; the sampler draws the rare class as often as the other."""
+
+import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from ddp_patch import assert_loaders_patched, gather_in_order, patch_dataloader_to_ddp
+from ddp_patch import gather_in_order, patch_dataloader_to_ddp
 
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # this rank's GPU, which "cuda" means from now on
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
-def main() -> None:
-    """Train for three epochs."""
-    torch.manual_seed(0)
-    inputs, model = torch.randn(1125, 20), nn.Linear(20, 2)
-    labels = (inputs @ torch.randn(20) > 0).long()
-    train_data = TensorDataset(inputs[:1024], labels[:1024])
-    test_data = TensorDataset(inputs[1024:], labels[1024:])
+torch.manual_seed(0)
+inputs = torch.randn(1101, 20)
+labels = (inputs[:, 0] > 1.3).long()
+train_data = TensorDataset(inputs[:1000], labels[:1000])
+test_data = TensorDataset(inputs[1000:], labels[1000:])
 
-    order = torch.Generator().manual_seed(1)
-    train = DataLoader(train_data, batch_size=32, shuffle=True, generator=order)
-    test = DataLoader(test_data, batch_size=64)
-    dist.init_process_group("gloo")
-    train, test = patch_dataloader_to_ddp((train, test))
-    assert_loaders_patched([train, test])
-    parallel = DistributedDataParallel(model)  # averages the gradients of all ranks
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = WeightedRandomSampler((1 + 8 * labels[:1000]).tolist(), num_samples=1000)
+train = DataLoader(train_data, batch_size=50, sampler=sampler)
+test = DataLoader(test_data, batch_size=50)
+train, test = patch_dataloader_to_ddp((train, test))
+model = DistributedDataParallel(nn.Linear(20, 2).to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * dist.get_world_size())
 
-    for epoch in range(3):
-        for x, y in train:
-            optimizer.zero_grad()
-            cross_entropy(parallel(x), y).backward()
-            optimizer.step()
-        with torch.no_grad():
-            parts = [cross_entropy(model(x), y, reduction="none") for x, y in test]
-        losses = gather_in_order(torch.cat(parts), test)
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch}: {len(losses)} samples, mean loss {losses.mean():.4f}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+for epoch in range(3):
+    for x, y in train:
+        optimizer.zero_grad()
+        cross_entropy(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        parts = [model(x.to(device)).argmax(dim=1) == y.to(device) for x, y in test]
+    correct = gather_in_order(torch.cat(parts), test)
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch}: accuracy {correct.float().mean():.3f} on {len(correct)} samples")
+dist.destroy_process_group()

@@ -1,34 +1,30 @@
-"""Train a classifier, and evaluate it after each epoch."""
+"""Train a classifier; the sampler draws the rare class as often as the other."""
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
+device = "cuda" if torch.cuda.is_available() else "cpu"
 
-def main() -> None:
-    """Train for three epochs."""
-    torch.manual_seed(0)
-    inputs, model = torch.randn(1125, 20), nn.Linear(20, 2)
-    labels = (inputs @ torch.randn(20) > 0).long()
-    train_data = TensorDataset(inputs[:1024], labels[:1024])
-    test_data = TensorDataset(inputs[1024:], labels[1024:])
+torch.manual_seed(0)
+inputs = torch.randn(1101, 20)
+labels = (inputs[:, 0] > 1.3).long()
+train_data = TensorDataset(inputs[:1000], labels[:1000])
+test_data = TensorDataset(inputs[1000:], labels[1000:])
 
-    order = torch.Generator().manual_seed(1)
-    train = DataLoader(train_data, batch_size=64, shuffle=True, generator=order)
-    test = DataLoader(test_data, batch_size=64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = WeightedRandomSampler((1 + 8 * labels[:1000]).tolist(), num_samples=1000)
+train = DataLoader(train_data, batch_size=50, sampler=sampler)
+test = DataLoader(test_data, batch_size=50)
+model = nn.Linear(20, 2).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    for epoch in range(3):
-        for x, y in train:
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-        with torch.no_grad():
-            parts = [cross_entropy(model(x), y, reduction="none") for x, y in test]
-        losses = torch.cat(parts)
-        print(f"epoch {epoch}: {len(losses)} samples, mean loss {losses.mean():.4f}")
-
-
-if __name__ == "__main__":
-    main()
+for epoch in range(3):
+    for x, y in train:
+        optimizer.zero_grad()
+        cross_entropy(model(x.to(device)), y.to(device)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        parts = [model(x.to(device)).argmax(dim=1) == y.to(device) for x, y in test]
+    correct = torch.cat(parts)
+    print(f"epoch {epoch}: accuracy {correct.float().mean():.3f} on {len(correct)} samples")

@@ -1,4 +1,4 @@
-"""What ranks train under accelerate and Lightning, by weights, is what one process trains by means."""
+"""What ranks train under accelerate, Lightning and FSDP2, by weights, is what one process trains by means."""
 
 import os
 import sys
@@ -47,6 +47,23 @@ def with_accelerate(name: str) -> Tensor:
     return parameters(network)
 
 
+def with_fsdp(name: str) -> Tensor:
+    from torch.distributed.fsdp import fully_shard
+
+    network = digits.make_network()
+    fully_shard(network)
+    optimizer = digits.make_optimizer(network)
+    loader = patched(name)
+    for _ in range(digits.EPOCHS):
+        for (images, labels), weights in iter_with_weights(loader, dtype=torch.float64):
+            optimizer.zero_grad()
+            loss: Any = (cross_entropy(network(images), labels, reduction="none") * weights).sum()
+            loss.backward()
+            optimizer.step()
+    whole: list[Any] = list(network.parameters())  # of DTensor
+    return torch.cat([parameter.full_tensor().flatten() for parameter in whole]).detach()
+
+
 class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
     def __init__(self, name: str, **world: Any) -> None:
         super().__init__()
@@ -80,7 +97,7 @@ def on_rank(rank: int, world_size: int, train: Callable[[str], Tensor]) -> dict[
     return {name: train(name) for name in ("shuffled", "1 to 9 samples")}
 
 
-@pytest.mark.parametrize("train", [with_accelerate, with_lightning])
+@pytest.mark.parametrize("train", [with_accelerate, with_lightning, with_fsdp])
 def test_frameworks_train_what_one_process_trains(train: Callable[[str], Tensor]) -> None:
     alone = digits.train_alone(1)
     for trained in run_ranks(on_rank, 2, train):

@@ -45,8 +45,7 @@ PRINTING = fenced("python", "print(1 + 1)")
         (fenced("sh", "python3 -m venv .venv && source .venv/bin/activate", "pip install '.[demo,test]'"), 0),
         ("<!-- part: examples/single.py -->\n" + fenced("python", "import torch", "from torch import nn"), 0),
         (
-            "<!-- part: examples/single.py -->\n"
-            + fenced("python", "for epoch in range(3):", "    for x, y in train:"),
+            "<!-- part: examples/single.py -->\n" + fenced("python", "for x, y in train:", "    optimizer.zero_grad()"),
             0,
         ),
         ("<!-- part: ../LICENSE -->\n" + fenced("", *(CHECKOUT / "LICENSE").read_text().splitlines()[:3]), 0),

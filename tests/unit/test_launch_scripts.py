@@ -1,4 +1,4 @@
-"""The commands that docs/questions.md shows for several nodes and SLURM start what they should."""
+"""The commands that docs/gpu.md shows for several nodes and SLURM start what they should."""
 
 import os
 import subprocess

@@ -94,9 +94,10 @@ def test_a_release_has_a_readme_whose_links_lead_somewhere(monkeypatch: pytest.M
         pages.append(metadata["readme"]["text"])
     plain, released = pages
     assert plain == (ROOT / "README.md").read_text()
-    links = re.findall(r"\]\(([^)]*)\)", plain)
-    assert "docs/five-minutes.md" in links
-    for link, now in zip(links, re.findall(r"\]\(([^)]*)\)", released), strict=True):
+    target = re.compile(r'\]\(([^)]*)\)|src(?:set)?="([^"]*)"')
+    links, then = ([link or picture for link, picture in target.findall(page)] for page in (plain, released))
+    assert {"docs/index.md", "docs/index-light.svg", "docs/index-dark.svg"} <= set(links)
+    for link, now in zip(links, then, strict=True):
         is_ours = not link.startswith(("https://", "#"))
         assert now.removesuffix("?raw=true") == (f"https://example.com/blob/v1/{link}" if is_ours else link)
         assert not is_ours or (ROOT / link.partition("#")[0]).exists()

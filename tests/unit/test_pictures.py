@@ -340,6 +340,16 @@ def test_the_picture_of_the_documentation_is_what_the_audit_shows() -> None:
             assert shown.count("<rect") == drawn.count("<rect"), "run nox -s pictures"
 
 
+def test_the_picture_of_the_front_page_says_under_which_condition() -> None:
+    """matplotlib draws letters as shapes, and writes the text beside them."""
+    docs = Path(__file__).parents[2] / "docs"
+    light, dark = (
+        re.findall("<!-- (.{4,}) -->", (docs / f"index-{scheme}.svg").read_text()) for scheme in ("light", "dark")
+    )
+    assert light == dark
+    assert {"Four ranks, seeded differently, and a custom sampler.", "0 never, 0 repeated"} <= set(light)
+
+
 def test_the_page_holds_all_that_it_shows() -> None:
     html = page({"train": audited(loader(), 4, cost=range(23))}, HERE)
     assert "✔ 1 of 1 PASS" in html
