@@ -184,7 +184,7 @@ def peers(session: nox.Session) -> None:
 
 @nox.session
 def agreement(session: nox.Session) -> None:
-    """Measure what agreeing costs on 2 to 8 ranks, and write the table of ``docs/agreement.md``."""
+    """Measure what agreeing costs on 2 to 8 ranks, and write its table in ``docs/benchmarks.md``."""
     install(session, ".[demo]")
     session.run("python", "benchmarks/agreement.py")
 
@@ -198,7 +198,7 @@ def audit(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure speed, memory and balance, and write these pages of ``docs``; ``-- --largest 6`` is shorter."""
+    """Measure speed, memory and balance, for ``docs/benchmarks.md``; ``-- --largest 6`` is shorter."""
     install_soundfile(session)  # for lhotse
     install(session, ".[bench]")
     install(session, "--no-deps", "open-metric-learning")
@@ -206,7 +206,6 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-W", "ignore", "benchmarks/steps.py")
     session.run("python", "-W", "ignore", "benchmarks/streams.py")
     session.run("python", "-W", "ignore", "benchmarks/even_steps.py")
-    session.run("python", "benchmarks/weights.py")
     session.run("python", "-W", "ignore", "benchmarks/balance.py")
     session.run("python", "-W", "ignore", "benchmarks/balance_training.py")
     session.run("python", "-W", "ignore", "benchmarks/one_process.py")

@@ -1,6 +1,6 @@
 """What agreeing costs: of the patch, of comparing passes, of an epoch under the leader, and of ``verify=True``.
 
-Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agreement``; ``docs/agreement.md`` holds its
+Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agreement``; ``docs/benchmarks.md`` holds its
 table.
 """
 
@@ -38,7 +38,7 @@ MEASURED = (
     "leader, ms",
     "verify, ms",
 )
-PAGE = Path(__file__).parents[1] / "docs" / "agreement.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
 class Shuffled(Sampler[int]):
@@ -182,7 +182,7 @@ def main() -> None:
         slowest = [max(values) for values in zip(*ranks, strict=True)]
         figures = (f"{value:,.0f}" if value >= 10 else f"{value:.2f}" for value in slowest)
         columns.append([f"{world_size} ranks", *figures])
-    show_and_put(PAGE, "table", list(zip(*columns, strict=True)), f"{ITEMS:,} items, the slowest rank")
+    show_and_put(PAGE, "agreement", list(zip(*columns, strict=True)), f"{ITEMS:,} items, the slowest rank")
 
 
 if __name__ == "__main__":

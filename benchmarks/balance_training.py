@@ -6,7 +6,7 @@ The texts are docstrings of Python's standard library, byte by byte. Two models 
 over texts that are packed one after the other (a step takes as long as its batch has bytes), and a GRU over texts that
 are padded to the longest. Epochs of today's loader and of the balanced one alternate in one run; both have the same
 samples. CPU time tells what the clock would on a machine that has nothing else to do: the sum over steps of the
-slowest rank's. ``nox -s bench`` runs this; it writes a table of ``docs/balance.md``.
+slowest rank's. ``nox -s bench`` runs this; it writes a table of ``docs/benchmarks.md``.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from ddp_patch import Cost, patch_dataloader_to_ddp
 from ddp_patch.costs import CostOf
 from ddp_patch.testing import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "balance.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 RANKS, BATCH, LONGEST, SHORTEST = 2, 8, 1024, 2
 
 

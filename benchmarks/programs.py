@@ -6,8 +6,8 @@ rank must tell within the epoch in which the first would be lost (or in the next
 have been a look). In an *honest* one, all ranks act alike, or harmlessly: each sample must come once, and nothing may
 be told or warned of.
 
-``nox -s soak -- programs --programs 500 --seed 0`` runs so many of each kind; 100 or more write the table of
-``docs/reliability.md``. A program that fails is shown, and ``--first`` runs it again.
+``nox -s soak -- programs --programs 500 --seed 0`` runs so many of each kind; 100 or more write what came of
+them into ``docs/reliability.md``. A program that fails is shown, and ``--first`` runs it again.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 import users
 from after_patch import Me, Run, Together, run_case, verdict
-from pages import markdown, put, show_and_put
+from pages import markdown, put
 from users import SHUFFLERS, SIZE, N
 
 from ddp_patch import loader_state, restore_loader
@@ -622,8 +623,8 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
-        f"were told within the epoch, {later:,} in the next, because a rank broke off alone, which may have been a "
-        f"look. None lost samples in silence. {honest:,} honest programs: none was told or warned of anything, "
+        f"raised an error within the epoch, {later:,} in the next, because a rank broke off alone, which may have been "
+        f"a look. None lost samples in silence. {honest:,} honest programs: none raised or warned, "
         "and none lost a sample."
     )
 
@@ -645,11 +646,9 @@ def main() -> None:
     for kind, those in found.items():
         done = [what for what in ACTS if any(those.counts[what, came] for came in Found.CAME)]
         rows += [(f"{kind}: {those.row(what)[0]}", *those.row(what)[1:]) for what in ["all programs", *done]]
+    print(markdown(rows[0], rows[1:]))
     if len(found) == 2 and given.programs >= WRITTEN_FROM and not any(those.wrong for those in found.values()):
-        show_and_put(PAGE, "programs", rows)
-        put(PAGE, "programmed", told_of(found, given.seed))
-    else:
-        print(markdown(rows[0], rows[1:]))
+        put(PAGE, "programmed", fill(told_of(found, given.seed), 120))
     if wrong := [plan.number for those in found.values() for plan, _ in those.wrong]:
         raise SystemExit(f"{len(wrong)} programs of seed {given.seed} went wrong: {wrong}")
 

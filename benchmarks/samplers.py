@@ -48,13 +48,7 @@ def lengths_of(n: int) -> Any:
 # Each draws n samples in an epoch.
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "WeightedClassSampler, 10 classes": lambda n: WeightedClassSampler(labels_of(n, 10), np.ones(10), n, seed=SEED),
-    "WeightedClassSampler, 1000 classes": lambda n: WeightedClassSampler(
-        labels_of(n, 1000), np.ones(1000), n, seed=SEED
-    ),
     "PKBatchSampler, 32 x 4": lambda n: PKBatchSampler(np.arange(2 * n) // 8, 32, 4, seed=SEED),
-    "PKBatchSampler, 32 x 16": lambda n: PKBatchSampler(np.arange(2 * n) // 32, 32, 16, seed=SEED),
-    "PKBatchSampler, 32 x 256": lambda n: PKBatchSampler(np.arange(2 * n) // 512, 32, 256, seed=SEED),
-    "PKBatchSampler, 32 x 1000": lambda n: PKBatchSampler(np.arange(2 * n) // 2000, 32, 1000, seed=SEED),
     "PKBatchSampler, 32 x 4, 4 categories": lambda n: PKBatchSampler(
         np.arange(2 * n) // 8, 32, 4, categories=np.arange(2 * n) // 8000, max_categories=4, seed=SEED
     ),

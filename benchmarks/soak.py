@@ -4,8 +4,8 @@ A round is a training of some epochs that begins anew, mostly with another numbe
 It resumes from the latest checkpoint that can be read. Each rank writes down what it trains on; a checkpoint says how
 much of that counts. At the end each epoch must hold what one process's does, but for the padding that is promised.
 
-``python benchmarks/soak.py --rounds 500 --seed 0``, or ``--minutes 10``; 100 rounds or more write the table of
-``docs/reliability.md``. A round that fails is told with its number, and ``--first`` runs it again.
+``python benchmarks/soak.py --rounds 500 --seed 0``, or ``--minutes 10``; 100 rounds or more write what came of them
+into ``docs/reliability.md``. A round that fails is told with its number, and ``--first`` runs it again.
 """
 
 import argparse
@@ -27,11 +27,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pages import put, show_and_put
+from pages import markdown, put
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
@@ -489,8 +490,7 @@ def main() -> None:
         given.rounds = 20
     multiprocessing.set_forkserver_preload(["soak", "ddp_patch.streams.dataset"])
     if given.ranks:
-        print(told := run_many(*given.ranks))
-        put(PAGE, "soaked-ranks", told)
+        print(run_many(*given.ranks))
         return
     found, until = Found(), time.monotonic() + 60 * given.minutes
     for number in range(given.first, given.first + given.rounds):
@@ -507,11 +507,10 @@ def main() -> None:
         "says: none lost, none too many."
     )
     print(told)
-    rows = [("what went wrong", "times", "ended the training")]
-    rows += [(what, str(found.faults[what]), str(found.broken_off[what])) for what in FAULTS]
+    rows = [(what, str(found.faults[what]), str(found.broken_off[what])) for what in FAULTS]
+    print(markdown(("what went wrong", "times", "ended the training"), rows))
     if found.rounds >= WRITTEN_FROM:
-        show_and_put(PAGE, "soak", rows)
-        put(PAGE, "soaked", told)
+        put(PAGE, "soaked", fill(told, 120))
 
 
 if __name__ == "__main__":

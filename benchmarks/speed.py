@@ -1,4 +1,4 @@
-"""How fast a rank gets its share, and what it holds meanwhile: this package beside others, and beside the floor.
+"""How fast a rank gets its share, and what it holds meanwhile: beside others, and beside torch's permutation.
 
     python benchmarks/speed.py --largest 8 --repeats 3
 
@@ -95,8 +95,8 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
 # Implementations: how each gives rank 0 its batches of indices.
 
 
-def floor(sampler: Any, world_size: int) -> Iterable[Any]:
-    """Draw the permutation and keep every world_size-th as Python ints: what nobody can do without."""
+def permuted(sampler: Any, world_size: int) -> Iterable[Any]:
+    """Draw the permutation as torch does, and keep every world_size-th index as a Python int."""
     share = torch.randperm(len(sampler))[::world_size].tolist()
     for start in range(0, len(share), BATCH):
         yield share[start : start + BATCH]
@@ -173,7 +173,7 @@ def omls(sampler: Any, world_size: int) -> Iterable[Any]:
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Any, int], Iterable[Any]]] = {
-    "floor": floor,
+    "`torch.randperm`": permuted,
     "bare loop": bare,
     "ddp_patch": ours,
     "ddp_patch, unbatched": unbatched,
@@ -242,13 +242,13 @@ def case(implementation: str, sampler: str, n: int, world_size: int, repeats: in
 
 def beside_the_peers(n: int, repeats: int) -> list[list[str]]:
     """All implementations over one shuffled epoch."""
-    names = ("floor", "ddp_patch", *BESIDE)
+    names = ("`torch.randperm`", "ddp_patch", *BESIDE)
     found = {name: case(name, "RandomSampler", n, WORLD, repeats) for name in names}
-    lowest, fastest = found["floor"], min(found[name][1] for name in BESIDE)
+    plain, fastest = found["`torch.randperm`"], min(found[name][1] for name in BESIDE)
     smallest = min(found[name][2] for name in BESIDE)
     rows = [["", "first batch, s", "epoch, s", "memory, MB"]]
     for name, (first, epoch, growth) in found.items():
-        ratios = f"{epoch / lowest[1]:.2f}", f"{growth / lowest[2]:.2f}"
+        ratios = f"{epoch / plain[1]:.2f}", f"{growth / plain[2]:.2f}"
         rows.append([name, f"{first:.3f}", f"{epoch:.2f} ({ratios[0]})", f"{growth:.0f} ({ratios[1]})"])
     rows.append(["fastest peer / ddp_patch", "", f"{fastest / found['ddp_patch'][1]:.1f}", ""])
     rows.append(["smallest peer / ddp_patch", "", "", f"{smallest / max(found['ddp_patch'][2], 0.1):.1f}"])
@@ -277,31 +277,6 @@ def scalable_shuffles(repeats: int) -> list[list[str]]:
         middle, _, _ = case("ddp_patch, order=scalable, from the middle", "RandomSampler", n, 1024, repeats, 1)
         each = 1e9 * whole / ((steps + 1) * BATCH)
         rows.append([f"10^{exponent}", f"{1e3 * first:.2f}", f"{1e3 * middle:.2f}", f"{each:.0f}", f"{growth:.1f}"])
-    return rows
-
-
-def loaders(repeats: int) -> list[list[str]]:
-    """A patched DataLoader beside an unpatched one, end to end, and the patch itself."""
-    rows = [["workers", "a step, us (ratio)"]]
-    n = 128_000
-    for workers in (0, 2):
-        given: DataLoader[Any] = DataLoader(
-            Numbers(n), BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0
-        )
-        patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=1)
-        both: tuple[list[float], list[float]] = [], []
-        for _ in range(6 * repeats + 1):
-            for loader, times in zip((given, patched), both, strict=True):
-                times.append(1e6 * _epoch(loader, None)[1] / (n // BATCH))
-        plain, sharded = (statistics.median(times[1:]) for times in both)
-        rows.append([str(workers), f"{plain:.1f} → {sharded:.1f} ({sharded / plain:.3f})"])
-    huge: DataLoader[Any] = DataLoader(Numbers(10**8), BATCH, shuffle=True)
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        patch_dataloader_to_ddp(huge, rank=0, num_replicas=WORLD)
-        times.append(1e3 * (time.perf_counter() - start))
-    rows.append(["the patch, 10^8 samples", f"{statistics.median(times):.2f} ms"])
     return rows
 
 
@@ -353,7 +328,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=("peers", "samplers", "scalable", "loaders", "streams"),
+        choices=("peers", "samplers", "scalable", "streams"),
         help="measure these tables alone",
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -369,7 +344,6 @@ def main() -> None:
         "peers": lambda: beside_the_peers(n, arguments.repeats),
         "samplers": lambda: samplers(n, arguments.repeats),
         "scalable": lambda: scalable_shuffles(arguments.repeats),
-        "loaders": lambda: loaders(arguments.repeats),
         "streams": lambda: streams.table(),
     }
     import streams  # not where a case is measured: what these import takes memory

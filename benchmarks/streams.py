@@ -60,7 +60,7 @@ class World:
         return f"{self.ranks} ranks x {workers}{', unequal shards' if self.unequal else ''}"
 
 
-WORLDS = (World(2, 2), World(4, 2), World(8, 1), World(4, 2, unequal=True))
+WORLDS = (World(4, 2), World(4, 2, unequal=True))
 
 
 # What is read, as each library has it.

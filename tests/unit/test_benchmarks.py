@@ -42,4 +42,4 @@ def test_what_a_benchmark_writes_has_its_place(script: Path) -> None:
 
 def test_the_names_are_found() -> None:
     assert ("ddp_patch", "patch_dataloader_to_ddp") in set(imported(FOLDER / "peers.py"))
-    assert ("balance.md", "figures") in written(FOLDER / "balance.py")
+    assert ("benchmarks.md", "figures") in written(FOLDER / "balance.py")

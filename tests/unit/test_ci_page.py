@@ -1,4 +1,4 @@
-"""The job of ``docs/ci.md`` is a file whose steps run: here, in a copy of its project."""
+"""The job of ``docs/audit.md`` is a file whose steps run: here, in a copy of its project."""
 
 import os
 import shutil
