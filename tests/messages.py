@@ -15,8 +15,8 @@ __all__ = ["Words", "assert_tells", "missing", "raises"]
 Words: TypeAlias = str | tuple[str, ...]
 E = TypeVar("E", bound=Exception)
 
-# The last line of every text of ddp_patch's: where to look it up.
-_SECTION = re.compile(r'\nSee "\w+" in docs/errors\.md\.\n?\Z')
+# The last line of every text of ddp_patch's: the command that explains it.
+_SECTION = re.compile(r"\nCauses and remedies: python -m ddp_patch explain \w+\n?\Z")
 
 # A remedy begins with one of these, at the beginning of a sentence, of a line or behind a colon.
 _VERBS = (
