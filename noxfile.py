@@ -226,7 +226,7 @@ def samplers(session: nox.Session) -> None:
 
 @nox.session
 def packages(session: nox.Session) -> None:
-    """Try the loaders of other packages, and write ``docs/packages.md``; installs torchvision, and 8 GB in all."""
+    """Try the loaders of other packages, and write ``docs/loaders.md``; installs torchvision, and 8 GB in all."""
     pinned = ("-c", "constraints-packages.txt")
     session.install(*pinned, ".[packages]")
     session.install(*pinned, *OML_NEEDS, *STREAMING_NEEDS)
