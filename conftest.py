@@ -13,7 +13,6 @@ from compatibility import write_row
 from documented import blocks
 from hypothesis import settings
 from sybil import Sybil
-from sybil.integration.pytest import SybilItem
 
 if "DDP_PATCH_DIST" in os.environ:
     # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
@@ -39,14 +38,10 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what starts Ray: that takes up to a minute, so it can be left out by ``-m "not ray"``.
+    """Leave out what is marked ``soak`` unless ``-m`` asks for it.
 
-    Leave out what is marked ``soak`` unless ``-m`` asks for it. And of several processes, each of which is given a run
-    of tests at first, let each begin with as many of real ranks.
+    And of several processes, each of which is given a run of tests at first, let each begin with as many of real ranks.
     """
-    for item in items:
-        if isinstance(item, SybilItem) and "from_ray.py" in str(item.example.parsed):
-            item.add_marker("ray")
     if "soak" not in config.option.markexpr:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]

@@ -10,7 +10,7 @@ nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
-INTEGRATIONS = ["tests/integrations", "docs/coming-from.md", "docs/streams.md"]  # what needs other packages
+INTEGRATIONS = ["tests/integrations", "docs/streams.md"]  # what needs other packages
 WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in INTEGRATIONS]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -241,7 +241,7 @@ def samplers(session: nox.Session) -> None:
 
 @nox.session
 def packages(session: nox.Session) -> None:
-    """Try the loaders of other packages, and write ``docs/packages.md``; installs torchvision, and 8 GB in all."""
+    """Try the loaders of other packages, and write ``docs/loaders.md``; installs torchvision, and 8 GB in all."""
     pinned = ("-c", "constraints-packages.txt")
     session.install(*pinned, ".[packages]")
     session.install(*pinned, *OML_NEEDS, *STREAMING_NEEDS)

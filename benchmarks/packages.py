@@ -1,4 +1,4 @@
-"""What becomes of the loaders and samplers of other packages in worlds of 2 and 3, for ``docs/packages.md``.
+"""What becomes of the loaders and samplers of other packages in worlds of 2 and 3, for ``docs/loaders.md``.
 
 ``nox -s packages`` runs this. Each package is tried in a process of its own, because some change torch. What is
 expected of a loader is in ``tests/third_party/cases``. Where something else is measured, that is an error, and the page
@@ -8,24 +8,34 @@ stays as it is.
 import argparse
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from pages import show_and_put
-from third_party.base import Case
-from third_party.judge import OneProcess, Verdict, described, judge
+from third_party.base import Fate
+from third_party.judge import OneProcess, judge
 from third_party.measure import cases_of, seen_on_rank, world_by_hand
 
 from ddp_patch.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "packages.md"
+PAGE = ROOT / "docs" / "loaders.md"
 WORLDS = (2, 3)
-HEAD = ["package", "loader or sampler", "one process", "after the patch"]
+COLUMNS = {Fate.SHARED: "sharded", Fate.AS_IT_IS: "its own sharding kept", Fate.REFUSED: "refused: do this"}
 
-Measured = tuple[list[str], list[str]]  # a row of the page, and what should not have happened
+Measured = tuple["Tried", list[str]]  # a loader, and what should not have happened
+
+
+class Tried(NamedTuple):
+    """One loader, and what the page says of it."""
+
+    package: str
+    name: str
+    fate: Fate
+    told: str
 
 
 def measured(module: str) -> list[Measured]:
@@ -40,17 +50,32 @@ def measured(module: str) -> list[Measured]:
             [rank[case.name] for rank in ranks[size]] if case.on_ranks else world_by_hand(case, size) for size in WORLDS
         ]
         verdicts = [judge(case, alone, seen) for seen in worlds]
-        found.append((row(case, alone, verdicts), [problem for one in verdicts for problem in one.problems]))
+        package, name = f"{case.package} {version(case.package)}", case.name.removesuffix(" with 2 workers")
+        mark = "" if all(one.complete for one in verdicts) else " †"  # which the page explains
+        told = f": `{case.told}`" if case.told else ""
+        problems = [problem for one in verdicts for problem in one.problems]
+        found.append((Tried(package, name + mark, case.fate, told), problems))
     return found
 
 
-def row(case: Case, alone: OneProcess, verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the cells of one loader."""
-    fates = {one.fate.value for one in verdicts if one.fate is not None}
-    call = " or ".join(fates) + (f" (`{case.told}`)" if case.told else "")
-    two, three = (described(case, one) for one in verdicts)
-    package = f"{case.package} {version(case.package)}"
-    return [package, case.name, alone.text, f"{call}: {two} on 2 ranks, {three} on 3"]
+def table(tried: Iterable[Tried]) -> list[list[str]]:
+    """Return the head, and a row for each package."""
+    packages: dict[str, list[Tried]] = {}
+    for one in tried:
+        packages.setdefault(one.package, []).append(one)
+    by_name = sorted(packages.items(), key=lambda item: item[0].lower())
+    rows = [
+        [package, *(cell(one for one in found if one.fate is fate) for fate in COLUMNS)] for package, found in by_name
+    ]
+    return [["package", *COLUMNS.values()], *rows]
+
+
+def cell(tried: Iterable[Tried]) -> str:
+    """Name loaders of one fate, once each; after those that are refused alike, say what to do."""
+    names: dict[str, list[str]] = {}
+    for one in tried:
+        names.setdefault(one.told, []).append(one.name)
+    return "<br>".join("; ".join(dict.fromkeys(alike)) + told for told, alike in names.items())
 
 
 def main() -> None:
@@ -65,12 +90,11 @@ def main() -> None:
         for module, package in zip(named, processes.map(measured, named), strict=True):
             print(module, *(told for _, told in package if told), sep="\n  ", flush=True)
             found += package
-    problems = [f"{cells[0]}, {cells[1]}: {problem}" for cells, told in found for problem in told]
+    problems = [f"{one.package}, {one.name}: {problem}" for one, told in found for problem in told]
     if problems:
         sys.exit("\n".join(["Not what tests/third_party/cases expects:", *problems]))
-    rows = sorted((cells for cells, _ in found), key=lambda cells: cells[0].lower())
     if named == every:
-        show_and_put(PAGE, "packages", [HEAD, *rows], grouped=True)
+        show_and_put(PAGE, "packages", table(one for one, _ in found))
 
 
 if __name__ == "__main__":

@@ -454,11 +454,14 @@ def best(kind: Kind, attempts: dict[Attempt, list[Report]]) -> str:
 
 
 def table(attempts: dict[str, dict[Attempt, list[Report]]]) -> str:
-    """Write the best verdicts, by kind and implementation, as a Markdown table with totals."""
+    """Write the best verdicts, by implementation, as a Markdown table: a row for the kinds that fare alike; totals."""
     verdicts = {name: [best(kind, found) for kind in KINDS] for name, found in attempts.items()}
-    rows = [["kind of loader", *(f"{name} {version(DISTRIBUTIONS[name])}" for name in verdicts)]]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for kind, *cells in zip(KINDS, *verdicts.values(), strict=True):
+        alike.setdefault(tuple(cells), []).append(kind.name)
+    rows = [["kinds of loader", *(f"{name} {version(DISTRIBUTIONS[name])}" for name in verdicts)]]
     rows += [["---"] * len(rows[0])]
-    rows += [[kind.name, *cells] for kind, *cells in zip(KINDS, *verdicts.values(), strict=True)]
+    rows += [["; ".join(names), *cells] for cells, names in alike.items()]
     rows += [[f"**handled, of {len(KINDS)}**", *map(totals, verdicts.values())]]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

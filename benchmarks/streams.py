@@ -160,7 +160,7 @@ def webdatasets(world: World, cost_ms: int, rank: int, *, patched: bool = False)
 
 
 IMPLEMENTATIONS: dict[str, Callable[[World, int, int], Iterable[Any]]] = {
-    'ddp_patch, "exact"': ours("exact"),
+    "ddp_patch, default": ours("auto"),
     'ddp_patch, "by_worker"': ours("by_worker"),
     "accelerate, dispatch_batches=True": accelerates(True),
     "accelerate, dispatch_batches=False": accelerates(False),

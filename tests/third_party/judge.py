@@ -1,4 +1,4 @@
-"""Whether the ranks of a world got together what one process gets, and how the page says so."""
+"""Whether the ranks of a world got together what one process gets."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from third_party.base import Batch, Case, Fate
 from third_party.measure import EPOCHS, Seen, one_process
 
-__all__ = ["OneProcess", "Verdict", "described", "judge"]
+__all__ = ["OneProcess", "Verdict", "judge"]
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,6 @@ class OneProcess:
         """Whether the second epoch has another order than the first."""
         first, second = self.seen.epochs
         return first != second
-
-    @property
-    def text(self) -> str:
-        """What it gives in one process, as the page says it."""
-        first = self.seen.epochs[0]
-        order = ", new each epoch" if self.shuffles else ""
-        if self.case.steps is not None:
-            return "endless"
-        return f"{sum(map(len, first))} samples in {_counted(len(first), 'batch')}{order}"
 
 
 def units(case: Case, batches: Sequence[Batch]) -> Counter[Any]:
@@ -130,15 +121,3 @@ def _lost_abilities(alone: OneProcess, ranks: Sequence[Seen]) -> list[str]:
         if has_length and seen.length != len(seen.epochs[0]):
             problems.append(f"rank {rank}: len() is {seen.length}, and there are {len(seen.epochs[0])} steps")
     return problems
-
-
-def described(case: Case, verdict: Verdict) -> str:
-    """Say what the ranks of a world got, for the page."""
-    steps = sorted(set(verdict.steps), reverse=True)
-    each = _counted(steps[0], "step") if len(steps) == 1 else f"{' or '.join(map(str, steps))} steps"
-    return ("endless" if case.steps else each) + ("" if verdict.complete else " (other samples)")
-
-
-def _counted(number: int, thing: str) -> str:
-    plural = {"batch": "batches"}.get(thing, f"{thing}s")
-    return f"{number} {thing if number == 1 else plural}"

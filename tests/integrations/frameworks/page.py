@@ -8,16 +8,15 @@ PAGE = Path(__file__).parents[3] / "docs" / "frameworks.md"
 
 Row = tuple[str, str]  # a kind of loader, and what became of it unpatched
 AS_PATCHED = "each sample once"  # what becomes of every kind that is patched
-PATCHED = f"Patched, all five give {AS_PATCHED}."
 
 
 def table(versions: str, rows: list[Row]) -> str:
     """Return a framework's table, or a sentence where all loaders fare alike."""
     fates = {fate for _, fate in rows}
     if len(fates) == 1:
-        return f"{versions}, all five loaders: {fates.pop()}. {PATCHED}"
+        return f"{versions}, all five loaders: {fates.pop()}."
     cells = [(versions, "unpatched"), ("---", "---"), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells) + f"\n\n{PATCHED}"
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def read_table(module: str) -> str:

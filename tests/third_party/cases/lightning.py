@@ -26,5 +26,13 @@ def numbers(batch: Any) -> Batch:
 
 
 CASES = [
-    Case("lightning", "`CombinedLoader`", combined, Fate.REFUSED, numbers, remedy=patch_each, told="CombinedLoader")
+    Case(
+        "lightning",
+        "`CombinedLoader`",
+        combined,
+        Fate.REFUSED,
+        numbers,
+        remedy=patch_each,
+        told="outer.flattened = [patch_dataloader_to_ddp(loader) for loader in outer.flattened]",
+    )
 ]

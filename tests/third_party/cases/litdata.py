@@ -56,7 +56,10 @@ def of_torch(loader: Any, options: dict[str, Any]) -> Any:
     return patch_dataloader_to_ddp(made, **options)
 
 
-TOLD = "torch.utils.data.DataLoader(loader.dataset"
+TOLD = (
+    "torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, "
+    "num_workers=loader.num_workers, collate_fn=loader.collate_fn)"
+)
 CASES = [
     Case("litdata", "`StreamingDataLoader`", streamed, Fate.AS_IT_IS, on_ranks=True, repeats=True),
     Case("litdata", "`StreamingDataset`", streamed_by_torch, Fate.AS_IT_IS, on_ranks=True, repeats=True),
