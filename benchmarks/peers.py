@@ -33,7 +33,7 @@ from ddp_patch.errors import RanksFailedError
 from ddp_patch.orders.generators import random_generators, unmoved
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.orders.random_states import ambient_unmoved
-from ddp_patch.sharding import sources
+from ddp_patch.sharding import item_sources
 from ddp_patch.testing import run_ranks
 
 SEED = 100
@@ -248,7 +248,7 @@ def recording(kind: Kind, draws: list[Draw]) -> Iterator[None]:
     # This package looks torch's own orders up instead of iterating: what iterating would give is recorded then.
     with (
         patch.object(type(sampler), "__iter__", recorded),
-        patch.object(sources, "order_of", iterated_first),
+        patch.object(item_sources, "order_of", iterated_first),
     ):
         yield
 

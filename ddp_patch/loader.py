@@ -31,7 +31,7 @@ from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.sharding.batches import Tally, describe_share
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.position import no_state
 from ddp_patch.walks import is_empty, nested, place_of
 

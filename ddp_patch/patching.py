@@ -29,7 +29,7 @@ from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broa
 from ddp_patch.ranks.histories import ReadAhead
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import describe_share
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
 from ddp_patch.walks import Keys, copied, is_empty, nested, place_of
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
@@ -107,13 +107,16 @@ def patch_dataloader_to_ddp(
     """Shard a finished loader: return a copy that gives this rank its part, with your sampler intact.
 
     Call it on every rank, after ``torch.distributed.init_process_group()``. ``batch_size`` stays per rank. Together the
-    ranks see what one process would see, in the same order, whatever the number of ranks.
+    ranks see what the patched loader gives on one rank, in the same order, whatever the number of ranks. ``uneven``
+    says what the last round repeats or leaves out, and ``drop_last=True`` leaves out each rank's incomplete batch.
 
     A sampler is sharded sample by sample, and an iterable dataset item by item. A batch sampler of your own is sharded
     in whole batches. ``share`` changes that.
 
-    After this call, ranks wait for each other only with ``verify=True``, ``order="leader"`` or ``share="by_worker"``.
-    They still compare their passes through the process group's store, without waiting.
+    After this call, ranks meet only in ``restore_loader`` and in gathering; where an epoch begins, with ``verify=True``
+    or under a leader; and in steps with ``share="by_worker"``. Else they compare their passes through the process
+    group's store without waiting, but for a second, or two steps if these take longer, at the end of a stream of
+    unknown length.
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which

@@ -28,7 +28,7 @@ from ddp_patch.loaders.samples import nested_samplers
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 
 __all__ = [
     "Audited",

@@ -39,7 +39,7 @@ from ddp_patch.loaders.samples import deep_copy, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.ranks.notices import unwatched
+from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import Reader
 from ddp_patch.streams.shared_state import SharedWorkerState

@@ -20,7 +20,7 @@ from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.ranks.channel import opened_sums
 from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import Batches, require_batches
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 
 __all__ = [

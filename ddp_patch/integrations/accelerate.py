@@ -13,7 +13,7 @@ from ddp_patch.evaluation.gather import gather_this_step
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.resume import go_on, loader_state
 from ddp_patch.sharding.batches import patched_sampler
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 
 __all__ = ["prepare_patched"]
 

@@ -20,7 +20,7 @@ from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import by_value, exchange, ranks_text, refuse, require_same
-from ddp_patch.ranks.notices import Peers, agreed_peers, given_peers
+from ddp_patch.ranks.mailbox import Peers, agreed_peers, given_peers
 from ddp_patch.ranks.world import World
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ddp_patch.compat.packages import order_remedy
 from ddp_patch.errors import RankMismatchError, StreamOrderWarning
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.notices import Mailbox, Peers
+from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.order_verdicts import (
     AlikeMarks,
     OrderComparison,

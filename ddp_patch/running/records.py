@@ -19,7 +19,7 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
 from ddp_patch.schedule import Schedule
 from ddp_patch.sharding.batches import patched_sampler, require_batches
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 
 __all__ = [
     "LEFT_ALONE",

@@ -34,7 +34,7 @@ from ddp_patch.running.records import (
     unpatched,
     what_it_is,
 )
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import unit_shared
 
 __all__ = ["Session", "as_it_was_if_refused", "is_too_soon", "logger", "user_of"]

@@ -15,7 +15,7 @@ from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.position import NotedBatch
 

@@ -12,9 +12,9 @@ from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import Division
+from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.position import BatchNote, Position, split
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.sources import ItemSource
 
 if TYPE_CHECKING:
     import numpy as np

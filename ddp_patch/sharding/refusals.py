@@ -22,7 +22,7 @@ from ddp_patch.orders.orders import order_parameters, why_not_scalable
 from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 from ddp_patch.ranks.world import World
 from ddp_patch.schedule import require_steps
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.walks import stored
 
 __all__ = [

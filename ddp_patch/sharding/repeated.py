@@ -13,7 +13,7 @@ from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.sharding.batches import Tally
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 
 __all__ = ["RepeatedPasses"]
 

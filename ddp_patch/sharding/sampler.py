@@ -33,11 +33,11 @@ from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, Division
 from ddp_patch.sharding.drawing import EpochDrawing, require_sure_length
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.position import Position, split
 from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 
 __all__ = ["ShardedSampler"]
 

@@ -14,7 +14,7 @@ from ddp_patch.compat.private_torch import WrappedIterator, pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, Round, RoundPlan
+from ddp_patch.streams.balanced_rounds import BalancedRounds, Holding, Round, RoundPlan
 from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
 

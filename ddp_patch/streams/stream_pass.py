@@ -15,7 +15,7 @@ from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
-from ddp_patch.streams.balanced_parts import BalancedRounds
+from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 
 __all__ = ["StreamPass"]

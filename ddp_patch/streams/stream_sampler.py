@@ -17,7 +17,7 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.stream_monitor import StreamMonitor
-from ddp_patch.sharding.epochs import EpochSampler
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.position import Position
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.balanced_parts import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
+from ddp_patch.streams.balanced_rounds import BalancedRounds, Holding, NextMove, Round, ahead_of_next, next_round
 
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
 # How many batches each rank's workers make: none on some or on all, and one rank may have far more than the others.

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.balanced_parts import AHEAD, AHEAD_IF_FAST, BalancedRounds, Round, RoundPlan
+from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Round, RoundPlan
 from ddp_patch.streams.by_worker import WAITS, OwnBatches, even_steps
 
 Batch = tuple[int, int]

@@ -14,7 +14,7 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.fingerprint import COMPARED, hashes_of
 from ddp_patch.ranks import stream_monitor
-from ddp_patch.ranks.notices import Peers
+from ddp_patch.ranks.mailbox import Peers
 from ddp_patch.ranks.order_verdicts import PartMarks, encoded
 from ddp_patch.streams import shared_state
 from ddp_patch.streams.shared_state import FirstItems

@@ -15,7 +15,7 @@ from ddp_patch.ranks.histories import (
     ReadAhead,
     pass_mismatch,
 )
-from ddp_patch.ranks.notices import Peers
+from ddp_patch.ranks.mailbox import Peers
 
 OPEN, LEFT, ENDED, UNKNOWN, WITHDRAWN, _ = PassState
 SIZE = 4

@@ -19,7 +19,7 @@ from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.orders import Order, order_of
 from ddp_patch.ranks.histories import PassState
-from ddp_patch.sharding import sources
+from ddp_patch.sharding import item_sources
 
 
 def patched(sampler: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch
         drawn.append(weakref.ref(at.args[0]))
         return order
 
-    monkeypatch.setattr(sources, "order_of", watched)
+    monkeypatch.setattr(item_sources, "order_of", watched)
     loader = patched(RandomSampler(Indices()))
     for number in range(1, 3):
         do(loader)

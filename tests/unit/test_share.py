@@ -48,8 +48,8 @@ from ddp_patch import (
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
+from ddp_patch.sharding.item_sources import Indexed
 from ddp_patch.sharding.passes import SamplerPass
-from ddp_patch.sharding.sources import Indexed
 
 # Samplers of other packages, as they are there.
 

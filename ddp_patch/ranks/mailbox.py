@@ -1,4 +1,4 @@
-"""What ranks leave in the store for each other without waiting: records, and counts of steps."""
+"""Mailboxes in the process group's store, in which ranks leave each other records, and counts of steps."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
