@@ -35,7 +35,7 @@ loader = DataLoader(dataset, batch_size=4, num_workers=2)
 once = patch_dataloader_to_ddp(loader, share="by_worker")  # the job reads each file once
 report("by_worker", once, lambda batch: batch.tolist())
 
-whole = patch_dataloader_to_ddp(loader)  # each rank reads each file, and keeps its share of the lines
+whole = patch_dataloader_to_ddp(loader)  # each rank reads each file, and keeps its shard of the lines
 report("default", whole, lambda batch: batch.tolist())
 
 dist.destroy_process_group()

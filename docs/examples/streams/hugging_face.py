@@ -34,7 +34,7 @@ streamed = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": N
 once = patch_dataloader_to_ddp(DataLoader(streamed, 4, num_workers=2), share="by_worker")
 report("8 shards", once, numbers)
 
-# 2 shards are fewer than the 4 readers: each rank reads both, and keeps its share of the rows.
+# 2 shards are fewer than the 4 readers: each rank reads both, and keeps its shard of the rows.
 few = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [range(48), range(48, 96)]})
 loader = patch_dataloader_to_ddp(DataLoader(few, 4, num_workers=2))
 report("2 shards", loader, numbers)
