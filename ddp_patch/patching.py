@@ -17,7 +17,7 @@ from ddp_patch.compat.packages import ACCELERATE_PREPARED
 from ddp_patch.compat.private_torch import MAKE_ITERATOR
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, device_here
-from ddp_patch.errors import AlreadyPatchedError, NotALoaderError, NotDistributedWarning
+from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import OneIterator, copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
@@ -31,7 +31,7 @@ from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
-from ddp_patch.walks import Keys, copied, is_empty, nested, place_of
+from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
 
 __all__ = [
@@ -218,15 +218,13 @@ def patch_dataloader_to_ddp(
     where, chosen = split_options("patch_dataloader_to_ddp", given, PatchOptions)
     world = find_world(**where)
     with failures_broadcast(world):
-        leaves = list(nested(loader))
-        loaders = _by_place(leaves)
-        copied(loader, leaves, {id(each): each for each in loaders.values()})  # raises here if it cannot be
-    nest = _in_words(leaves, loaders)
-    patched = patch_each("patch_dataloader_to_ddp", loaders, world, lambda: Options(**chosen), nest)
+        nest = Nest(loader)
+    loaders = nest.loaders
+    patched = patch_each("patch_dataloader_to_ddp", loaders, world, lambda: Options(**chosen), nest.described or ONE)
     if world is None and device is None:
         return loader
     log_patched(loaders, patched)
-    return copied(loader, leaves, {id(old): new for old, new in zip(loaders.values(), patched, strict=True)})
+    return nest.with_replaced(patched)
 
 
 def patch_each(
@@ -320,38 +318,6 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options) -> Subject:
         return Subject(facts.described, None, ahead, facts.made_for, place)
     compared = {**facts.described, **costs_compared(facts, options)}
     return Subject(compared, facts.stream, ahead, facts.made_for, place)
-
-
-def _by_place(leaves: Sequence[tuple[Keys, Any]]) -> dict[str, Any]:
-    """Return each loader once, by the name of its first appearance."""
-    paths = {id(leaf): path for path, leaf in reversed(leaves) if not _is_no_loader(path, leaf)}
-    given = {place_of(path) if path else "": leaf for path, leaf in leaves if paths.get(id(leaf)) == path}
-    if len(given) < len(paths):
-        raise NotALoaderError(
-            f"Several loaders would be called the same in errors ({', '.join(given)}), because different keys have the "
-            "same repr(). Use strings as keys."
-        )
-    return given
-
-
-def _is_no_loader(path: Keys, leaf: object) -> bool:
-    """Return whether it is an empty container, or None in one."""
-    return is_empty(leaf) or (leaf is None and path != ())
-
-
-def _in_words(leaves: Sequence[tuple[Keys, Any]], given: Mapping[str, Any]) -> str:
-    """Describe all loaders and their keys, for the ranks to compare."""
-    if given.keys() == {""}:
-        return ONE
-    first = {id(loader): place for place, loader in given.items()}
-    return ", ".join(_what_stands(path, leaf, first) for path, leaf in leaves)
-
-
-def _what_stands(path: Keys, leaf: object, first: Mapping[int, str]) -> str:
-    place = place_of(path)
-    if _is_no_loader(path, leaf):
-        return f"{place} ({'None' if leaf is None else 'empty'})"
-    return place if first[id(leaf)] == place else f"{place} (the same as {first[id(leaf)]})"
 
 
 def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:

@@ -16,6 +16,7 @@ from ddp_patch.errors import NotALoaderError
 __all__ = [
     "LOOKED_AT",
     "Keys",
+    "Nest",
     "copied",
     "elements",
     "first_parts",
@@ -163,3 +164,55 @@ def _not_copied(nest: object, why: str) -> NotALoaderError:
         f"The {type(nest).__name__} of loaders cannot be returned with patched ones in it: {why}. Pass a list, tuple "
         "or dict of the loaders."
     )
+
+
+class Nest:
+    """Loaders in nested lists, tuples and dicts, or a single one.
+
+    Args:
+        given: The nest. None in it means no loader.
+
+    Attributes:
+        loaders: Each loader once, by the place of its first appearance; a single one has an empty place.
+        described: The same for all nests of the same structure; empty for a single loader.
+
+    Raises:
+        NotALoaderError: It cannot be copied, or two loaders would have the same place.
+
+    Examples:
+        >>> nest = Nest({"train": 1, "val": [2, None, 1]})
+        >>> nest.loaders, nest.with_replaced([10, 20])
+        ({"loaders['train']": 1, "loaders['val'][0]": 2}, {'train': 10, 'val': [20, None, 10]})
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given, self._leaves = given, list(nested(given))
+        first = {id(leaf): path for path, leaf in reversed(self._leaves) if not _is_no_loader(path, leaf)}
+        self.loaders: Mapping[str, Any] = {
+            place_of(path) if path else "": leaf for path, leaf in self._leaves if first.get(id(leaf)) == path
+        }
+        if len(self.loaders) < len(first):
+            raise NotALoaderError(
+                f"Several loaders would be called the same in errors ({', '.join(self.loaders)}), because different "
+                "keys have the same repr(). Use strings as keys."
+            )
+        described = [_described(path, leaf, first.get(id(leaf))) for path, leaf in self._leaves]
+        self.described: str = "" if self._leaves[0][0] == () and first else ", ".join(described)
+        self.with_replaced(self.loaders.values())  # raises here if it cannot be copied
+
+    def with_replaced(self, new: Iterable[Any]) -> Any:
+        """Return the nest with other loaders in it, given in the order of ``loaders``."""
+        replaced = {id(old): each for old, each in zip(self.loaders.values(), new, strict=True)}
+        return copied(self._given, self._leaves, replaced)
+
+
+def _is_no_loader(path: Keys, leaf: object) -> bool:
+    """Return whether it is an empty container, or None in one."""
+    return is_empty(leaf) or (leaf is None and path != ())
+
+
+def _described(path: Keys, leaf: object, first: Keys | None) -> str:
+    place = place_of(path)
+    if first is None:
+        return f"{place} ({'None' if leaf is None else 'empty'})"
+    return place if first == path else f"{place} (the same as {place_of(first)})"

@@ -26,7 +26,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.auditing import audit
-from ddp_patch.errors import InvalidOptionError, NotALoaderError, StateError, WorldError
+from ddp_patch.errors import InvalidOptionError, NotALoaderError, StateError, WorldError, message_of
 from ddp_patch.testing import run_ranks
 
 E: dict[str, Any] = {"rank": 0, "num_replicas": 2}
@@ -172,7 +172,7 @@ def test_bad_input_is_refused_by_an_error_of_this_package(error: type[DDPPatchEr
     with pytest.raises(DDPPatchError) as caught:
         call()
     assert caught.type is error
-    assert str(caught.value).endswith(".")
+    assert message_of(caught.value).endswith(".")
 
 
 THREE: list[Any] = [np.int64(3), np.uint8(3), torch.tensor(3), torch.tensor([3]), np.array(3)]

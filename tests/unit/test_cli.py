@@ -390,7 +390,7 @@ def test_where_to_look_it_up_is_said_last(tmp_path: Path) -> None:
     file.write_text("import ddp_patch\ndef make():\n    ddp_patch.patch_dataloader_to_ddp(3)\n")
     lines = run("audit", f"{file}:make", "-w", "2").output.splitlines()
     assert f"{file}:3, in make" in lines[-3]
-    assert lines[-1].startswith('See "')
+    assert lines[-1].endswith("python -m ddp_patch explain NotALoaderError")
 
 
 def test_what_ranks_raise_is_shown_in_a_few_lines(tmp_path: Path) -> None:

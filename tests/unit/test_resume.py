@@ -461,7 +461,7 @@ def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> Non
     del iterator
     again = make(2)
     restore_loader(again, state)
-    with raises(StateError, ("Shards", "worker 0 of 2", "1 items"), "share='auto'"):
+    with raises(StateError, ("Shards", "worker 0 of 2", "1 items"), "leave share out"):
         list(again)
     for other, told in (
         (make(4), "num_workers: 2 in the state; 4 here"),
@@ -762,7 +762,7 @@ def test_partial_batches_that_workers_drop_are_no_turns() -> None:
     list(islice(iterator, 3))
     again = make()
     restore_loader(again, loader_state(running, batches_done=3))
-    with raises(StateError, ("Uneven", "worker 0 of 2", "3 items"), "share='auto'"):
+    with raises(StateError, ("Uneven", "worker 0 of 2", "3 items"), "leave share out"):
         list(again)
     del iterator
 

@@ -259,8 +259,6 @@ def test_items_of_a_loader_without_batch_size_are_refused() -> None:
 def test_options_that_contradict_it_are_refused() -> None:
     with raises(InvalidOptionError, ("uneven='drop'", "within_batches"), ("'pad'", "'keep'")):
         divided(loader(), uneven="drop")
-    with raises(InvalidOptionError, ("share='by_worker'", "within_batches"), "'exact'"):
-        divided(DataLoader(Source(), 2), share="by_worker")
 
 
 def test_a_dataset_of_tensors_is_divided() -> None:
