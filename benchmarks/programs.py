@@ -624,8 +624,8 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     return (
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
         f"raised an error within the epoch, {later:,} in the next, where a rank broke off alone: until then, it may "
-        f"just have looked at a batch. None lost samples in silence. {honest:,} honest programs: none raised or warned, "
-        "and none lost a sample."
+        f"just have looked at a batch. None lost samples in silence. {honest:,} honest programs: none raised or "
+        "warned, and none lost a sample."
     )
 
 
