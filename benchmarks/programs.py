@@ -623,9 +623,9 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
-        f"raised an error within the epoch, {later:,} in the next, because a rank broke off alone, which may have been "
-        f"a look. None lost samples in silence. {honest:,} honest programs: none raised or warned, "
-        "and none lost a sample."
+        f"raised an error within the epoch, {later:,} in the next, where a rank broke off alone: until then, it may "
+        f"just have looked at a batch. None lost samples in silence. {honest:,} honest programs: none raised or "
+        "warned, and none lost a sample."
     )
 
 

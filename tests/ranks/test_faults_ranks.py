@@ -37,7 +37,7 @@ def killed_after_its_record(rank: int) -> None:
     list(patched)
 
 
-def first_rank_killed_while_it_judges(rank: int) -> None:
+def first_rank_killed_while_it_compares_the_records(rank: int) -> None:
     if rank == 0:
         agreement.judge = lambda _: die()  # type: ignore[assignment]  # where agree() looks it up
     patch_dataloader_to_ddp(loader(), timeout=TIMEOUT)
@@ -137,7 +137,7 @@ MISMATCH = "RankMismatchError: took 1 batch of epoch 0 and then began epoch 1"
 CASES: list[tuple[Callable[[int], None], list[str]]] = [
     (killed_before_the_patch, [RANK_1, "killed", RANK_1]),
     (killed_after_its_record, [RANK_1, "killed", RANK_1]),
-    (first_rank_killed_while_it_judges, ["killed", GONE, GONE]),
+    (first_rank_killed_while_it_compares_the_records, ["killed", GONE, GONE]),
     (killed_in_an_epoch_under_the_leader, [RANK_1, "killed", RANK_1]),
     (leader_killed_in_an_epoch, ["killed", RANK_0, RANK_0]),
     (raises_in_its_sampler_under_the_leader, [RAISED, LED, LED]),
