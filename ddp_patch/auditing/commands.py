@@ -38,7 +38,9 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}
 _Line: TypeAlias = tuple[str, int, str]  # a file, a line's number, and the function
 
-_SECTION = re.compile(r"\nCauses and remedies: python -m ddp_patch explain \w+\Z")  # the last line of this package's own messages
+_SECTION = re.compile(
+    r"\nCauses and remedies: python -m ddp_patch explain \w+\Z"
+)  # the last line of this package's own messages
 _RANK = re.compile(r"^--- (rank \d+) (.+) ---$", re.MULTILINE)
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
 

@@ -207,6 +207,6 @@ class Resuming(RuleBasedStateMachine):
         self.start(len(self.loaders), 2)
 
 
-@pytest.mark.parametrize("examples", [20, soaked(400)])
+@pytest.mark.parametrize("examples", [12, soaked(400)])
 def test_a_pass_resumes_whenever_and_on_however_many_ranks(examples: int) -> None:
     run_state_machine_as_test(Resuming, settings=settings(max_examples=examples, stateful_step_count=30))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
+from quick import soaked
 from torch.utils.data import DataLoader
 from zoo import Indices
 
@@ -20,7 +21,7 @@ from ddp_patch.errors import RanksFailedError
 from ddp_patch.testing import run_ranks
 from ddp_patch.testing.ranks import _kill
 
-START_METHODS: list[Any] = ["spawn", "forkserver"]
+START_METHODS: list[Any] = [soaked("spawn"), "forkserver"]
 
 
 def note_pid(folder: str) -> None:

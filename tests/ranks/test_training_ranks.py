@@ -55,6 +55,7 @@ def with_options(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     ]
 
 
+@pytest.mark.soak  # the demo, which CI runs, trains with the usual options
 def test_other_options_train_the_same() -> None:
     import digits
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from messages import Words, raises
+from quick import soaked
 from torch.utils.data import DataLoader
 
 import ddp_patch
@@ -407,7 +408,7 @@ def test_what_ranks_raise_is_shown_in_a_few_lines(tmp_path: Path) -> None:
     assert "Traceback" in run("audit", f"{file}:make", "-w", "2", "--processes", "--traceback").output
 
 
-@pytest.mark.parametrize("form", ["text", "json", "markdown"])
+@pytest.mark.parametrize("form", ["text", soaked("json"), soaked("markdown")])
 def test_a_reader_that_goes_away_changes_no_verdict(path: str, form: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from messages import raises
+from quick import soaked
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import NotPatchedError
@@ -138,7 +139,7 @@ def test_unpatched(tmp_path):
     ("way", "fn", "said"),
     [
         ("--ddp-guard", "unpatched", UNPATCHED),
-        ("-oddp_guard=true", "unpatched_own", UNPATCHED_OWN),
+        soaked("-oddp_guard=true", "unpatched_own", UNPATCHED_OWN),
     ],
 )
 def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str, fn: str, said: str) -> None:

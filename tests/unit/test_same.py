@@ -28,6 +28,7 @@ def compared(after: Path, kept: Path, before: Path = TREE) -> subprocess.Complet
     )
 
 
+@pytest.mark.soak  # as below
 def test_a_tree_is_the_same_as_itself(kept: Path) -> None:
     ran = compared(TREE, kept)
     assert (ran.returncode, "No difference in 20 programs" in ran.stdout) == (0, True), ran.stdout + ran.stderr
@@ -52,6 +53,7 @@ def test_a_folder_without_the_package_is_refused(kept: Path, tmp_path: Path) -> 
     assert (ran.returncode, "holds no ddp_patch" in ran.stderr) == (2, True)
 
 
+@pytest.mark.soak  # each run of both trees takes long
 def test_trees_of_which_both_fail_are_not_the_same(kept: Path, tmp_path: Path) -> None:
     (tmp_path / "ddp_patch").mkdir()
     (tmp_path / "ddp_patch" / "__init__.py").write_text("raise ImportError\n")
