@@ -477,7 +477,7 @@ def test_it_is_refused_where_ranks_hand_each_other_batches() -> None:
     """Its state tells what one rank's workers have read, of which other ranks got some."""
     facts, options = look_at(StatefulDataLoader(Source(splits=True))), Options(share="by_worker")
     with raises(
-        UnsupportedLoaderError, ("StatefulDataLoader", "by_worker"), ("'exact'", "torch.utils.data.DataLoader")
+        UnsupportedLoaderError, ("StatefulDataLoader", "by_worker"), ("Leave share out", "torch.utils.data.DataLoader")
     ):
         require_shareable(facts, options, World(0, 2, {0: 0, 1: 1}))
     require_shareable(facts, Options(share="by_worker", uneven="keep"), World(0, 2))
