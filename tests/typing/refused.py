@@ -16,12 +16,12 @@ from ddp_patch.testing import run_ranks
 
 
 def options(loader: DataLoader[str]) -> None:
-    patch_dataloader_to_ddp(loader, uneven="wrong")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    patch_dataloader_to_ddp(loader, layout="rows")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    patch_dataloader_to_ddp(loader, order="none")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    patch_dataloader_to_ddp(loader, seed="0")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    patch_dataloader_to_ddp(loader, rank="0", num_replicas=2)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    patch_dataloader_to_ddp(loader, process_group=0)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    patch_dataloader_to_ddp(loader, uneven="wrong")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    patch_dataloader_to_ddp(loader, layout="rows")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    patch_dataloader_to_ddp(loader, order="none")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    patch_dataloader_to_ddp(loader, seed="0")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    patch_dataloader_to_ddp(loader, rank="0", num_replicas=2)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    patch_dataloader_to_ddp(loader, process_group=0)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     patch_dataloader_to_ddp(loader, unknown=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     patch_dataloader_to_ddp(loader, "drop")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
@@ -39,7 +39,7 @@ def options_of_several(loader: DataLoader[str]) -> None:
 
 
 def what_is_no_loader(dataset: Dataset[str], loader: DataLoader[str]) -> None:
-    patch_dataloader_to_ddp(dataset)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    patch_dataloader_to_ddp(dataset)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     assert_loaders_patched([dataset])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     gather_in_order([1], dataset)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     loader_state(loader, 1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
