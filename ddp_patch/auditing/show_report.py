@@ -390,6 +390,7 @@ _PAGE = """
 body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 72rem; font: 1rem/1.5 system-ui, sans-serif;
   color: var(--ink); background: var(--paper); }
 body:has(.ddp-beside) { max-width: 96rem; }
+h1 .ddp-good, h1 .ddp-bad { white-space: normal; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
 main > *, footer { margin-top: 2rem; border-top: 2px solid var(--line); padding-top: 1.25rem; }
 """
