@@ -142,8 +142,8 @@ def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
     if odd := lacking or [label for label in by_label if label not in known]:
         raise SamplerError(
             f"weights has {'none' if lacking else 'one'} for {odd[0]!r}, which is {'' if lacking else 'not '}one of "
-            "the labels. Give every label a weight, which may be 0, and leave others out; a sequence of weights is for "
-            "the labels 0, 1, 2 and so on."
+            "the labels. Give every label a weight, which may be 0, and leave others out; a sequence of weights is for the "
+            "labels 0, 1, 2 and so on."
         )
     exact = {label: _exact(label, weight) for label, weight in by_label.items()}
     if not any(exact.values()):
