@@ -18,7 +18,7 @@ _LARGEST = np.iinfo(np.int64).max
 Integers: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
 
 
-def whole(name: str, value: object, least: int, reason: str, most: int | None = None) -> int:
+def whole(name: str, value: object, least: int, reason: str, bits: int | None = None) -> int:
     """Return a whole number as an int, or raise SamplerError if it is something else, too small or too large.
 
     Args:
@@ -26,7 +26,7 @@ def whole(name: str, value: object, least: int, reason: str, most: int | None = 
         value: The argument.
         least: The smallest number allowed.
         reason: Why the argument must be such a number, for the error message.
-        most: The largest number allowed; None for any size.
+        bits: The number must be less than 2**bits; None for any size.
 
     Raises:
         SamplerError: The value is not such a number.
@@ -39,9 +39,12 @@ def whole(name: str, value: object, least: int, reason: str, most: int | None = 
     if isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_):
         with suppress(TypeError):  # a tensor of floats, say, has the method and refuses
             number = int(value.__index__())
-    if number is None or number < least or (most is not None and number > most):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise SamplerError(f"{name}={value!r} is not a whole number {bounds}: {reason}. Pass such an int.")
+    if number is None or number < least:
+        raise SamplerError(f"{name}={value!r} is not a whole number of at least {least}: {reason}. Pass such an int.")
+    if bits is not None and number.bit_length() > bits:
+        raise SamplerError(
+            f"{name}={number} is more than 2**{bits} - 1: positions are computed in 64 bits. Pass at most that."
+        )
     return number
 
 

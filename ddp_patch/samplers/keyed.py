@@ -66,13 +66,16 @@ def named_state(sampler: object, values: Mapping[str, Any]) -> dict[str, Any]:
 def check_names(sampler: object, state: Mapping[str, Any], names: set[str]) -> None:
     """Raise SamplerError unless a state has this sampler's kind and version, and exactly these names."""
     name = type(sampler).__name__
-    given = state if isinstance(state, Mapping) else {"kind": f"a {type(state).__name__}"}
-    if (given.get("kind"), given.get("version")) != (name, _VERSION):
+    if not isinstance(state, Mapping) or state.get("kind") != name:
+        kind = state.get("kind", "nothing named") if isinstance(state, Mapping) else f"a {type(state).__name__}"
         raise SamplerError(
-            f"{name}.load_state_dict() was given the state of {given.get('kind', 'nothing named')}, version "
-            f"{given.get('version')!r}, and reads states of {name}, version {_VERSION}: another kind of sampler or "
-            f"another version draws another order. Pass what the state_dict() of a {name} of this version of ddp_patch "
-            "returned, or begin the epoch again."
+            f"{name}.load_state_dict() was given the state of {kind}, which another kind of sampler saved. Pass what "
+            f"the state_dict() of a {name} returned."
+        )
+    if state.get("version") != _VERSION:
+        raise SamplerError(
+            f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: the order of "
+            "an epoch may differ. Use the version of ddp_patch that saved it, or begin the epoch again."
         )
     if differing := sorted(names ^ state.keys()):
         raise SamplerError(
@@ -379,7 +382,7 @@ class ScalableRandomSampler(KeyedSampler[int]):
 
     def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
         super().__init__(seed, generator)
-        self.n: int = whole("n", n, 0, "it is the number of samples to shuffle", 2**63 - 1)
+        self.n: int = whole("n", n, 0, "it is the number of samples to shuffle", bits=63)
 
     def __len__(self) -> int:
         return self.n

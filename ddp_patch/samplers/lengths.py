@@ -131,12 +131,8 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
                 f"max_tokens={max_tokens!r} and batch_size={batch_size!r}: each says how large a batch is. Pass one "
                 "of them."
             )
-        self.max_tokens: int | None = None
-        self.batch_size: int | None = None
-        if batch_size is None:
-            self.max_tokens = whole("max_tokens", max_tokens, 1, "it limits the padded tokens in a batch")
-        else:
-            self.batch_size = whole("batch_size", batch_size, 1, "it is the number of samples in a batch")
+        self.max_tokens: int | None = _at_least_one("max_tokens", max_tokens, "it limits the padded tokens in a batch")
+        self.batch_size: int | None = _at_least_one("batch_size", batch_size, "it is the number of samples in a batch")
         if self.max_tokens is not None and (longest := int(found.max())) > self.max_tokens:
             raise SamplerError(
                 f"lengths[{found.argmax()}]={longest} is longer than max_tokens={self.max_tokens}, so no batch can "
@@ -156,6 +152,10 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         for bucket in np.split(items, np.cumsum(self._sizes)[:-1]):  # views, so this shuffles `items`
             rng.shuffle(bucket)
         return LengthBatches(items, self._batches.runs.at(rng.permutation(len(self))))
+
+
+def _at_least_one(name: str, value: object, reason: str) -> int | None:
+    return None if value is None else whole(name, value, 1, reason)
 
 
 def _part(value: Any) -> float:

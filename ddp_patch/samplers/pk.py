@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ddp_patch.errors import SamplerError
 from ddp_patch.samplers.checks import whole
 from ddp_patch.samplers.classes import Classes, Labels, categories_of, smallest
 from ddp_patch.samplers.keyed import At, KeyedSampler, generator_of, taken_from
@@ -73,14 +74,18 @@ class PKBatchSampler(KeyedSampler[list[int]]):
     ) -> None:
         super().__init__(seed, generator)
         self._classes = Classes.of("labels", labels)
-        labels_given = len(self._classes.labels)
-        self.p: int = whole("p", p, 1, f"it is the number of labels in a batch, of {labels_given} given", labels_given)
+        self.p: int = whole("p", p, 1, "it is the number of labels in a batch")
         self.k: int = whole("k", k, 1, "it is the number of instances of each label in a batch")
+        if self.p > len(self._classes.labels):
+            raise SamplerError(
+                f"p={p} asks for more labels in a batch than the {len(self._classes.labels)} that there are. Pass p of "
+                f"at most {len(self._classes.labels)}."
+            )
         self.batch_size: int = self.p * self.k
         self._category_of = categories_of(self._classes, categories, max_categories, self.p)
         self._is_one_category = self._category_of is not None and max_categories == 1  # in each batch
         given = self._in_round if num_batches is None else num_batches
-        self.num_batches: int = whole("num_batches", given, 1, "it is the number of batches in an epoch", 2**63 - 1)
+        self.num_batches: int = whole("num_batches", given, 1, "it is the number of batches in an epoch", bits=63)
 
     def __len__(self) -> int:
         return self.num_batches

@@ -1,7 +1,6 @@
 """Draws with a given proportion for each class."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -137,33 +136,39 @@ def _evenly(rng: np.random.Generator, members: npt.NDArray[Any], count: int) -> 
 def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
     """Return each label's weight as an exact fraction, or raise SamplerError."""
     by_label = _by_label(weights)
-    known = set(labels)
-    lacking = [label for label in labels if label not in by_label]
-    if odd := lacking or [label for label in by_label if label not in known]:
+    if lacking := [label for label in labels if label not in by_label]:
         raise SamplerError(
-            f"weights has {'none' if lacking else 'one'} for {odd[0]!r}, which is {'' if lacking else 'not '}one of "
-            "the labels. Give every label a weight, which may be 0, and leave others out; a sequence of weights is for the "
-            "labels 0, 1, 2 and so on."
+            f"weights has none for the label {lacking[0]!r}, so it is unclear how often to draw it. Give every label a "
+            "weight; with 0 it is not drawn."
         )
-    exact = {label: _exact(label, weight) for label, weight in by_label.items()}
+    known = set(labels)
+    if unknown := [label for label in by_label if label not in known]:
+        raise SamplerError(
+            f"weights has one for {unknown[0]!r}, which is not one of the labels, so there is nothing to draw for it. "
+            "Leave it out; a sequence of weights is for the labels 0, 1, 2 and so on."
+        )
+    exact = {label: _exact(weight) for label, weight in by_label.items()}
+    for label, weight in by_label.items():
+        if exact[label] is None:
+            raise SamplerError(
+                f"weights[{label!r}]={weight!r} is not a finite number of at least 0, as proportions need. Pass one."
+            )
     if not any(exact.values()):
         raise SamplerError(
             f"weights={by_label} are all 0, so no class can be drawn. Give at least one label a weight above 0."
         )
-    return [exact[label] for label in labels]
+    return [exact[label] or Fraction(0) for label in labels]
 
 
-def _exact(label: Hashable, weight: Any) -> Fraction:
-    """Return a weight as a fraction, or raise SamplerError unless it is a finite number of at least 0."""
-    exact = None
-    if isinstance(weight, Rational | float | Decimal) and not isinstance(weight, bool):
-        with suppress(OverflowError, ValueError):  # not finite, or no number
-            exact = Fraction(weight)
-    if exact is None or exact < 0:
-        raise SamplerError(
-            f"weights[{label!r}]={weight!r} is not a finite number of at least 0, as proportions need. Pass one."
-        )
-    return exact
+def _exact(weight: Any) -> Fraction | None:
+    """Return a weight as a fraction, or None unless it is a finite number of at least 0."""
+    if isinstance(weight, bool) or not isinstance(weight, Rational | float | Decimal):
+        return None
+    try:
+        exact = Fraction(weight)
+    except (OverflowError, ValueError):  # not finite, or no number
+        return None
+    return exact if exact >= 0 else None
 
 
 def _by_label(weights: Any) -> dict[Hashable, Any]:

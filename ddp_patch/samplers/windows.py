@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ddp_patch.errors import SamplerError
 from ddp_patch.orders.orders import Permutation
 from ddp_patch.samplers.checks import flag, whole
 from ddp_patch.samplers.keyed import At, KeyedSampler, Positions, generator_of
@@ -54,10 +55,10 @@ class WindowSampler(KeyedSampler[int]):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(seed, generator)
-        self.size: int = whole("size", size, 1, "it is the number of points in the series", 2**62 - 1)
-        self.window: int = whole("window", window, 1, "it is a part of the series' points", self.size)
+        self.size: int = whole("size", size, 1, "it is the number of points in the series", bits=62)
+        self.window: int = _of_at_most("window", window, self.size, "would hold points twice")
         step = self.window if stride is None else stride
-        self.stride: int = whole("stride", step, 1, "windows begin so many points apart in the series", self.size)
+        self.stride: int = _of_at_most("stride", step, self.size, "would leave the series behind")
         self.shuffle: bool = flag("shuffle", shuffle, "windows come in a random order or in that of the series")
 
     def __len__(self) -> int:
@@ -95,7 +96,7 @@ class WindowDataset(Dataset[Any]):
 
     def __init__(self, data: Any, window: int) -> None:
         self.data = data
-        self.window: int = whole("window", window, 1, "it is a part of the series' points", len(data))
+        self.window: int = _of_at_most("window", window, len(data), "would hold points twice")
 
     def __len__(self) -> int:
         return len(self.data)
@@ -126,3 +127,14 @@ def _joined(first: Any, second: Any) -> Any:
     if isinstance(first, Sequence | array):
         return first + second
     return np.concatenate((first, second))
+
+
+def _of_at_most(name: str, value: int, size: int, consequence: str) -> int:
+    """Return a number from 1 to the series' size, or raise SamplerError."""
+    number = whole(name, value, 1, "it counts points of the series")
+    if number > size:
+        raise SamplerError(
+            f"{name}={number} is longer than the series, which has {size} points, and {consequence}. Pass at most "
+            f"{size}."
+        )
+    return number
