@@ -3,11 +3,12 @@
 The audit needs click and rich, which the extra ``audit`` installs.
 """
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+from ddp_patch.errors import explain
 
 __all__ = ["loaded"]
 
@@ -26,7 +27,7 @@ def loaded(arguments: Sequence[str]) -> Callable[[], object]:
 
         return partial(run, arguments[1:])
     if arguments[:1] == ["explain"]:
-        return partial(_explain, arguments[1:])
+        return partial(explain, arguments[1:])
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, so that targets and real ranks can import from here
     try:
@@ -41,19 +42,3 @@ def loaded(arguments: Sequence[str]) -> Callable[[], object]:
         )
         sys.exit(2)
     return partial(commands, [*arguments], prog_name="ddp-patch")
-
-
-def _explain(names: Sequence[str]) -> None:
-    """Print what the page of errors says of one: what it means, its usual causes and what to do."""
-    package = Path(__file__).parent
-    # The wheel has it inside, a checkout beside.
-    page = next(path for path in (package / "errors.md", package.parent / "docs" / "errors.md") if path.exists())
-    _, *sections = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    by_name = {section.partition("\n")[0]: re.split(r"^## ", section, flags=re.MULTILINE)[0] for section in sections}
-    if len(names) != 1 or names[0] not in by_name:
-        sys.stderr.write(
-            f"ddp-patch explain was given {' '.join(names) or 'nothing'}, and explains one error or warning: "
-            f"{', '.join(by_name)}.\n"
-        )
-        sys.exit(2)
-    sys.stdout.write(by_name[names[0]].rstrip() + "\n")

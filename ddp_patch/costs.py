@@ -34,7 +34,7 @@ class Cost:
         of: What a batch costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to the longest,
             the largest cost times their number.
         window: How many steps are balanced at once. More balance better, and take longer before the first batch:
-            ``window * num_replicas`` batches are drawn. 256 is where more made no difference.
+            ``window * num_replicas`` batches are drawn.
 
     Attributes:
         of_batch: As ``of``.

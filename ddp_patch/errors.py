@@ -34,6 +34,11 @@ with the command that shows that section.
         └── StreamOrderWarning           the ranks may read an iterable dataset in different orders
 """
 
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
 __all__ = [
     "AlreadyPatchedError",
     "AssumedShardedWarning",
@@ -60,6 +65,7 @@ __all__ = [
     "TorchVersionError",
     "UnsupportedLoaderError",
     "WorldError",
+    "explain",
     "message_of",
 ]
 
@@ -94,6 +100,26 @@ def message_of(error: BaseException) -> str:
     if isinstance(error, _HasSection):
         return shown.rstrip().removesuffix(error._section()).rstrip()
     return shown
+
+
+def explain(names: Sequence[str]) -> None:
+    """Print what the page of errors says of one: what it means, its usual causes and what to do.
+
+    Args:
+        names: The arguments of ``ddp-patch explain``; it exits with 2 unless they are the name of one error or warning.
+    """
+    package = Path(__file__).parent
+    # The wheel has it inside, a checkout beside.
+    page = next(path for path in (package / "errors.md", package.parent / "docs" / "errors.md") if path.exists())
+    _, *sections = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    by_name = {section.partition("\n")[0]: re.split(r"^## ", section, flags=re.MULTILINE)[0] for section in sections}
+    if len(names) != 1 or names[0] not in by_name:
+        sys.stderr.write(
+            f"ddp-patch explain was given {' '.join(names) or 'nothing'}, and explains one error or warning: "
+            f"{', '.join(by_name)}.\n"
+        )
+        sys.exit(2)
+    sys.stdout.write(by_name[names[0]].rstrip() + "\n")
 
 
 class DDPPatchError(_HasSection, Exception):

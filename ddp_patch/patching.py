@@ -113,10 +113,10 @@ def patch_dataloader_to_ddp(
     A sampler is sharded sample by sample, and an iterable dataset item by item. A batch sampler of your own is sharded
     in whole batches. ``share`` changes that.
 
-    After this call, ranks meet only in ``restore_loader`` and in gathering; where an epoch begins, with ``verify=True``
-    or under a leader; and in steps with ``share="by_worker"``. Else they compare their passes through the process
-    group's store without waiting, but for a second, or two steps if these take longer, at the end of a stream of
-    unknown length.
+    After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; where an
+    epoch begins, with ``verify=True`` or under a leader; and in steps with ``share="by_worker"``. Else they compare
+    their passes through the process group's store without waiting, but for a second, or two steps if these take longer,
+    at the end of a stream of unknown length.
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which

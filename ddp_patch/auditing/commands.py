@@ -26,7 +26,7 @@ from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.judge_problems import problem_kinds, sentence
 from ddp_patch.auditing.show_report import Provenance, Report, Reports, page
-from ddp_patch.errors import DDPPatchError, RanksFailedError
+from ddp_patch.errors import DDPPatchError, RanksFailedError, explain
 from ddp_patch.loaders.hooks import OURS, places_recorded
 from ddp_patch.options import Layout, Order, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
@@ -38,9 +38,8 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}
 _Line: TypeAlias = tuple[str, int, str]  # a file, a line's number, and the function
 
-_SECTION = re.compile(
-    r"\nCauses and remedies: python -m ddp_patch explain \w+\Z"
-)  # the last line of this package's own messages
+# The last line of this package's own messages.
+_SECTION = re.compile(r"\nCauses and remedies: python -m ddp_patch explain \w+\Z")
 _RANK = re.compile(r"^--- (rank \d+) (.+) ---$", re.MULTILINE)
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
 
@@ -184,6 +183,13 @@ def commands() -> None:
 def run_command(arguments: tuple[str, ...]) -> None:
     """Run a script; the start of the command does so without click."""
     run(arguments)
+
+
+@commands.command("explain")
+@click.argument("names", nargs=-1)
+def explain_command(names: tuple[str, ...]) -> None:
+    """Show causes and remedies of an error or warning, such as RankMismatchError."""
+    explain(names)  # the start of the command does so without click
 
 
 def _one_of(values: Any) -> click.Choice[str]:

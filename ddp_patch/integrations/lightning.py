@@ -224,6 +224,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         options: Any = with_mesh(self._options, trainer.lightning_module.device_mesh)
         if mode != RunningStage.TRAINING:
             options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
+            if options.get("order") == "scalable":  # it refuses loaders that are not shuffled
+                del options["order"]
         with warnings.catch_warnings():
             # One process is nothing to warn of here: the group would exist by now.
             warnings.simplefilter("ignore", NotDistributedWarning)

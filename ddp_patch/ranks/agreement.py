@@ -296,10 +296,12 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
 
 def _loader_report(options: Options, subject: Subject, generators: Sequence[torch.Generator]) -> LoaderReport:
     stream = subject.stream
+    # A computed order cannot be led: where the samples to shuffle differ, nobody can draw for all.
+    computed = {"samples to shuffle": stream.order} if stream is not None and options.is_scalable else {}
     return LoaderReport(
         label=subject.label,
-        compared={**subject.compared, "generators": len(generators)},
-        order=stream.order if stream is not None and options.order in {"auto", "scalable"} else None,
+        compared={**subject.compared, "generators": len(generators), **computed},
+        order=stream.order if stream is not None and options.order == "auto" else None,
         samples=stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else (),
         stream=fingerprint([] if stream is None else [stream.described]),
         generators=[generator.get_state() for generator in generators],

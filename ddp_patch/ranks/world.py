@@ -148,7 +148,7 @@ def _mesh_world(mesh: DeviceMesh) -> World:
             f"device_mesh={mesh!r} is a {type(mesh).__name__}, not a torch.distributed.device_mesh.DeviceMesh. Pass "
             "what init_device_mesh() returned."
         )
-    names, whole = tuple(mesh.mesh_dim_names or ()), root_mesh(mesh)
+    names, whole = tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim))), root_mesh(mesh)
     chosen = [name for name in names if name in DATA_PARALLEL_DIMENSIONS]
     if not chosen:
         is_part = mesh.ndim < whole.ndim

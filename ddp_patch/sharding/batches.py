@@ -49,6 +49,8 @@ def describe_share(loader: DataLoader[Any]) -> str | None:
         parts = [f"a part of each batch{f' of {size}' if size else ''}", _steps(loader)]
     else:
         parts = [_unit(loader, sampler), _steps(loader) + (f" of {size}" if size else "")]
+    if options.by_worker and isinstance(loader.dataset, IterableDataset):
+        parts.append("share='by_worker'")
     return ", ".join([shard, *parts, *_chosen(options)])
 
 
@@ -69,8 +71,6 @@ def _chosen(options: Options) -> Iterator[str]:
     """Yield the options that are not the default."""
     if options.costs is not None:
         yield "steps of equal cost"
-    if options.by_worker:
-        yield "share='by_worker'"
     default = Options(order="seeded")  # which "auto" mostly comes to
     for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
         if (value := getattr(options, name)) != getattr(default, name):

@@ -71,7 +71,7 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
             )
         case Level.SAMPLE, "batches" | "within_batches":
             return facts.in_whole_batches()
-        case Level.SAMPLE, "auto" if arranges_neighbours(facts.stream.source):
+        case Level.SAMPLE, "auto" | "by_worker" if arranges_neighbours(facts.stream.source):
             return facts.in_whole_batches()
     return facts
 

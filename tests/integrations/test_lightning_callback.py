@@ -157,7 +157,8 @@ def options_of_training(rank: int, world_size: int) -> Any:
     """What is validated and predicted beside a training with costs, and what a second run makes of a CombinedLoader."""
     world = on_ranks(rank, world_size)
     evaluated = Module()
-    patching = {"cost": [float(1 + number % 7) for number in range(27)], "uneven": "drop", "seed": 3}
+    patching: dict[str, Any] = {"cost": [float(1 + number % 7) for number in range(27)], "uneven": "drop", "seed": 3}
+    patching["order"] = "scalable"  # which loaders that are not shuffled refuse
     trainer = make_trainer(patching=patching, max_epochs=1, **world)
     trainer.fit(evaluated, KINDS[0].make(), DataLoader(NUMBERS[:11], 2, collate_fn=Batch))
     trainer.predict(evaluated, DataLoader(NUMBERS[:1], collate_fn=Batch))

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, SubsetRandomSampler
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, testing
@@ -526,12 +526,13 @@ def on_a_mesh_of_other_names(rank: int, world_size: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     alone = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
     of_models = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    unnamed = DeviceMesh("cpu", list(range(world_size)))
     return [
         said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh)),
         said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=of_models["tp"])),
         [
             [i for batch in patch_dataloader_to_ddp(loader(), device_mesh=one) for i in batch]
-            for one in (mesh["rows"], alone)
+            for one in (mesh["rows"], alone, unnamed)
         ],
     ]
 
@@ -541,10 +542,23 @@ def test_dimensions_of_other_names_are_given_as_a_sub_mesh() -> None:
     for (name, message), names in zip(ranks[0][:2], ("('rows', 'columns')", "('tp',)"), strict=True):
         assert name == "InvalidOptionError"
         assert_tells(message, ("device_mesh", names), 'device_mesh=mesh["replicate", "shard"]')
-    (first, of_four), (second, _), (third, _), (fourth, _) = (rank[2] for rank in ranks)
+    (first, of_four, unnamed), (second, *_), (third, *_), (fourth, *_) = (rank[2] for rank in ranks)
     assert first == second == list(range(0, N, 2))
     assert third == fourth == [*range(1, N, 2), 0]
-    assert of_four == [*range(0, N, 4)]
+    assert of_four == unnamed == [*range(0, N, 4)]
+
+
+def shuffling_others(rank: int, world_size: int) -> tuple[str, str]:
+    """Each rank shuffles samples of its own, and no rank could draw for another."""
+    seed_ambient(rank)
+    own = SubsetRandomSampler(range(2 * rank, 2 * rank + 20))
+    return said(lambda: patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=own), order="scalable"))
+
+
+def test_ranks_that_would_compute_the_order_of_other_samples_are_told() -> None:
+    for name, message in run_ranks(shuffling_others, 2):
+        assert name == "RankMismatchError"
+        assert "samples to shuffle: " in message
 
 
 def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from torch._utils import ExceptionWrapper
 
 from ddp_patch import errors
+from ddp_patch.auditing.commands import commands
 from ddp_patch.cli import loaded
 from ddp_patch.errors import DDPPatchError, DDPPatchWarning, InvalidOptionError, StateError, WorldError, message_of
 
@@ -29,7 +31,7 @@ def test_all_errors_and_warnings_are_found() -> None:
     subclasses = {kind for base in (DDPPatchError, DDPPatchWarning) for kind in base.__subclasses__()}
     ours = {kind for kind in subclasses if kind.__module__ == errors.__name__}
     assert ours <= set(CLASSES)
-    assert len(CLASSES) == len(errors.__all__) - 1  # one is a function
+    assert len(CLASSES) == len(errors.__all__) - 2  # two are functions
 
 
 @EACH
@@ -60,6 +62,11 @@ def test_the_command_line_explains_it(kind: type[Exception], capsys: pytest.Capt
     assert shown.startswith(f"{kind.__name__}\n\n")
     assert "\n## " not in shown
     assert f"\n### {shown}" in PAGE.read_text()
+
+
+def test_the_help_names_the_command() -> None:
+    assert "explain" in CliRunner().invoke(commands, ["--help"]).stdout
+    assert CliRunner().invoke(commands, ["explain", "StateError"]).stdout.startswith("StateError\n")
 
 
 @pytest.mark.parametrize("names", [[], ["KeyError"], ["WorldError", "StateError"]])

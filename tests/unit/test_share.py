@@ -3,7 +3,7 @@
 import copy
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any
@@ -119,6 +119,18 @@ def test_a_sampler_that_is_known_to_put_groups_together_is_shared_in_whole_batch
             assert sorted(Counter(LABELS[index] for index in batch).values()) == [4, 4]
         for batch in patched(repeated(), world_size, rank):
             assert sorted(Counter(batch).values()) == [4, 4]
+
+
+@pytest.mark.parametrize("make", [m_per_class, repeated, loader])
+def test_what_is_no_stream_is_shared_as_by_default_with_by_worker(make: Callable[[], DataLoader[Any]]) -> None:
+    """So that one call serves a stream and its validation."""
+    for rank in range(2):
+        seed_ambient(7)
+        expected = patched(make(), 2, rank)
+        seed_ambient(7)
+        given = patched(make(), 2, rank, share="by_worker")
+        assert repr(given) == repr(expected)
+        assert list(given) == list(expected)
 
 
 def test_item_by_item_such_groups_are_torn() -> None:
