@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from ddp_patch import gather_in_order, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.ranks import agreement
 
 __all__ = ["ALL", "WITHOUT_COLLECTIVES", "Setting", "in_setting"]
 
@@ -226,6 +227,7 @@ def shows(rank: int, world_size: int, setting: Setting) -> tuple[str, list[Any]]
         stack.enter_context(redirect_stdout(printed))
         # The group is there, and stays.
         stack.enter_context(patch.object(dist, "init_process_group", chosen.append))
+        stack.enter_context(patch.dict(agreement._numbers_of_like, clear=True))  # seeds are those of a fresh process
         stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
         stack.enter_context(patch.object(torch.cuda, "set_device", notes))
         if setting.device == "cpu":

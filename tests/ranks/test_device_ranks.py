@@ -1,6 +1,5 @@
 """Ranks whose batches come on devices; and that nothing of ours is a collective of the user's process group."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,12 @@ from zoo import Indices
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import InvalidOptionError, RankMismatchError
 
+# As README.md shows it for two ranks on the CPU.
+PRINTED = """epoch 0: accuracy 0.762 on 101 samples
+epoch 1: accuracy 0.911 on 101 samples
+epoch 2: accuracy 0.911 on 101 samples
+"""
+
 
 def several(rank: int, world_size: int, setting: Setting, what: tuple[Any, ...]) -> list[Any]:
     """Do one after the other, in one process group."""
@@ -33,7 +38,7 @@ def test_ranks_whose_batches_come_on_a_device(tmp_path: Path) -> None:
     parameters = [rank[ALL.index(trains)] for rank in found]
     assert parameters[0] == parameters[1]
     (printed, first), (nothing, second) = (rank[ALL.index(shows)] for rank in found)
-    assert re.fullmatch(r"(epoch \d: accuracy 0\.\d{3} on 101 samples\n){3}", printed)
+    assert printed == PRINTED
     assert nothing == ""
     assert (first, second) == ([0, "nccl"], [1, "nccl"])
     assert [rank[-1] for rank in found] == ["cpu", "cpu"]
