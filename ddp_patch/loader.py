@@ -134,8 +134,7 @@ class OwnMethods:
             yield from (_COPY, _SELF)
         iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
         self._counts = self._make_iterator is not None or (iterates_by_torch and not has_own_iteration(kind))
-        makes_torchs = self._make_iterator is None and not has_own_iterators(kind)
-        self._takes_notes = iterates_by_torch and makes_torchs and hasattr(loader.dataset, "noting")
+        self._takes_notes = iterates_by_torch and not has_own_iterators(kind) and hasattr(loader.dataset, "noting")
         if self._counts or self._takes_notes or self._make_mover is not None:
             yield MAKE_ITERATOR
         if self._counts and self._is_resumable(loader):

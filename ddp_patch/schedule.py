@@ -120,9 +120,14 @@ class Sizes:
 
     def record(self, items: Iterable[T]) -> list[T]:
         """Return some items, and add the size of each; a batch that is an iterator is read."""
-        own: list[Any] = [item if type(item) is list else _read(item) for item in items]
-        for size, alike in groupby(map(size_of, own)):
-            self.add(size, sum(1 for _ in alike))
+        own: list[Any] = list(items)
+        if all(type(item) is list for item in own):  # most batches
+            sizes: Iterable[int] = map(len, own)
+        else:
+            own = list(map(_read, own))
+            sizes = map(size_of, own)
+        for size, alike in groupby(sizes):
+            self.add(size, len(list(alike)))
         return own
 
     def recording(self, stream: Iterator[T]) -> Iterator[T]:

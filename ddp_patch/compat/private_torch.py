@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final
 
@@ -271,13 +271,17 @@ class WrappedIterator(KeptIterator):
 
 
 class _Counted:
-    """Comes before the class of a running iterator, and reports to a tally what the iterator gives."""
+    """Base of the classes whose iterators report to a tally what they give."""
 
-    tally: Any
 
-    def __next__(self) -> Any:
+@cache
+def _counted(kind: Any) -> type:
+    """Return a class of iterators that is what another one is, but that each reports to its ``tally``."""
+    next_of_kind = kind.__next__  # it is called in each step, without a detour over super()
+
+    def give(self: Any) -> Any:
         try:
-            batch = super().__next__()  # type: ignore[misc]  # of torch's class, which comes next
+            batch = next_of_kind(self)
         except StopIteration:
             self.tally.end()
             raise
@@ -286,28 +290,31 @@ class _Counted:
             raise
         return self.tally.count(batch)
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
+    def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        kind._reset(self, loader, first_iter)
         self.tally.begin()
 
-
-class _Moved:
-    """Comes before the class of an iterator, and lets a mover put what it gives on a device."""
-
-    mover: Any
-
-    def __next__(self) -> Any:
-        return self.mover.next(super().__next__)  # type: ignore[misc]  # of the class that comes next
-
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        super()._reset(loader, first_iter)  # type: ignore[misc]  # as above
-        self.mover.begin()
+    return _derived(kind, _Counted, __next__=give, _reset=reset)
 
 
 @cache
-def _before(kind: type, first: type) -> type:
-    """Return a class that is what another one is, but for the methods of ``first``."""
-    return type(kind.__name__, (first, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+def _moved(kind: Any) -> type:
+    """Return a class of iterators that is what another one is, but whose ``mover`` puts on a device what they give."""
+    next_of_kind = kind.__next__
+
+    def give(self: Any) -> Any:
+        return self.mover.next(partial(next_of_kind, self))
+
+    def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        kind._reset(self, loader, first_iter)
+        self.mover.begin()
+
+    return _derived(kind, __next__=give, _reset=reset)
+
+
+def _derived(kind: type, *bases: type, **methods: Callable[..., Any]) -> type:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (*bases, kind), methods | names)
 
 
 def move_batches(iterator: Any, mover: Any) -> None:
@@ -320,7 +327,7 @@ def move_batches(iterator: Any, mover: Any) -> None:
     """
     kind: Any = type(iterator)
     vars(iterator)["mover"] = mover
-    iterator.__class__ = _before(kind, _Moved)
+    iterator.__class__ = _moved(kind)
 
 
 def count_batches(iterator: Any, tally: Any) -> None:
@@ -333,7 +340,7 @@ def count_batches(iterator: Any, tally: Any) -> None:
     if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
         vars(iterator)["tally"] = tally
         kind: Any = type(iterator)
-        iterator.__class__ = _before(kind, _Counted)
+        iterator.__class__ = _counted(kind)
 
 
 # The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.

@@ -220,6 +220,7 @@ class Order:
         free: How many of the first items may be looked up in any order before all others; None for all.
         cut: Cuts positions into pieces that are looked up one after the other.
         places: Returns where the items at some positions stand in the sampler's own order; None if just there.
+        drawn: All items, where they lie in memory as whole numbers; otherwise None.
     """
 
     length: int
@@ -230,6 +231,7 @@ class Order:
     free: int | None = None
     cut: Callable[[range], Iterable[range]] = blocks
     places: Callable[[range], NDArray[np.int64]] | None = None
+    drawn: torch.Tensor | None = None
 
     def items(self) -> Iterator[Any]:
         """Yield all items, then draw what the sampler draws after its last one."""
@@ -394,18 +396,21 @@ def _sampler_of_items(sampler: Any) -> Any:
 def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
     """Return the order of the batches that torch's ``BatchSampler`` makes of an order of items."""
     length = items.length
+    whole = None if items.drawn is None else items.drawn[: length // size * size].reshape(-1, size)
 
     def at(positions: range) -> list[list[Any]]:
+        if whole is not None and positions and positions[-1] < len(whole):
+            return cast("list[list[Any]]", _cut(whole, positions).tolist())
         starts = range(positions.start * size, positions.stop * size, positions.step * size)
         return [list(items.at(range(start, min(start + size, length)))) for start in starts]
 
     def sizes(positions: range) -> list[tuple[int, int]]:
-        whole = max(0, min(positions.stop, length // size) - positions.start)
-        return [(size, whole), (length % size, len(positions) - whole)]
+        full = max(0, min(positions.stop, length // size) - positions.start)
+        return [(size, full), (length % size, len(positions) - full)]
 
     def array(positions: range) -> NDArray[Any] | None:
-        whole = positions.step == 1 and positions.stop * size <= length
-        samples = items.array(range(positions.start * size, positions.stop * size)) if whole else None
+        are_whole = positions.step == 1 and positions.stop * size <= length
+        samples = items.array(range(positions.start * size, positions.stop * size)) if are_whole else None
         return None if samples is None else samples.reshape(-1, size)
 
     free = None if items.free is None else items.free // size
@@ -463,7 +468,9 @@ def _integers(n: int) -> torch.dtype:
 
 
 def _drawn(order: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Order:
-    return Order(len(order), partial(_read, order), finish, lambda positions: _cut(order, positions).numpy())
+    return Order(
+        len(order), partial(_read, order), finish, lambda positions: _cut(order, positions).numpy(), drawn=order
+    )
 
 
 def _read(order: torch.Tensor, positions: range) -> list[int]:

@@ -320,7 +320,8 @@ class PrivateRNG:
         """Whether nothing was drawn from the private stream."""
         if self._first is None:
             self._first = self._at_first()
-        return not self._was_moved and self._private.is_same(self._first)
+        now = GlobalState.capture() if self._is_entered else self._private
+        return not self._was_moved and now.is_same(self._first)
 
     def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""

@@ -300,7 +300,7 @@ class StepCounts:
         self._others, self._slack = peers.others, slack
         self._mailbox = Mailbox(peers, "steps", _Count.decoded)
         self._epoch, self._which = -1, ""
-        self._posted, self._posted_s, self._cost_s = 0, 0.0, 0.0
+        self._posted, self._due_s = 0, 0.0
         self._first_s = perf_counter()
 
     def begin(self, epoch: int, which: str) -> None:
@@ -312,17 +312,23 @@ class StepCounts:
         """
         self._epoch, self._which = epoch, which
 
-    def post(self, batches: int) -> None:
-        """Leave how many batches this rank was given of the pass. It is called in each step, so it calls little."""
+    def post(self, batches: int) -> float:
+        """Leave how many batches this rank was given of the pass.
+
+        Returns:
+            The time, by ``perf_counter()``, from which on it is worth to do so again.
+        """
         now_s = perf_counter()
         if batches == 1:
             self._first_s = now_s
-        if self._posted >= _FREE and now_s - self._posted_s < _TIMES_THEIR_COST * self._cost_s:
-            return
+        if now_s < self._due_s:
+            return self._due_s
         self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|0")
         self._posted += 1
-        self._posted_s = perf_counter()
-        self._cost_s = self._posted_s - now_s
+        if self._posted >= _FREE:
+            posted_s = perf_counter()
+            self._due_s = posted_s + _TIMES_THEIR_COST * (posted_s - now_s)
+        return self._due_s
 
     def longer(self, batches: int) -> Mapping[int, int]:
         """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.

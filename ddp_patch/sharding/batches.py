@@ -109,17 +109,18 @@ class Tally:
 
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
-        note, batch = given if type(given) is NotedBatch else (None, given)
         if not self._has_pass:
             self._find_pass()
-        if (current := self._pass) is not None:
-            # If the loader continued after an error, some batch was skipped: nobody knows the position.
-            current.deliver(note, is_next=not self._has_failed)
-            if (latest := self._sampler.latest) is not current:
-                if latest is None:
-                    self._sampler.note_running(current)
-                else:
-                    latest.note_interleaved()
+        note, batch = given if type(given) is NotedBatch else (None, given)
+        if (current := self._pass) is None:
+            return batch
+        if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position
+            current.lose_count()
+        current.deliver(note)
+        if (latest := self._sampler.latest) is None:
+            self._sampler.note_running(current)
+        elif latest is not current:
+            latest.note_interleaved()
         return batch
 
     def fail(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
@@ -101,7 +102,8 @@ class Pass(Progress, Generic[T]):
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._notes = None if note is None else note(self)
-        self._post: Callable[[int], object] | None = None  # leaves the count of batches for the other ranks
+        self._post: Callable[[int], float] | None = None  # leaves the count of batches for the other ranks
+        self._post_due_s = 0.0  # when that is worth it again
 
     # ---- what differs between samplers and workers ----
 
@@ -255,22 +257,19 @@ class Pass(Progress, Generic[T]):
         """Record that the loop asks for no more batches, though its iterator lives."""
         self._counter = None
 
-    def deliver(self, note: BatchNote | None = None, *, is_next: bool = True) -> None:
-        """Record that the loop was given a batch.
-
-        Args:
-            note: What the worker that made it noted of it.
-            is_next: Whether it is the one after the latest; where the loader went on after an error, nobody knows.
-        """
-        self.has_failed = False
-        if not is_next or self.batches_delivered is None:
-            self.batches_delivered = None
+    def deliver(self, note: BatchNote | None = None) -> None:
+        """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
+        if self.batches_delivered is None:
             return
-        self.batches_delivered += 1
-        if self.batches_delivered == 1 and self._is_unsure:
-            self._post = self._monitor.steps(self.epoch, self.begins_at).post
-        if self._post is not None:
-            self._post(self.batches_delivered)
+        self.batches_delivered = delivered = self.batches_delivered + 1
+        if delivered == 1 and self._is_unsure:
+            self._post, self._post_due_s = self._monitor.steps(self.epoch, self.begins_at).post, 0.0
+        if self._post is not None and perf_counter() >= self._post_due_s:
+            self._post_due_s = self._post(delivered)
+
+    def lose_count(self) -> None:
+        """Record that the loop is given batches after an error: nobody knows which."""
+        self.has_failed, self.batches_delivered = False, None
 
     @property
     def _is_unsure(self) -> bool:

@@ -61,19 +61,18 @@ class Round:
     Attributes:
         gets: Where each rank's batch comes from; None for a rank that gets none.
         taken: How many batches each rank has no longer after the round: its first ones.
+        hands_over: Whether a rank gets another one's batch.
     """
 
     gets: Sequence[BatchSource | None]
     taken: tuple[int, ...] = field(init=False)
+    hands_over: bool = field(init=False)
 
     def __post_init__(self) -> None:
         given = Counter(source.rank for source in set(self.gets) if source is not None)
         object.__setattr__(self, "taken", tuple(given[rank] for rank in range(len(self.gets))))
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether a rank gets another one's batch."""
-        return any(source is not None and source.rank != rank for rank, source in enumerate(self.gets))
+        is_other = (source is not None and source.rank != rank for rank, source in enumerate(self.gets))
+        object.__setattr__(self, "hands_over", any(is_other))
 
     def handed_by(self, rank: int) -> list[tuple[int, int]]:
         """Return which batches a rank hands to others, as (index, the rank that gets it)."""

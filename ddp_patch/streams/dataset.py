@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from ddp_patch.compat.private_torch import worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
@@ -88,7 +89,8 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
             )
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
+        """Return a ``collate_fn`` with whose batches travels what workers note of them; a new iterator takes it."""
+        self._worker.note_collating(collate_fn)
         return partial(_collate_noted, self._worker, collate_fn) if self._worker.is_exact else collate_fn
 
     def __len__(self) -> int:
@@ -187,6 +189,7 @@ class StreamWorker(Generic[T]):
         self.first_items: FirstItems | None = first_items
         self.marks: MarksInMemory | None = marks
         self.is_kept: bool = is_kept
+        self._is_collated_plainly = False
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
@@ -210,6 +213,12 @@ class StreamWorker(Generic[T]):
     def is_exact(self) -> bool:
         """Whether each rank keeps its share of what it reads; else the dataset splits itself over all workers."""
         return not self.options.by_worker
+
+    @property
+    def draws_alone(self) -> bool:
+        """Whether nothing but the dataset draws from the global random states of this process: a worker's, mostly."""
+        is_worker = get_worker_info() is not None and current_thread() is main_thread()
+        return is_worker and self._is_collated_plainly
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
@@ -235,6 +244,10 @@ class StreamWorker(Generic[T]):
         """
         self._resumed, self._tells_rest = (number, position), tells_rest
         self._loads = self.shared.load()
+
+    def note_collating(self, collate_fn: Callable[[Any], Any]) -> None:
+        """Note what makes batches of the items in workers that are started now; torch's own functions draw nothing."""
+        self._is_collated_plainly = collate_fn in {default_collate, default_convert}
 
     def forget(self, number: int | None = None) -> None:
         """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""

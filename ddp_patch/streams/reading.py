@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from time import perf_counter
 from typing import Any, TypeVar, cast
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 # What a dataset asks of the worker info that differs between workers.
 _TELLING = frozenset({"id", "num_workers", "seed"})
+
+_END: Any = object()
 
 
 def this_worker() -> tuple[int, int]:
@@ -83,18 +85,19 @@ class Reader:
         """Iterate a dataset, which ``begin()`` begins; ``get_worker_info()`` returns ``info`` while its code runs."""
         with worker_info_told(info), rank_noted(self._note_rank):
             iterator = begin()
-        noting: AbstractContextManager[None] = rank_noted(self._note_rank)
-        while True:
-            began_s = perf_counter()
-            with worker_info_told(info), noting:
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            self.spent_s += perf_counter() - began_s
-            noting = nullcontext()
+            item = self._timed(iterator)
+        while item is not _END:
             self.asked_before_item |= self.has_asked
             yield item
+            with worker_info_told(info):
+                item = self._timed(iterator)
+
+    def _timed(self, iterator: Iterator[Any]) -> Any:
+        """Return an iterator's next item, or ``_END``, and count the seconds that it takes."""
+        began_s = perf_counter()
+        item = next(iterator, _END)
+        self.spent_s += perf_counter() - began_s
+        return item
 
     @contextmanager
     def unnoted(self, info: WorkerInfo | None) -> Iterator[None]:

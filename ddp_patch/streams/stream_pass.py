@@ -59,9 +59,9 @@ class StreamPass(Pass[None]):
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
         self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=ahead + 2))
 
-    def deliver(self, note: BatchNote | None = None, *, is_next: bool = True) -> None:
+    def deliver(self, note: BatchNote | None = None) -> None:
         """Record that the loop was given a batch; see ``Pass``."""
-        super().deliver(note, is_next=is_next)
+        super().deliver(note)
         if note is None:
             return
         if note.first is not None or note.initial_state is not None:

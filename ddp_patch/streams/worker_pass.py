@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -267,8 +267,10 @@ class WorkerPass(Generic[T]):
         if first is _NOTHING:
             return
         yield first
+        if asked or self.told_num_workers == 1:
+            yield from read
         for item in read:
-            if reader.asked_before_item and not asked and self.told_num_workers > 1:
+            if reader.asked_before_item:
                 raise UnsupportedLoaderError(
                     f"{worker.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
@@ -319,8 +321,13 @@ class WorkerPass(Generic[T]):
             return slice(None) if self._worker.options.verify or not at else plan.slice_of_chunk(at, items, length)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        # No copies: these are samples, not indices.
-        return draw(stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
+        # Where nothing but the dataset draws in this process, its states stay in place for the whole pass.
+        whole: AbstractContextManager[None]
+        each: AbstractContextManager[None]
+        whole, each = (self._states, nullcontext()) if self._worker.draws_alone else (nullcontext(), self._states)
+        with whole:
+            # No copies: these are samples, not indices.
+            yield from draw(stream, each, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
 
     def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.

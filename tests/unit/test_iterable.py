@@ -7,21 +7,22 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from messages import raises
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.orders.random_states import Seed
+from ddp_patch.orders.random_states import GlobalState, Seed
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker
 from ddp_patch.streams.shared_state import SharedWorkerState
@@ -265,6 +266,53 @@ def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_afte
     assert drawn.total() == 4 * workers
     assert max(drawn.values()) == workers
     assert len(drawn) == 4 * workers - (workers - 1)
+
+
+class Drawing(IterableDataset[Any]):
+    """Draws each item, and says how often this process has swapped its random states."""
+
+    def __iter__(self) -> Iterator[list[float]]:
+        info = get_worker_info()
+        for _ in range(40 + (info.id if info else 0)):
+            drawn = float(torch.rand(1)), float(np.random.random()), random.random()
+            yield [*drawn, GlobalState.installs]
+
+
+def draws_too(samples: list[Any]) -> Any:
+    """Draw as an augmentation does, which then draws the same for no two batches."""
+    torch.rand(1), np.random.random(), random.random()  # noqa: B018 - what counts is that they draw
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize("options", [{}, {"share": "by_worker", "uneven": "keep"}], ids=["exact", "by_worker"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_a_dataset_draws_does_not_depend_on_what_the_collate_fn_draws(
+    options: dict[str, Any], persistent: bool
+) -> None:
+    def passes(collate_fn: Any) -> tuple[list[Any], set[float]]:
+        loader: DataLoader[Any] = DataLoader(
+            Drawing(), 2, num_workers=2, persistent_workers=persistent, collate_fn=collate_fn
+        )
+        patched, resumed = (
+            patch_dataloader_to_ddp(loader, rank=1, num_replicas=2, seed=1, **options) for _ in range(2)
+        )
+        given = [list(patched)]
+        for _ in islice(patched, 3):
+            pass
+        given.append(list(patched))
+        batches = iter(resumed)
+        next(batches)
+        state = loader_state(resumed)
+        del batches
+        restore_loader(resumed, state)
+        given.append(list(resumed))
+        swaps = {float(row[-1]) for batch in given[0][4:] for row in torch.stack(list(batch)).T}
+        return [torch.stack(list(batch))[:3].tolist() for each in given for batch in each], swaps
+
+    drawn, swaps = passes(None)  # torch's own collate_fn, which draws nothing
+    assert passes(draws_too)[0] == drawn
+    assert len(swaps) <= 2  # one for each worker: its states stay in place for the whole pass
+    assert len(passes(draws_too)[1]) > 2
 
 
 class Closed(dict[str, int]):
