@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ddp_patch.auditing.fixture import DDPAudit
+    from ddp_patch.auditing.auditing import DDPAudit
 
 __all__ = ["ddp_audit", "pytest_addoption", "pytest_configure"]
 
@@ -24,7 +24,7 @@ def ddp_audit() -> DDPAudit:
 
     ``ddp_audit(loader, world_size=8, epochs=2, padding=False)``: all options are those of ``audit``.
     """
-    from ddp_patch.auditing.fixture import audit_or_fail
+    from ddp_patch.auditing.auditing import audit_or_fail
 
     return audit_or_fail
 

@@ -423,7 +423,7 @@ def _iterators_of(
     """Return what makes a loader's iterators; None if its class does."""
     world, options = sharded.agreed.world, sharded.agreed.options
     if facts.repeater is not None:
-        from ddp_patch.sharding.repeated import RepeatedPasses  # most loaders do not need it
+        from ddp_patch.sharding.batches import RepeatedPasses  # most loaders do not need it
 
         # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
         passes = RepeatedPasses(patched, sharded, new, make_mover)

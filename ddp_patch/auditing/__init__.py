@@ -4,10 +4,10 @@ The modules named ``draw_`` run the sampling of every rank, those named ``judge_
 named ``show_`` make reports of it. ``inspection`` leads an audit through the three, epoch by epoch.
 """
 
-from ddp_patch.auditing.auditing import audit
+from ddp_patch.auditing.auditing import DDPAudit, audit
 from ddp_patch.auditing.judge_problems import Kind, Problem, problem_kinds
-from ddp_patch.auditing.show_epochs import EpochReport
+from ddp_patch.auditing.show_figures import EpochReport
 from ddp_patch.auditing.show_maps import Pictured
 from ddp_patch.auditing.show_report import Report, Reports
 
-__all__ = ["EpochReport", "Kind", "Pictured", "Problem", "Report", "Reports", "audit", "problem_kinds"]
+__all__ = ["DDPAudit", "EpochReport", "Kind", "Pictured", "Problem", "Report", "Reports", "audit", "problem_kinds"]

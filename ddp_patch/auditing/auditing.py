@@ -1,9 +1,9 @@
-"""Audit loaders: check what was given, and run every rank of a made-up world."""
+"""Audit loaders, in a test too: check what was given, and run every rank of a made-up world."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, SupportsIndex, TypeAlias, Unpack, cast, overload
+from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overload
 
 from torch.utils.data import DataLoader
 
@@ -12,7 +12,7 @@ from ddp_patch.auditing.draw_ranks import returned_by
 from ddp_patch.auditing.draw_world import MadeUpWorld, Progress
 from ddp_patch.auditing.finding import leaves_of
 from ddp_patch.auditing.inspection import Expectations, Inspection
-from ddp_patch.auditing.judge_balance import balanced, costs_of_samples
+from ddp_patch.auditing.judge_coverage import balanced, costs_of_samples
 from ddp_patch.auditing.judge_problems import Kind, problem_kinds
 from ddp_patch.auditing.show_report import Report, Reports, place_in_code
 from ddp_patch.costs import Cost, CostValues
@@ -23,7 +23,7 @@ from ddp_patch.patching import PatchOptions
 from ddp_patch.running.records import unpatched
 from ddp_patch.validation import check_flag, seconds, whole_number
 
-__all__ = ["AuditOptions", "Loader", "Loaders", "audit"]
+__all__ = ["AuditOptions", "DDPAudit", "Loader", "Loaders", "audit", "audit_or_fail"]
 
 
 # Look at this many items of all ranks together, unless the user says how many.
@@ -326,3 +326,35 @@ def _checked_run(timeout: object, progress: object) -> float:
             "audit. Pass a function progress(done, total), or None."
         )
     return within
+
+
+class DDPAudit(Protocol):
+    """Type the fixture ``ddp_audit``, for tests with type annotations."""
+
+    @overload
+    def __call__(self, loader: Loader, world_size: int = 2, **expect: Any) -> Report: ...
+    @overload
+    def __call__(self, loader: Loaders, world_size: int = 2, **expect: Any) -> Reports: ...
+
+
+@overload
+def audit_or_fail(loader: Loader, world_size: int = 2, **expect: Any) -> Report: ...
+@overload
+def audit_or_fail(loader: Loaders, world_size: int = 2, **expect: Any) -> Reports: ...
+def audit_or_fail(loader: Any, world_size: int = 2, **expect: Any) -> Report | Reports:
+    """Audit a loader as ``ddp_patch.audit`` does, and fail the running test with the report if it does not pass.
+
+    Args:
+        loader: A loader, a factory, or a dict or list of them, as in ``ddp_patch.audit``.
+        world_size: The number of ranks.
+        expect: The other arguments of ``ddp_patch.audit``.
+
+    Returns:
+        The report, or the reports of several loaders.
+    """
+    import pytest  # which an audit elsewhere does without
+
+    report: Report | Reports = audit(loader, world_size, **expect)
+    if not report.verdict:
+        pytest.fail(str(report), pytrace=False)
+    return report

@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 
 from ddp_patch.auditing.draw_records import EpochDraws, RankDraws, signature
 from ddp_patch.auditing.draw_world import MadeUpWorld
-from ddp_patch.auditing.judge_balance import SampleCosts, imbalance, step_costs
 from ddp_patch.auditing.judge_causes import About, cause_of, unsharded
-from ddp_patch.auditing.judge_coverage import Judge, Judged, repeats_rank_0
+from ddp_patch.auditing.judge_coverage import Judge, Judged, SampleCosts, imbalance, repeats_rank_0, step_costs
 from ddp_patch.auditing.judge_problems import (
     Lost,
     Problem,
@@ -24,7 +23,7 @@ from ddp_patch.auditing.judge_problems import (
     steps_problem,
     unpatched_problem,
 )
-from ddp_patch.auditing.show_epochs import EpochReport
+from ddp_patch.auditing.show_figures import EpochReport
 from ddp_patch.auditing.show_maps import Pictured, pictured
 from ddp_patch.auditing.show_report import Report
 from ddp_patch.loaders.facts import LoaderFacts

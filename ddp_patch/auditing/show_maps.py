@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers
-from ddp_patch.auditing.judge_balance import imbalance
-from ddp_patch.auditing.judge_coverage import Judged, counts_of, dense
+from ddp_patch.auditing.judge_coverage import Judged, counts_of, dense, imbalance
 
 __all__ = ["Pictured", "ShareMap", "StepMap", "Waits", "pictured", "width_of_columns"]
 

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw_records import Units
 from ddp_patch.auditing.judge_problems import Problem
-from ddp_patch.auditing.show_epochs import EpochReport, balance_text, batches_text, epoch_text
-from ddp_patch.auditing.show_figures import figures_of
+from ddp_patch.auditing.show_figures import EpochReport, balance_text, batches_text, epoch_text, figures_of
 from ddp_patch.auditing.show_maps import Pictured
 from ddp_patch.auditing.show_svg import PATTERNS, figure_html, with_own_patterns
 from ddp_patch.auditing.show_svg import STYLE as FIGURES

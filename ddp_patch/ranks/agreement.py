@@ -24,7 +24,7 @@ from ddp_patch.ranks.mailbox import Peers, agreed_peers, given_peers
 from ddp_patch.ranks.world import World
 
 if TYPE_CHECKING:
-    from ddp_patch.ranks.leader import Leader
+    from ddp_patch.ranks.exchange import Leader
 
 __all__ = [
     "AGREEING",
@@ -265,7 +265,7 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
     members, leader = list(world.share_of_rank or ()), None
     if options.order == "leader":
-        from ddp_patch.ranks.leader import Leader  # most trainings do not need it
+        from ddp_patch.ranks.exchange import Leader  # most trainings do not need it
 
         leader = Leader(members, options.timeout)
     peers = agreed_peers(members, decision.number)

@@ -10,8 +10,7 @@ from torch import nn
 
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
 from ddp_patch.ranks.exchange import by_value, ranks_text
-from ddp_patch.running.averaging import broadcast, checksums
-from ddp_patch.running.gradients import Gradients
+from ddp_patch.running.gradients import Gradients, broadcast, checksums
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 
 __all__ = ["Replicas", "batch_norms", "models_of", "sync_batch_norms"]

@@ -39,8 +39,7 @@ from ddp_patch.errors import RankMismatchError, message_of
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order
-from ddp_patch.ranks.exchange import require_same
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
+from ddp_patch.ranks.exchange import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces, require_same
 
 
 def sample_order(sampler: Any, dataset: Any = None) -> str | None:

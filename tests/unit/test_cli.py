@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 import ddp_patch
 from ddp_patch import Cost, audit, patch_dataloader_to_ddp
+from ddp_patch.auditing.auditing import audit_or_fail
 from ddp_patch.auditing.commands import commands, refusal_text
 from ddp_patch.auditing.finding import find
-from ddp_patch.auditing.fixture import audit_or_fail
 from ddp_patch.auditing.show_report import Report
 from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
 from ddp_patch.loaders.hooks import OURS

@@ -280,7 +280,7 @@ class Drawing(IterableDataset[Any]):
 
 def draws_too(samples: list[Any]) -> Any:
     """Draw as an augmentation does, which then draws the same for no two batches."""
-    torch.rand(1), np.random.random(), random.random()  # noqa: B018 - what counts is that they draw
+    torch.rand(1), np.random.random(), random.random()
     return default_collate(samples)
 
 

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, MissingRanksError, UnsupportedLoaderError, WorldError
+from ddp_patch.running.command import is_rank, take_slurm
 from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
-from ddp_patch.running.launch import is_rank, take_slurm
 from ddp_patch.running.lockstep import Counts
 from ddp_patch.running.one_process import Mode, OneProcessOptions
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all

@@ -42,7 +42,7 @@ from ddp_patch.samplers import (
     WindowDataset,
     WindowSampler,
     aspect_ratio_groups,
-    pk,
+    classes,
 )
 from ddp_patch.samplers.lengths import LengthBatches
 
@@ -447,7 +447,7 @@ def test_batches_have_p_labels_of_k_and_an_epoch_every_label(p: int, k: int) -> 
 @pytest.mark.parametrize("most_compared", [256, 0])
 @pytest.mark.parametrize(("size", "k"), [(5, 2), (9, 8), (5, 5), (3, 7), (64, 3)])
 def test_instances_are_drawn_uniformly(size: int, k: int, most_compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pk, "_MOST_COMPARED", most_compared)
+    monkeypatch.setattr(classes, "_MOST_COMPARED", most_compared)
     labels = np.repeat(np.arange(40), size)
     times = np.zeros(size)
     pairs = np.zeros((size, size))
