@@ -108,10 +108,10 @@ def draw(
             that came before are yielded first, and then the exception is raised unchanged.
         rng: ReentrantContext for each chunk.
         round_size: Items in a round: one for each rank.
-        ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has four
-            times as many as the one before, or twice if it is long, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in
-            a long stream of indices. An index is one sample. A round of batches counts as many as the largest that was
-            looked at: the first of each chunk.
+        ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
+            as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
+            index is one sample. A round of batches counts as many as the largest that was looked at: the first of
+            each chunk.
         rounds: How many rounds each chunk has, where they may not grow.
         copies: Whether to copy the items that are kept, because their source may change them later.
         selection: Tells which of some items to keep, by the position of the first and their number.
@@ -141,7 +141,7 @@ def draw(
             yield Chunk(length, items)
         if failure is not None:
             raise failure
-        now = min((2 if size > _LEAST_PIECE else 4) * now, source.rounds_ahead()) if ahead else next(sizes)
+        now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
 
 
 def _ends(start: int, size: int, round_size: int, pieces: int) -> Iterable[int]:
