@@ -325,8 +325,6 @@ class PrivateRNG:
 
     def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
-        if self._is_entered:
-            self._private = GlobalState.capture()
         self._was_moved = not self.is_unmoved
         self._key, self._first = (_PART, self._key[1], reader), None
         self._private = self._at_first()

@@ -216,7 +216,7 @@ class StreamWorker(Generic[T]):
 
     @property
     def draws_alone(self) -> bool:
-        """Whether nothing but the dataset draws from the global random states of this process: a worker's, mostly."""
+        """Whether nothing but the dataset draws from the global random states of this process, a worker's."""
         is_worker = get_worker_info() is not None and current_thread() is main_thread()
         return is_worker and self._is_collated_plainly
 
@@ -247,7 +247,7 @@ class StreamWorker(Generic[T]):
 
     def note_collating(self, collate_fn: Callable[[Any], Any]) -> None:
         """Note what makes batches of the items in workers that are started now; torch's own functions draw nothing."""
-        self._is_collated_plainly = collate_fn in {default_collate, default_convert}
+        self._is_collated_plainly = collate_fn is default_collate or collate_fn is default_convert
 
     def forget(self, number: int | None = None) -> None:
         """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
