@@ -253,12 +253,12 @@ def recording(kind: Kind, draws: list[Draw]) -> Iterator[None]:
         yield
 
 
-def iterated_first(sampler: Any, epoch: int) -> Order:
+def iterated_first(sampler: Any, epoch: int, private: torch.Generator | None = None) -> Order:
     """Iterate the sampler as torch does, put all random states back, and look the order up."""
     with ambient_unmoved(), unmoved(random_generators([sampler])):
         for _ in sampler:
             pass
-    return order_of(sampler, epoch)
+    return order_of(sampler, epoch, private)
 
 
 def users_sampler(loader: DataLoader[Any]) -> object:
