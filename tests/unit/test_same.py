@@ -36,6 +36,7 @@ def test_a_tree_is_the_same_as_itself(kept: Path) -> None:
     assert [path.name for path in kept.rglob("0-0-*")] == ["0-0-20"]
 
 
+@pytest.mark.soak  # as below
 def test_a_program_that_differs_is_shown(kept: Path, tmp_path: Path) -> None:
     shutil.copytree(TREE / "ddp_patch", tmp_path / "ddp_patch", ignore=shutil.ignore_patterns("__pycache__"))
     plan = tmp_path / "ddp_patch" / "plan.py"
