@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -321,13 +321,13 @@ class WorkerPass(Generic[T]):
             return slice(None) if self._worker.options.verify or not at else plan.slice_of_chunk(at, items, length)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        # Where nothing but the dataset draws in this process, its states stay in place for the whole pass.
-        whole: AbstractContextManager[None]
-        each: AbstractContextManager[None]
-        whole, each = (self._states, nullcontext()) if self._worker.draws_alone else (nullcontext(), self._states)
-        with whole:
+        states: AbstractContextManager[None] = self._states
+        with ExitStack() as whole_pass:
+            if self._worker.draws_alone:
+                whole_pass.enter_context(states)
+                states = nullcontext()
             # No copies: these are samples, not indices.
-            yield from draw(stream, each, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
+            yield from draw(stream, states, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
 
     def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.
