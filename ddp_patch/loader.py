@@ -134,7 +134,9 @@ class OwnMethods:
             yield from (_COPY, _SELF)
         iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
         self._counts = self._make_iterator is not None or (iterates_by_torch and not has_own_iteration(kind))
-        self._takes_notes = iterates_by_torch and not has_own_iterators(kind) and hasattr(loader.dataset, "noting")
+        # A loader with one iterator for all epochs takes them by itself.
+        makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.is_repeated)
+        self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "noting")
         if self._counts or self._takes_notes or self._make_mover is not None:
             yield MAKE_ITERATOR
         if self._counts and self._is_resumable(loader):

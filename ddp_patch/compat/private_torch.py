@@ -275,9 +275,13 @@ class _Counted:
 
 
 @cache
-def _counted(kind: Any) -> type:
-    """Return a class of iterators that is what another one is, but that each reports to its ``tally``."""
-    next_of_kind = kind.__next__  # it is called in each step, without a detour over super()
+def _counted(kind: Any, next_of_kind: Callable[[Any], Any]) -> type:
+    """Return a class of iterators that is what another one is, but that each reports to its ``tally``.
+
+    Args:
+        kind: The other one.
+        next_of_kind: Its ``__next__``, which a profiler may replace. In each step, super() would be a detour.
+    """
 
     def give(self: Any) -> Any:
         try:
@@ -298,9 +302,13 @@ def _counted(kind: Any) -> type:
 
 
 @cache
-def _moved(kind: Any) -> type:
-    """Return a class of iterators that is what another one is, but whose ``mover`` puts on a device what they give."""
-    next_of_kind = kind.__next__
+def _moved(kind: Any, next_of_kind: Callable[[Any], Any]) -> type:
+    """Return a class of iterators that is what another one is, but whose ``mover`` puts on a device what they give.
+
+    Args:
+        kind: As above, and ``next_of_kind``.
+        next_of_kind: As above.
+    """
 
     def give(self: Any) -> Any:
         return self.mover.next(partial(next_of_kind, self))
@@ -327,7 +335,7 @@ def move_batches(iterator: Any, mover: Any) -> None:
     """
     kind: Any = type(iterator)
     vars(iterator)["mover"] = mover
-    iterator.__class__ = _moved(kind)
+    iterator.__class__ = _moved(kind, kind.__next__)
 
 
 def count_batches(iterator: Any, tally: Any) -> None:
@@ -340,7 +348,7 @@ def count_batches(iterator: Any, tally: Any) -> None:
     if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
         vars(iterator)["tally"] = tally
         kind: Any = type(iterator)
-        iterator.__class__ = _counted(kind)
+        iterator.__class__ = _counted(kind, kind.__next__)
 
 
 # The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar, cast
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from ddp_patch.compat.private_torch import worker_info_told
@@ -24,6 +25,7 @@ from ddp_patch.sharding.sampler_states import AttributeProxy
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition, pickled
+from ddp_patch.walks import elements
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "generators_only"]
 
@@ -89,15 +91,18 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
             )
 
     def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what workers note of them; a new iterator takes it."""
-        self._worker.note_collating(collate_fn)
-        return partial(_collate_noted, self._worker, collate_fn) if self._worker.is_exact else collate_fn
+        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
+        return partial(_collate_noted, self._worker, collate_fn)
 
     def __len__(self) -> int:
         return self._worker.share_length()
 
     def __iter__(self) -> Iterator[T]:
         return WorkerIterator(self._worker)
+
+    def is_read_by(self, worker: "StreamWorker[T]") -> bool:
+        """Return whether this is what reads it."""
+        return self._worker is worker
 
     def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
         """Prepare this worker's copy for pass ``number``; see ``StreamWorker.prepare``."""
@@ -189,7 +194,6 @@ class StreamWorker(Generic[T]):
         self.first_items: FirstItems | None = first_items
         self.marks: MarksInMemory | None = marks
         self.is_kept: bool = is_kept
-        self._is_collated_plainly = False
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
@@ -213,12 +217,6 @@ class StreamWorker(Generic[T]):
     def is_exact(self) -> bool:
         """Whether each rank keeps its share of what it reads; else the dataset splits itself over all workers."""
         return not self.options.by_worker
-
-    @property
-    def draws_alone(self) -> bool:
-        """Whether nothing but the dataset draws from the global random states of this process, a worker's."""
-        is_worker = get_worker_info() is not None and current_thread() is main_thread()
-        return is_worker and self._is_collated_plainly
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
@@ -244,10 +242,6 @@ class StreamWorker(Generic[T]):
         """
         self._resumed, self._tells_rest = (number, position), tells_rest
         self._loads = self.shared.load()
-
-    def note_collating(self, collate_fn: Callable[[Any], Any]) -> None:
-        """Note what makes batches of the items in workers that are started now; torch's own functions draw nothing."""
-        self._is_collated_plainly = collate_fn is default_collate or collate_fn is default_convert
 
     def forget(self, number: int | None = None) -> None:
         """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
@@ -296,6 +290,7 @@ class StreamWorker(Generic[T]):
             # Told after that, because it may seed these generators.
             tell_epoch(self.dataset, epoch)
         if not self.is_exact:
+            self._giving = begun
             return begun.by_worker(), self.position_unbegun
         if start.ended:
             return iter(()), self.position_unbegun
@@ -427,7 +422,15 @@ class StreamWorker(Generic[T]):
 
     def note(self) -> BatchNote | None:
         """Return what travels with the batch that is made now; None if there is nothing to note."""
-        return None if self._giving is None else self._giving.note()
+        return self._giving.note() if self._giving is not None and self.is_exact else None
+
+    def before_collating(self, collate_fn: Callable[[Any], Any], samples: Any) -> None:
+        """Let the stream's random states stay in place in a worker whose batches are surely made without drawing."""
+        if self._giving is not None:
+            info: Any = get_worker_info()
+            # Another dataset of the worker's, which reads this one, may draw.
+            is_own = info is not None and isinstance(info.dataset, ShardedIterable) and info.dataset.is_read_by(self)
+            self._giving.before_others(may_draw=not (is_own and _draws_nothing(collate_fn, samples)))
 
 
 def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], samples: Any) -> Any:
@@ -439,8 +442,26 @@ def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], 
         samples: The batch's samples.
     """
     note = worker.note()  # before the user's function may read on
+    worker.before_collating(collate_fn, samples)
     batch = collate_fn(samples)
     return batch if note is None else NotedBatch(note, batch)
+
+
+# What torch's own functions make batches of without calling any other code, and what may hold that.
+_PLAIN = frozenset({bool, int, float, str, bytes, torch.Tensor, np.ndarray})
+_CONTAINERS = frozenset({list, tuple, dict})
+
+
+def _draws_nothing(collate_fn: Callable[[Any], Any], samples: Any) -> bool:
+    """Return whether a function surely makes a batch without drawing: torch's own, of plain samples."""
+    return (collate_fn is default_collate or collate_fn is default_convert) and _is_plain(samples)
+
+
+def _is_plain(value: Any) -> bool:
+    if (kind := type(value)) in _PLAIN:
+        return True
+    parts = elements(value)
+    return kind in _CONTAINERS and (_PLAIN.issuperset(map(type, parts)) or all(map(_is_plain, parts)))
 
 
 def generators_only(dataset: object) -> SimpleNamespace:

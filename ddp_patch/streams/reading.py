@@ -93,10 +93,11 @@ class Reader:
                 item = self._timed(iterator)
 
     def _timed(self, iterator: Iterator[Any]) -> Any:
-        """Return an iterator's next item, or ``_END``, and count the seconds that it takes."""
+        """Return an iterator's next item, or ``_END``, and count the seconds that an item takes."""
         began_s = perf_counter()
         item = next(iterator, _END)
-        self.spent_s += perf_counter() - began_s
+        if item is not _END:
+            self.spent_s += perf_counter() - began_s
         return item
 
     @contextmanager

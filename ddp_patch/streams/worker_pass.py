@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -321,13 +321,24 @@ class WorkerPass(Generic[T]):
             return slice(None) if self._worker.options.verify or not at else plan.slice_of_chunk(at, items, length)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        states: AbstractContextManager[None] = self._states
-        with ExitStack() as whole_pass:
-            if self._worker.draws_alone:
-                whole_pass.enter_context(states)
-                states = nullcontext()
+        try:
             # No copies: these are samples, not indices.
-            yield from draw(stream, states, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
+            yield from draw(
+                stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept
+            )
+        finally:
+            self.before_others(may_draw=True)
+
+    def before_others(self, *, may_draw: bool) -> None:
+        """Let the stream's random states stay in place between batches, unless others may draw: put theirs back then.
+
+        Args:
+            may_draw: Whether others may draw before the next batch is read.
+        """
+        if isinstance(self._states, PrivateRNG):
+            self._states.stays = not may_draw
+            if may_draw:
+                self._states.put_back()
 
     def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.

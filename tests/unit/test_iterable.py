@@ -1,5 +1,6 @@
 """Iterable datasets: what one process with the same workers reads, and who reads what."""
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -313,6 +314,71 @@ def test_what_a_dataset_draws_does_not_depend_on_what_the_collate_fn_draws(
     assert passes(draws_too)[0] == drawn
     assert len(swaps) <= 2  # one for each worker: its states stay in place for the whole pass
     assert len(passes(draws_too)[1]) > 2
+
+
+class Lazy(dict[str, int]):
+    """Draws when it is looked into, as samples do that are transformed late."""
+
+    def __getitem__(self, key: str) -> int:
+        random.random()
+        return super().__getitem__(key)
+
+
+class Shuffled(IterableDataset[Any]):
+    """One stream, shuffled by what is drawn meanwhile."""
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        waiting = list(range(41))
+        while waiting:
+            yield Lazy(number=waiting.pop(random.randrange(len(waiting))))
+
+
+class InTurn(IterableDataset[float]):
+    """Draws, and reads patched loaders in between."""
+
+    def __init__(self, reads: bool) -> None:
+        of = [DataLoader(Drawing(), 2) for _ in range(2 * reads)]
+        self.loaders = [patch_dataloader_to_ddp(each, rank=0, num_replicas=2) for each in of]
+
+    def __iter__(self) -> Iterator[float]:
+        passes = list(map(iter, self.loaders))
+        for _ in range(8):
+            for each in passes:
+                next(each)
+                yield random.random()
+            if not passes:
+                yield from (random.random(), random.random())
+
+
+def test_samples_that_draw_when_a_batch_is_made_of_them_change_no_order() -> None:
+    shares = [
+        list(
+            patch_dataloader_to_ddp(DataLoader(Shuffled(), 3, num_workers=2), rank=rank, num_replicas=2, uneven="keep")
+        )
+        for rank in range(2)
+    ]
+    assert sorted(number for share in shares for batch in share for number in batch["number"].tolist()) == list(
+        range(41)
+    )
+
+
+def test_a_dataset_that_reads_patched_loaders_in_a_worker_draws_as_without_them() -> None:
+    def drawn(reads: bool) -> list[float]:
+        torch.manual_seed(0)
+        return list(DataLoader(InTurn(reads), None, num_workers=1))
+
+    assert drawn(reads=True) == drawn(reads=False)
+
+
+def test_a_shallow_copy_with_another_collate_fn_draws_as_that_does() -> None:
+    def of(collate_fn: Any) -> list[Any]:
+        patched = patch_dataloader_to_ddp(DataLoader(Drawing(), 2, num_workers=2), rank=0, num_replicas=2, seed=1)
+        next(iter(patched))
+        copied = copy.copy(patched)
+        copied.collate_fn = collate_fn
+        return [batch[0].tolist() for batch in copied]
+
+    assert of(draws_too) == of(default_collate)
 
 
 class Closed(dict[str, int]):
