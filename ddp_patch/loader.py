@@ -28,11 +28,11 @@ from ddp_patch.errors import (
 )
 from ddp_patch.loaders.copying import OWN_METHODS, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
-from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.recognition import is_loader, sharded_by
+from ddp_patch.loaders.to_device import Mover
 from ddp_patch.sharding.batches import Tally, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
-from ddp_patch.sharding.position import no_state
+from ddp_patch.sharding.saved_position import no_state
 from ddp_patch.walks import is_empty, nested, place_of
 
 __all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]

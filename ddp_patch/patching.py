@@ -21,8 +21,8 @@ from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import OneIterator, copy_loader
 from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
-from ddp_patch.loaders.moving import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
+from ddp_patch.loaders.to_device import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast

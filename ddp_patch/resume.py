@@ -11,7 +11,7 @@ from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import batches_delivered, patched_sampler, require_batches
 from ddp_patch.sharding.epoch_sampler import EpochSampler
-from ddp_patch.sharding.position import Position
+from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.validation import as_index
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_patch.loaders import moving
+from ddp_patch.loaders import to_device
 
 __all__ = ["Streams", "pretend_streams"]
 
@@ -61,6 +61,6 @@ def pretend_streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     def record(tensor: torch.Tensor, stream: Any) -> None:
         streams.calls.append(f"{tuple(tensor.shape)} recorded in {stream.name}")
 
-    monkeypatch.setattr(moving, "streams_of", streams_of)
+    monkeypatch.setattr(to_device, "streams_of", streams_of)
     monkeypatch.setattr(torch.Tensor, "record_stream", record)
     return streams

@@ -28,7 +28,7 @@ from ddp_patch.evaluation.places import Keys, Placed, array_of, joined, keys_of,
 from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import Level
-from ddp_patch.loaders.moving import device_of
+from ddp_patch.loaders.to_device import device_of
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat.packages import changes_of
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import Level, look_at
-from ddp_patch.loaders.moving import Mover, device_of, without_device
 from ddp_patch.loaders.recognition import require_loader, sharded_by
+from ddp_patch.loaders.to_device import Mover, device_of, without_device
 from ddp_patch.ranks.channel import opened_sums
 from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import Batches, require_batches

@@ -42,6 +42,18 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
+
+# The most items in a message, all ranks' together. An ordinary epoch is one message. A stream of unknown length starts
+# with the smaller number, because it may be slow or endless.
+LARGEST_PIECE, FIRST_PIECE = 2**20, 2**12
+
+# Each member's items, the note sent with them, and whether they are the last.
+_Piece: TypeAlias = tuple[list[list[Any]], Any, bool]
+
+_SENDING = "Sending every rank its share"
+
+
 V = TypeVar("V")
 
 
@@ -367,18 +379,6 @@ class _Meeting:
 
 def _who_is_where(doing: Mapping[int, str]) -> str:
     return "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(doing).items())
-
-
-T = TypeVar("T")
-
-# The most items in a message, all ranks' together. An ordinary epoch is one message. A stream of unknown length starts
-# with the smaller number, because it may be slow or endless.
-LARGEST_PIECE, FIRST_PIECE = 2**20, 2**12
-
-# Each member's items, the note sent with them, and whether they are the last.
-_Piece: TypeAlias = tuple[list[list[Any]], Any, bool]
-
-_SENDING = "Sending every rank its share"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, StreamL
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.facts import Level, look_at
 from ddp_patch.loaders.hooks import about_to_use
-from ddp_patch.loaders.moving import Mover
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
+from ddp_patch.loaders.to_device import Mover
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.position import NotedBatch
+from ddp_patch.sharding.saved_position import NotedBatch
 
 __all__ = [
     "Batches",

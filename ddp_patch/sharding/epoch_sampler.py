@@ -14,8 +14,8 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.position import Position, read_state, split, write_state
-from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sampler_generators import SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.saved_position import Position, read_state, split, write_state
 
 __all__ = ["EpochSampler"]
 

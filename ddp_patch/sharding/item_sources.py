@@ -16,7 +16,7 @@ from ddp_patch.ranks.exchange import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes, size_of
 from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.drawing import EpochDrawing, Origins, Stream
-from ddp_patch.sharding.sampler_states import SamplerSnapshot
+from ddp_patch.sharding.sampler_generators import SamplerSnapshot
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 

@@ -14,8 +14,8 @@ from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.position import BatchNote, Position, split
-from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sampler_generators import SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.saved_position import BatchNote, Position, split
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,8 +109,8 @@ class Pass(Progress, Generic[T]):
 
     @property
     def length(self) -> int | None:
-        """How many items all ranks share in it, once its end was found."""
-        raise NotImplementedError
+        """How many items all ranks share in it, once its end was found; None if another rank may not have found it."""
+        return None
 
     @property
     def is_comparable(self) -> bool:
@@ -417,13 +417,8 @@ class SamplerPass(Pass[T]):
         for chunk in self.source.chunks(self.skip):
             if self.length is not None:
                 self._at_end(self.length)
-            yield self._prepared(chunk)
-
-    def _prepared(self, part: Sequence[T]) -> Sequence[T]:
-        """Record the sizes of the next items and divide them, if asked to."""
-        if self.sizes is not None:
-            part = self.sizes.record(part)
-        return part if self._divide is None else list(map(self._divide, part))
+            part = chunk if self.sizes is None else self.sizes.record(chunk)
+            yield part if self._divide is None else list(map(self._divide, part))
 
     def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:
         return super()._schedule_of(parts, self.source.sizes)

@@ -36,8 +36,8 @@ from ddp_patch.sharding.drawing import EpochDrawing, require_sure_length
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass, SamplerPass
-from ddp_patch.sharding.position import Position, split
-from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sampler_generators import AttributeProxy, SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.saved_position import Position, split
 
 __all__ = ["ShardedSampler"]
 

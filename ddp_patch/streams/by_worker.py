@@ -196,7 +196,7 @@ def _handed_out(own: OwnBatches, maker: EvenIterators) -> Generator[Any]:
     own.ready = current.batches_ready if maker.workers else lambda _: 2
     with maker.opened(own) as channel:
         plan = RoundPlan(channel.index, uneven)
-        yield from even_steps(own, channel, plan, rounds, lambda: current.batches_made)
+        yield from even_steps(own, channel, plan, rounds, current.batches_made)
         rounds.end()
         if current.start.is_at_epoch_start:  # the rest of an epoch may well have no step
             _require_steps(rounds, plan.ranks, uneven)

@@ -17,7 +17,7 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
-from ddp_patch.sharding.position import StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 
 __all__ = ["DatasetStateTracker", "Reader", "can_snapshot", "tell_epoch", "this_worker"]
 

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain, count
+from itertools import chain, count, repeat
 from time import monotonic, sleep
 from typing import Any
 
@@ -13,8 +13,8 @@ from ddp_patch.errors import StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.position import BatchNote, PartsDone, Position, StreamSnapshot, split
-from ddp_patch.sharding.sampler_states import SamplerSnapshot
+from ddp_patch.sharding.sampler_generators import SamplerSnapshot
+from ddp_patch.sharding.saved_position import BatchNote, PartsDone, Position, StreamSnapshot, split
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 
@@ -75,11 +75,6 @@ class StreamPass(Pass[None]):
         self._at_end()
 
     @property
-    def length(self) -> int | None:
-        """None: this rank's workers may have found the end before another rank's."""
-        return None
-
-    @property
     def is_comparable(self) -> bool:
         """Whether ranks take equally much; they do where each reads the whole dataset."""
         return self._worker.is_exact
@@ -101,9 +96,8 @@ class StreamPass(Pass[None]):
         self.rounds = BalancedRounds()
         return self.rounds
 
-    @property
     def batches_made(self) -> Sequence[int]:
-        """How many batches each worker of a dataset that splits itself made in all; -1 for those that may make more."""
+        """Return how many batches each worker of a dataset that splits itself made; -1 for those that may make more."""
         return [made if is_end else -1 for made, is_end in zip(*self._shared.batches_noted(self._number), strict=True)]
 
     def batches_ready(self, received: int) -> int:
@@ -120,8 +114,7 @@ class StreamPass(Pass[None]):
         return ready_in_turn(of_pass, [are_over[part] for part in parts]) + all(are_over) - received
 
     def _chunks(self) -> Iterator[list[None]]:
-        while True:
-            yield _INDICES
+        return repeat(_INDICES)
 
     def ends_within(self, items: int) -> bool:
         """Return True: nothing has to be drawn here to know what is left."""

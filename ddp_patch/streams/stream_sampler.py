@@ -18,8 +18,8 @@ from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.stream_monitor import StreamMonitor
 from ddp_patch.sharding.epoch_sampler import EpochSampler
-from ddp_patch.sharding.position import Position
-from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.sampler_generators import SamplerStates
+from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
 from ddp_patch.streams.reading import can_snapshot
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState

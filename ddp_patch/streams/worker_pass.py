@@ -16,7 +16,7 @@ from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import require_sure_length, share
-from ddp_patch.sharding.position import BatchNote, StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import DatasetStateTracker, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import LARGEST
 
@@ -269,6 +269,7 @@ class WorkerPass(Generic[T]):
         yield first
         if asked or self.told_num_workers == 1:
             yield from read
+            return
         for item in read:
             if reader.asked_before_item:
                 raise UnsupportedLoaderError(

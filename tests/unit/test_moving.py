@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.loaders.moving import Mover, moved
+from ddp_patch.loaders.to_device import Mover, moved
 
 META = torch.device("meta")
 

@@ -8,7 +8,7 @@ from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state, unmoved
 from ddp_patch.orders.random_states import Seed
 from ddp_patch.plan import Consumed
-from ddp_patch.sharding.sampler_states import SamplerSnapshot
+from ddp_patch.sharding.sampler_generators import SamplerSnapshot
 
 __all__ = [
     "BatchNote",
