@@ -13,9 +13,9 @@ MOST_PAGES, MOST_WORDS, MOST_IN_README, MOST_IN_A_LINE = 16, 22_000, 700, 120
 
 
 def words(page: Path) -> int:
-    """Return how many words a page has outside of blocks of code, comments and the targets of links."""
+    """Return how many words a page has outside of blocks of code, comments, links' targets and commits' stamps."""
     text = re.sub(r"^( *)```.*?^\1```$|<!--.*?-->", "", page.read_text(), flags=_BLOCK)
-    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"\]\([^)]*\)|^\*Measured at \w+\.\*$", "]", text, flags=re.MULTILINE)
     return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
