@@ -28,7 +28,7 @@ from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.histories import ReadAhead
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.sharding.batches import describe_share
+from ddp_patch.sharding.batches import RepeatedPasses, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
 from ddp_patch.walks import Nest
@@ -423,8 +423,6 @@ def _iterators_of(
     """Return what makes a loader's iterators; None if its class does."""
     world, options = sharded.agreed.world, sharded.agreed.options
     if facts.repeater is not None:
-        from ddp_patch.sharding.batches import RepeatedPasses  # most loaders do not need it
-
         # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
         passes = RepeatedPasses(patched, sharded, new, make_mover)
         vars(patched).update(dict.fromkeys(facts.running, passes))

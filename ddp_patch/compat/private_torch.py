@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
 
 from ddp_patch.compat.packages import full_name, is_any_of
 from ddp_patch.errors import TorchVersionError
@@ -425,6 +425,7 @@ def has_own_iteration(loader_kind: type) -> bool:
 
 # Holds the one variable that ``get_worker_info()`` reads in a process.
 _WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
+_COLLATE: Final[Any] = private("torch.utils.data._utils.collate", "Sharing an iterable dataset")
 
 
 def thread_workers(loader: object) -> tuple[str, str] | None:
@@ -491,6 +492,17 @@ class worker_info_told:  # noqa: N801 - it is called as a function is, and a cla
 
     def __exit__(self, *exc: object) -> None:
         _WORKER._worker_info = self._before
+
+
+def is_torchs_collating(collate_fn: object) -> bool:
+    """Return whether a function is torch's own that makes batches, and nobody has given it functions to call.
+
+    There is no public name for where these are kept. For a torch that keeps them elsewhere, return False.
+    """
+    if collate_fn is not default_collate and collate_fn is not default_convert:
+        return False
+    called: Mapping[Any, Any] = getattr(_COLLATE, "default_collate_fn_map", {None: None})
+    return all(getattr(function, "__module__", None) == _COLLATE.__name__ for function in called.values())
 
 
 def seed_as_worker(base_seed: int, worker: int) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,9 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.exchange import by_value, exchange, ranks_text, refuse, require_same
+from ddp_patch.ranks.exchange import Leader, by_value, exchange, ranks_text, refuse, require_same
 from ddp_patch.ranks.mailbox import Peers, agreed_peers, given_peers
 from ddp_patch.ranks.world import World
-
-if TYPE_CHECKING:
-    from ddp_patch.ranks.exchange import Leader
 
 __all__ = [
     "AGREEING",
@@ -265,8 +261,6 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
     members, leader = list(world.share_of_rank or ()), None
     if options.order == "leader":
-        from ddp_patch.ranks.exchange import Leader  # most trainings do not need it
-
         leader = Leader(members, options.timeout)
     peers = agreed_peers(members, decision.number)
     return Agreed(world, options, _seed(options, decision.seed), leader, decision.number, peers)

@@ -294,13 +294,17 @@ class StepCounts:
     Args:
         peers: The ranks.
         slack: How many batches more one rank may have.
+
+    Attributes:
+        due_s: From when on, by ``perf_counter()``, it is worth leaving a count again.
     """
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
         self._mailbox = Mailbox(peers, "steps", _Count.decoded)
         self._epoch, self._which = -1, ""
-        self._posted, self._due_s = 0, 0.0
+        self.due_s: float = 0.0
+        self._posted = 0
         self._first_s = perf_counter()
 
     def begin(self, epoch: int, which: str) -> None:
@@ -312,23 +316,18 @@ class StepCounts:
         """
         self._epoch, self._which = epoch, which
 
-    def post(self, batches: int) -> float:
-        """Leave how many batches this rank was given of the pass.
-
-        Returns:
-            The time, by ``perf_counter()``, from which on it is worth to do so again.
-        """
+    def post(self, batches: int) -> None:
+        """Leave how many batches this rank was given of the pass, if that is due."""
         now_s = perf_counter()
         if batches == 1:
             self._first_s = now_s
-        if now_s < self._due_s:
-            return self._due_s
+        if now_s < self.due_s:
+            return
         self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|0")
         self._posted += 1
         if self._posted >= _FREE:
             posted_s = perf_counter()
-            self._due_s = posted_s + _TIMES_THEIR_COST * (posted_s - now_s)
-        return self._due_s
+            self.due_s = posted_s + _TIMES_THEIR_COST * (posted_s - now_s)
 
     def longer(self, batches: int) -> Mapping[int, int]:
         """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.

@@ -10,6 +10,7 @@ from weakref import ref
 from ddp_patch.orders.chunks import IterationState, Progress
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
+from ddp_patch.ranks.mailbox import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import Division
@@ -102,8 +103,7 @@ class Pass(Progress, Generic[T]):
         self._counter: Callable[[], object] | None = None
         self._steps, self._surely_taken, self._awaited = 1, skip, 0
         self._notes = None if note is None else note(self)
-        self._post: Callable[[int], float] | None = None  # leaves the count of batches for the other ranks
-        self._post_due_s = 0.0  # when that is worth it again
+        self._step_counts: StepCounts | None = None  # where the count of batches is left for the other ranks
 
     # ---- what differs between samplers and workers ----
 
@@ -263,9 +263,9 @@ class Pass(Progress, Generic[T]):
             return
         self.batches_delivered = delivered = self.batches_delivered + 1
         if delivered == 1 and self._is_unsure:
-            self._post, self._post_due_s = self._monitor.steps(self.epoch, self.begins_at).post, 0.0
-        if self._post is not None and perf_counter() >= self._post_due_s:
-            self._post_due_s = self._post(delivered)
+            self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
+        if (counts := self._step_counts) is not None and (delivered == 1 or perf_counter() >= counts.due_s):
+            counts.post(delivered)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""

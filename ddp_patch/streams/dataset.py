@@ -11,9 +11,9 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat.private_torch import worker_info_told
+from ddp_patch.compat.private_torch import is_torchs_collating, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
@@ -454,7 +454,7 @@ _CONTAINERS = frozenset({list, tuple, dict})
 
 def _draws_nothing(collate_fn: Callable[[Any], Any], samples: Any) -> bool:
     """Return whether a function surely makes a batch without drawing: torch's own, of plain samples."""
-    return (collate_fn is default_collate or collate_fn is default_convert) and _is_plain(samples)
+    return is_torchs_collating(collate_fn) and _is_plain(samples)
 
 
 def _is_plain(value: Any) -> bool:

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
@@ -327,10 +328,13 @@ class Lazy(dict[str, int]):
 class Shuffled(IterableDataset[Any]):
     """One stream, shuffled by what is drawn meanwhile."""
 
-    def __iter__(self) -> Iterator[dict[str, int]]:
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
         waiting = list(range(41))
         while waiting:
-            yield Lazy(number=waiting.pop(random.randrange(len(waiting))))
+            yield self.make(number=waiting.pop(random.randrange(len(waiting))))
 
 
 class InTurn(IterableDataset[float]):
@@ -350,16 +354,23 @@ class InTurn(IterableDataset[float]):
                 yield from (random.random(), random.random())
 
 
-def test_samples_that_draw_when_a_batch_is_made_of_them_change_no_order() -> None:
-    shares = [
-        list(
-            patch_dataloader_to_ddp(DataLoader(Shuffled(), 3, num_workers=2), rank=rank, num_replicas=2, uneven="keep")
-        )
-        for rank in range(2)
-    ]
-    assert sorted(number for share in shares for batch in share for number in batch["number"].tolist()) == list(
-        range(41)
-    )
+def draw_for_ints(numbers: list[int], **_: Any) -> torch.Tensor:
+    random.random()
+    return torch.tensor(numbers)
+
+
+@pytest.mark.parametrize("is_lazy", [True, False], ids=["lazy samples", "a function for a type"])
+def test_what_draws_when_a_batch_is_made_changes_no_order(is_lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    make: Callable[..., Any] = Lazy if is_lazy else dict
+    if not is_lazy:
+        monkeypatch.setitem(default_collate_fn_map, int, draw_for_ints)  # which torch documents
+    loader: DataLoader[Any] = DataLoader(Shuffled(make), 3, num_workers=2)
+    shares = [patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, uneven="keep") for rank in range(2)]
+    numbers: list[int] = []
+    for rank, share in enumerate(shares):
+        seed_ambient(rank)
+        numbers += [number for batch in share for number in batch["number"].tolist()]
+    assert sorted(numbers) == list(range(41))
 
 
 def test_a_dataset_that_reads_patched_loaders_in_a_worker_draws_as_without_them() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from audit_setups import Untouchable
 from click.testing import CliRunner
+from quick import soaked
 from torch.utils.data import DataLoader, Sampler
 from zoo import BY_NAME, loader
 
@@ -422,7 +423,7 @@ def test_the_strip_lies_above_the_rows() -> None:
     assert re.search(r"\.ddp-name \{[^}]*[^-]width: [\d.]+em", STYLE)
 
 
-@pytest.mark.parametrize("ranks", [8, 48, 600])
+@pytest.mark.parametrize("ranks", [8, 48, 600, *map(soaked, (24, 96))])
 def test_names_of_rows_have_room(ranks: int) -> None:
     report = audited(plain(2000), ranks, epochs=1)
     who = shown_of(report)[1]
