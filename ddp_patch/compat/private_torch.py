@@ -425,7 +425,6 @@ def has_own_iteration(loader_kind: type) -> bool:
 
 # Holds the one variable that ``get_worker_info()`` reads in a process.
 _WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
-_COLLATE: Final[Any] = private("torch.utils.data._utils.collate", "Sharing an iterable dataset")
 
 
 def thread_workers(loader: object) -> tuple[str, str] | None:
@@ -501,8 +500,9 @@ def is_torchs_collating(collate_fn: object) -> bool:
     """
     if collate_fn is not default_collate and collate_fn is not default_convert:
         return False
-    called: Mapping[Any, Any] = getattr(_COLLATE, "default_collate_fn_map", {None: None})
-    return all(getattr(function, "__module__", None) == _COLLATE.__name__ for function in called.values())
+    torchs = default_collate.__module__
+    called: Mapping[Any, Any] = getattr(sys.modules[torchs], "default_collate_fn_map", {None: None})
+    return all(getattr(function, "__module__", None) == torchs for function in called.values())
 
 
 def seed_as_worker(base_seed: int, worker: int) -> None:
