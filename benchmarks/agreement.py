@@ -147,7 +147,9 @@ def fingerprinted(rank: int) -> float:
 def drawn_s(noted: PassFingerprint | None) -> float:
     """How many seconds it takes to draw whole numbers, noted or not."""
     start = time.perf_counter()
-    chunks = draw(start_iterating(map(int, range(ITEMS))), PrivateRNG(0, 0), round_size=8, ahead=True, noted=noted)
+    chunks = draw(
+        start_iterating(map(int, range(ITEMS))), PrivateRNG(0, 0), round_size=8, ahead=True, fingerprint=noted
+    )
     for _ in chunks:
         pass
     return time.perf_counter() - start

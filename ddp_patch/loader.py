@@ -197,12 +197,12 @@ class OwnMethods:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, or why it is not known: the checkpoint may never be restored."""
-        from ddp_patch.resume import state_as_found  # most trainings do not need it
+        from ddp_patch.resume import state_on_this_rank  # most trainings do not need it
 
         loader = self._found()
         try:
             self._require_none_ahead(loader)
-            return state_as_found(loader)
+            return state_on_this_rank(loader)
         except DDPPatchError as error:
             return no_state(message_of(error))
 
@@ -214,14 +214,14 @@ class OwnMethods:
         Raises:
             StateError: The state is damaged, newer than this package, of another loader, or none.
         """
-        from ddp_patch.resume import go_on  # as above
+        from ddp_patch.resume import resume_loader  # as above
 
-        go_on(self._found(), state_dict, tells_rest=False)
+        resume_loader(self._found(), state_dict, counts_rest=False)
 
     def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
         """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
         sampler = self._sampler
-        current = None if sampler is None else sampler.running
+        current = None if sampler is None else sampler.current_pass
         if sampler is None or current is None:
             return
         if current.batches_delivered and not current.loop_saw_end and sampler.left(current.start) is None:

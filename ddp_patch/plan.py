@@ -104,9 +104,9 @@ class Plan:
         """Whether this rank's positions are known only once the stream's length is."""
         return self.layout == "contiguous"
 
-    def rest_of_stream(self, length: Callable[[], int], done: Consumed) -> "Rest":
+    def rest_of_stream(self, length: Callable[[], int], consumed: Consumed) -> "Rest":
         """Return what is left of a stream whose length is asked for only where it is needed."""
-        return self.rest(length() if self.needs_length else sys.maxsize, done)
+        return self.rest(length() if self.needs_length else sys.maxsize, consumed)
 
     def own_and_repeated(self, n: int) -> tuple[range, range]:
         """Return the positions of this rank's own items, and of the items that its padding repeats.
@@ -157,18 +157,18 @@ class Plan:
         """
         return max(0, len(self.share(len(self.rest(n, before)))) - skip)
 
-    def rest(self, n: int, done: Consumed) -> "Rest":
+    def rest(self, n: int, consumed: Consumed) -> "Rest":
         """Return what is left of a stream after some ranks have taken items from it.
 
         Args:
             n: How many items the stream has. If the layout is interleaved, any larger number does too.
-            done: What was taken; the number of ranks may have changed in between.
+            consumed: What was taken; the number of ranks may have changed in between.
         """
         if self.layout == "interleaved":
-            taken = sum(ranks * each for ranks, each in done)
+            taken = sum(ranks * each for ranks, each in consumed)
             return Rest((range(min(n, taken), n),), n)
         rest = Rest((range(n),), n)
-        for ranks, each in done:
+        for ranks, each in consumed:
             rest = self._rest_of_runs(rest, ranks, each)
         return rest
 
@@ -227,7 +227,7 @@ class Rest:
         n: How many items the whole stream has at most.
 
     Examples:
-        >>> rest = Plan(0, 2, layout="contiguous").rest(10, done=[(2, 3)])
+        >>> rest = Plan(0, 2, layout="contiguous").rest(10, consumed=[(2, 3)])
         >>> rest.runs
         (range(3, 5), range(8, 10))
         >>> list(rest.select(iter("abcdefghij")))

@@ -15,7 +15,7 @@ from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.validation import as_index
 
-__all__ = ["batches_as_here", "go_on", "loader_state", "restore_loader", "state_as_found"]
+__all__ = ["batches_as_here", "loader_state", "restore_loader", "resume_loader", "state_on_this_rank"]
 
 _RESTORING = "Restoring a loader's state"
 
@@ -62,7 +62,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
     return sampler.state_after(batches_delivered(loader, sampler) if done is None else done)
 
 
-def state_as_found(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
+def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
     """Return the state after the batches that a loader has given, as this rank knows it: frameworks save one rank's.
 
     They think that a pass has ended once it gave ``len()`` batches, and would take an empty rest for the next epoch.
@@ -75,7 +75,7 @@ def state_as_found(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
     sampler = _resumable(loader)
-    return sampler.state_after(batches_delivered(loader, sampler) - ahead, as_found=True)
+    return sampler.state_after(batches_delivered(loader, sampler) - ahead, on_this_rank=True)
 
 
 def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int, int | None]:
@@ -87,11 +87,11 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int
         StateError: The state is not of this loader.
     """
     batches = require_batches("restore_loader", loader)
-    sampler, position = batches.sampler, batches.sampler.read(state).following()
+    sampler, position = batches.sampler, batches.sampler.read(state).or_next_epoch()
     left, whole = (sampler.left(place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
         return batches.count(whole) - batches.count(left), batches.count(whole)
-    items = sum(ranks * taken for ranks, taken in position.done)
+    items = sum(ranks * taken for ranks, taken in position.consumed)
     return items // sampler.num_replicas // batches.size, None
 
 
@@ -149,14 +149,14 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         >>> bool((torch.stack(list(resumed)) == torch.stack(following)).all())
         True
     """
-    go_on(loader, state, tells_rest=True)
+    resume_loader(loader, state, counts_rest=True)
 
 
-def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -> None:
-    """Restore a loader; ``tells_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
+def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest: bool) -> None:
+    """Restore a loader; ``counts_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
     sampler = patched_sampler("restore_loader", loader)
     with failures_broadcast(sampler.agreed.world, _RESTORING):
-        position = sampler.read(state).following()
+        position = sampler.read(state).or_next_epoch()
         left = sampler.left(position) if sampler.is_repeated and position.is_begun else None
         if left is not None and require_batches("restore_loader", loader).count(left) < 1:
             raise StateError(
@@ -171,10 +171,16 @@ def go_on(loader: DataLoader[Any], state: dict[str, Any], *, tells_rest: bool) -
         {
             "seed": position.seed,
             "epoch to resume in": position.epoch,
-            "done": json.dumps(position.done),
-            "done of each part": None if parts is None else json.dumps([parts.first, *parts.done]),
-            "held": fingerprint([position.held.generators, position.held.samplers, position.held.attributes]),
+            "done": json.dumps(position.consumed),
+            "done of each part": None if parts is None else json.dumps([parts.first, *parts.consumed]),
+            "held": fingerprint(
+                [
+                    position.sampler_snapshot.generators,
+                    position.sampler_snapshot.samplers,
+                    position.sampler_snapshot.attributes,
+                ]
+            ),
         },
     )
-    sampler.go_to(position, tells_rest=tells_rest)
+    sampler.resume_at(position, counts_rest=counts_rest)
     forget_iterator(loader)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat.packages import ACCELERATE_NON_BLOCKING, ACCELERATE_UNCUT, AccelerateLeavesAlone
 from ddp_patch.evaluation.gather import gather_this_step
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.resume import go_on, loader_state
+from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.sharding.batches import patched_sampler
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 
@@ -94,7 +94,7 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a state was taken; ``len()`` stays whole, as in accelerate's loaders."""
-        go_on(self.base_dataloader, state_dict, tells_rest=False)
+        resume_loader(self.base_dataloader, state_dict, counts_rest=False)
         self._batches_done = 0
 
     @property

@@ -12,7 +12,7 @@ from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import batches_as_here, go_on, loader_state
+from ddp_patch.resume import batches_as_here, loader_state, resume_loader
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
 
@@ -126,7 +126,7 @@ class _SavedPosition:
             )
         if is_shared:
             done, _ = batches_as_here(self._loader, state_dict[_KEY])
-            go_on(self._loader, state_dict[_KEY], tells_rest=False)
+            resume_loader(self._loader, state_dict[_KEY], counts_rest=False)
             if can_count and not is_own:
                 epoch = state_dict["iteration"] // kept["batches"]
                 of_engine |= {"iteration": epoch * here["batches"] + done, "epoch_length": here["batches"]}

@@ -34,7 +34,7 @@ from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import batches_as_here, state_as_found
+from ddp_patch.resume import batches_as_here, state_on_this_rank
 from ddp_patch.sharding.saved_position import no_state
 from ddp_patch.wrappers import alone, with_mesh
 
@@ -266,7 +266,7 @@ def _stateful(loaders: Sequence[Any]) -> list[Any]:
 def _state(loader: DataLoader[Any], ahead: int) -> dict[str, Any]:
     """Return a loader's state without the batches that are ahead of the loop, or why it is not known."""
     try:
-        return state_as_found(loader, ahead=ahead)
+        return state_on_this_rank(loader, ahead=ahead)
     except DDPPatchError as error:
         return no_state(message_of(error))
 

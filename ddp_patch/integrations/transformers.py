@@ -26,7 +26,7 @@ from ddp_patch.compat.packages import (
 from ddp_patch.errors import DDPPatchError, StateError, message_of
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
-from ddp_patch.resume import go_on, loader_state
+from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
 from ddp_patch.wrappers import alone, with_mesh
@@ -237,11 +237,11 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
         _require_countable(saved, kept, plan, _is_ours(loader))
     if place is not None and not args.ignore_data_skip:
         _require_same_groups(kept, loader)
-        go_on(loader, place, tells_rest=True)
+        resume_loader(loader, place, counts_rest=True)
         if plan[0] is None:
             # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
             vars(loader).pop("set_epoch", None)
-            loader.sampler.tells_rest = False
+            loader.sampler.counts_rest = False
             return None
         return _count_of_rest(loader, args, steps)
     if plan[0] is None or not (kept or part == 0):
@@ -260,7 +260,7 @@ def _count_of_rest(loader: Any, args: Any, steps: int) -> _Count:
         epoch += 1
         sampler.set_epoch(epoch)
         left = len(loader)
-    sampler.tells_rest = False
+    sampler.counts_rest = False
     # The last step of the rest may take fewer batches, as that of an epoch does.
     done = steps - math.ceil(left / of_step)
     return _Count(epoch * steps + done, (epoch, done * of_step), done * of_step + left)

@@ -96,7 +96,7 @@ def draw(
     rounds: Iterable[int] = repeat(1),
     copies: bool = True,
     selection: Selection = lambda _start, _size: slice(None),
-    noted: "PassFingerprint | None" = None,
+    fingerprint: "PassFingerprint | None" = None,
 ) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering ``rng`` while drawing each.
 
@@ -106,7 +106,7 @@ def draw(
     Args:
         iterator: What to draw from, as ``start_iterating`` returns it. If it raises an exception, the whole rounds
             that came before are yielded first, and then the exception is raised unchanged.
-        rng: ReentrantContext for each chunk.
+        rng: Entered for each chunk.
         round_size: Items in a round: one for each rank.
         ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
             as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
@@ -115,7 +115,7 @@ def draw(
         rounds: How many rounds each chunk has, where they may not grow.
         copies: Whether to copy the items that are kept, because their source may change them later.
         selection: Tells which of some items to keep, by the position of the first and their number.
-        noted: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
+        fingerprint: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
     """
     source = _CountingIterator(iterator, round_size, copies=copies)
     sizes = iter(rounds)
@@ -126,10 +126,10 @@ def draw(
         failure: Exception | None = None
         with rng:
             try:  # keep what comes before an exception
-                if looks := source.copies and (size > round_size or not start or noted is not None):
-                    source.inspect_round(items, selection(start, round_size), noted)
+                if looks := source.copies and (size > round_size or not start or fingerprint is not None):
+                    source.inspect_round(items, selection(start, round_size), fingerprint)
                     size = min(size, source.rounds_ahead() * round_size)
-                source.draw_to(start + size, items, selection, noted, is_begun=looks)
+                source.draw_to(start + size, items, selection, fingerprint, is_begun=looks)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         length = source.drawn - start
@@ -179,19 +179,19 @@ class _CountingIterator:
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
 
     def draw_to(
-        self, end: int, into: list[Any], selection: Selection, noted: "PassFingerprint | None", *, is_begun: bool
+        self, end: int, into: list[Any], selection: Selection, fingerprint: "PassFingerprint | None", *, is_begun: bool
     ) -> None:
         """Draw the rest of a chunk; see ``show``."""
         start = self.drawn - is_begun * self._round_size
-        for until in _ends(start, end - start, self._round_size, 1 if noted is None else _PIECES):
-            if noted is not None:
-                self.show(into, until, selection, noted, is_begun=is_begun)
+        for until in _ends(start, end - start, self._round_size, 1 if fingerprint is None else _PIECES):
+            if fingerprint is not None:
+                self.show(into, until, selection, fingerprint, is_begun=is_begun)
                 is_begun = False
             if not self.is_ended:
                 at = self.drawn
                 self.take(into, until - at, selection(at, until - at))
 
-    def inspect_round(self, into: list[Any], selected: slice, noted: "PassFingerprint | None") -> None:
+    def inspect_round(self, into: list[Any], selected: slice, fingerprint: "PassFingerprint | None") -> None:
         """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
         items, is_lazy, start = [], False, self.drawn
         for item in islice(self._items, self._round_size):
@@ -200,8 +200,8 @@ class _CountingIterator:
         if is_lazy:  # read them all from now on: several may draw from the same source
             self._items = map(copy_item, self._items)
         into += items[selected]
-        if noted is not None:
-            noted.add(start, items)
+        if fingerprint is not None:
+            fingerprint.add(start, items)
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
         first = (item[0] if type(item) is list and item else item for item in items)
         self._is_plain = all(isinstance(index, int | np.integer) for index in first)
@@ -209,7 +209,7 @@ class _CountingIterator:
         self.is_ended = len(items) < self._round_size
 
     def show(
-        self, into: list[Any], end: int, selection: Selection, noted: "PassFingerprint", *, is_begun: bool
+        self, into: list[Any], end: int, selection: Selection, fingerprint: "PassFingerprint", *, is_begun: bool
     ) -> None:
         """Draw as many whole rounds before ``end`` as are to be noted, and keep a part of them.
 
@@ -217,18 +217,18 @@ class _CountingIterator:
             into: What is kept of the chunk.
             end: Where the chunk ends.
             selection: Tells which to keep, as in ``draw``.
-            noted: Takes note of all of them.
+            fingerprint: Takes note of all of them.
             is_begun: Whether it has some of the chunk already.
         """
         start = self.drawn
-        rounds = -(-noted.wanted(start, is_begun=is_begun) // self._round_size)
+        rounds = -(-fingerprint.wanted(start, is_begun=is_begun) // self._round_size)
         size = min(rounds * self._round_size, end - start)
         if self.is_ended or size <= 0:
             return
         drawn = islice(self._items, size)
         items = list(map(copy_item, drawn) if self.copies else drawn)
         into += items[selection(start, size)]
-        noted.add(start, items)
+        fingerprint.add(start, items)
         self.is_ended = len(items) < size
 
     def take(self, into: list[Any], size: int, selected: slice) -> None:

@@ -345,13 +345,13 @@ class PassMismatch(NamedTuple):
     Attributes:
         epoch: The epoch.
         items: How many items the one took of it.
-        following: The epoch that it continued to.
+        next_epoch: The epoch that it continued to.
         is_mine: Whether it is this rank that left.
     """
 
     epoch: int
     items: int
-    following: int
+    next_epoch: int
     is_mine: bool
 
 
@@ -400,10 +400,10 @@ def _went_on(
         top = behind.top(look_items)
     if not is_less or epoch >= top:
         return None
-    following, chosen = behind.after(epoch), other.chosen_before(epoch)
-    goes_on = further.chosen or behind.chosen_before(following) == chosen or further.is_longer_than(long_look())
+    next_epoch, chosen = behind.after(epoch), other.chosen_before(epoch)
+    goes_on = further.chosen or behind.chosen_before(next_epoch) == chosen or further.is_longer_than(long_look())
     has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look())
-    return (epoch, 0 if own is None else own.items, following) if goes_on and has_left else None
+    return (epoch, 0 if own is None else own.items, next_epoch) if goes_on and has_left else None
 
 
 def _gone_back(behind: PassRecord, further: PassEntry, long_look: LongLook) -> tuple[int, int, int] | None:

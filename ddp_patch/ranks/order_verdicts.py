@@ -29,7 +29,7 @@ __all__ = [
     "compare_workers",
     "decoded",
     "encoded",
-    "following",
+    "next_mark",
     "position",
     "stream_mismatch",
 ]
@@ -49,11 +49,11 @@ _FEWEST_ALIKE = 16
 _FEWEST, _PART, _ONCE_IN = 3, 4, 10**6
 
 
-def following(place: int) -> int:
+def next_mark(place: int) -> int:
     """Return which position is marked after this one.
 
     Examples:
-        >>> following(0), following(62), following(64), following(1024)
+        >>> next_mark(0), next_mark(62), next_mark(64), next_mark(1024)
         (1, 63, 66, 1056)
     """
     return place + max(1, (1 << place.bit_length()) // _DENSE)

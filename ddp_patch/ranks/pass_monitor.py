@@ -394,7 +394,7 @@ class PassMonitor:
         return RankMismatchError(
             f"{self._began(peers)}: the ranks make different passes, so samples would be lost. "
             f"{ranks_text(behind).capitalize()} took {took} of epoch {first.epoch} and then began epoch "
-            f"{first.following}; {ranks_text(further)} took more of epoch {first.epoch}. Only one rank has iterated "
+            f"{first.next_epoch}; {ranks_text(further)} took more of epoch {first.epoch}. Only one rank has iterated "
             "the loader, as 'if rank == 0: next(iter(loader))' does, or has set another epoch. Look at a batch on "
             "every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on every rank "
             "before the epoch."

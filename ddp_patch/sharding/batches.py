@@ -175,7 +175,7 @@ def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> in
     Raises:
         StateError: Nobody counted them.
     """
-    current = sampler.running
+    current = sampler.current_pass
     if current is None or not current.batches:
         return 0
     if current.batches_delivered is not None and (sampler.is_repeated or not has_own_iteration(type(loader))):
@@ -295,10 +295,10 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         batch = self._tally.count(batch)
         if self._given == self._length:
             # Find the end now: nobody will ask for it, and len() and states depend on whether the pass has ended.
-            if (following := self._draw()) is _NOTHING:
+            if (upcoming := self._draw()) is _NOTHING:
                 self._tally.end()
             else:
-                self._ahead.append(following)
+                self._ahead.append(upcoming)
         return batch if self._mover is None else self._mover.moved(batch)
 
     def _draw(self) -> Any:

@@ -81,8 +81,8 @@ class EpochDrawing(Generic[T]):
         is_one_shot: Whether it is an iterator, which cannot be started again.
         number: The epoch's number.
         plan: Which positions are this rank's.
-        taken_before: What other numbers of ranks have taken; the pass is over the rest.
-        rng: ReentrantContext while the sampler draws.
+        consumed_before: What other numbers of ranks have taken; the pass is over the rest.
+        rng: Entered while the sampler draws.
         private: What torch's own samplers draw from; None for the global generator.
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.
@@ -92,14 +92,14 @@ class EpochDrawing(Generic[T]):
         verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
         balancer: How to balance the stream by cost; None if it is sharded as it comes.
-        noted: The fingerprint of the pass; None if nobody compares it.
+        fingerprint: The fingerprint of the pass; None if nobody compares it.
     """
 
     sampler: Iterable[T]
     is_one_shot: bool
     number: int
     plan: Plan
-    taken_before: Consumed
+    consumed_before: Consumed
     rng: AbstractContextManager[None]
     private: torch.Generator | None
     draws_ahead: bool
@@ -110,7 +110,7 @@ class EpochDrawing(Generic[T]):
     verify: Callable[[int, str], None] | None
     keeps_sizes: bool
     balancer: Balancer | None
-    noted: PassFingerprint | None
+    fingerprint: PassFingerprint | None
 
 
 class Stream(Generic[T]):
@@ -143,7 +143,7 @@ class Stream(Generic[T]):
             found: Called with how many items were left, when the end was found.
         """
         epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
-        before = epoch.taken_before
+        before = epoch.consumed_before
         if epoch.shuffle_seed is not None:
             stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, before)
@@ -161,8 +161,8 @@ class Stream(Generic[T]):
         def at_end(drawn: int) -> None:
             if epoch.verify is not None:
                 epoch.verify(drawn, running.hexdigest())
-            if epoch.noted is not None:
-                epoch.noted.end(drawn)
+            if epoch.fingerprint is not None:
+                epoch.fingerprint.end(drawn)
             found(drawn)
             if skip > plan.largest_share(drawn):
                 raise StateError(
@@ -186,7 +186,9 @@ class Stream(Generic[T]):
             # The first round is for padding.
             return slice(None) if keeps_all or not start else plan.slice_of_chunk(start, size, length)
 
-        chunked = draw(stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, selection=kept, noted=epoch.noted)
+        chunked = draw(
+            stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, selection=kept, fingerprint=epoch.fingerprint
+        )
         self._chunks = _ReadAhead(chunked)
         must_give = epoch.is_one_shot and epoch.has_earlier_pass()
         return _not_empty(self._chunks, epoch.number) if must_give else self._chunks

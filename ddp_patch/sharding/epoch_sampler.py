@@ -15,7 +15,7 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.sampler_generators import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import Position, read_state, split, write_state
+from ddp_patch.sharding.saved_position import Position, read_state, split_consumed, write_state
 
 __all__ = ["EpochSampler"]
 
@@ -35,7 +35,7 @@ class EpochSampler(DistributedSampler[T]):
         epochs: Which epoch comes next.
         latest: The latest pass, if there was one since an epoch was set.
         position: Where the next pass resumes, if a state was loaded for it.
-        tells_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
+        counts_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
         is_repeated: Whether its loader has one iterator for all epochs, which continues after a ``break``.
         monitor: Compares its passes with the other ranks'.
     """
@@ -49,7 +49,7 @@ class EpochSampler(DistributedSampler[T]):
         self.epochs: EpochCounter = EpochCounter()
         self.latest: Pass[T] | None = None
         self.position: Position | None = None
-        self.tells_rest: bool = True
+        self.counts_rest: bool = True
         self._keeps_sizes = False
         self._batched: Batching | None = None
         self.is_repeated: bool = False
@@ -144,9 +144,9 @@ class EpochSampler(DistributedSampler[T]):
                     torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
         self._has_begun_states, self._drawn_from = False, None
 
-    def held(self) -> SamplerSnapshot:
+    def sampler_snapshot(self) -> SamplerSnapshot:
         """Return what the samplers hold now."""
-        return self._sampler_states.held()
+        return self._sampler_states.snapshot()
 
     def _pass_context(self, batching: Batching) -> PassContext:
         """Return what all passes have in common."""
@@ -171,8 +171,8 @@ class EpochSampler(DistributedSampler[T]):
     def left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length = self._length_if_any(position.epoch)
-        done = split(position.done, self.plan.num_replicas)
-        return None if length is None else self.plan.remaining(length, *done)
+        consumed = split_consumed(position.consumed, self.plan.num_replicas)
+        return None if length is None else self.plan.remaining(length, *consumed)
 
     @contextmanager
     def keeping_sizes(self) -> Iterator[None]:
@@ -219,13 +219,13 @@ class EpochSampler(DistributedSampler[T]):
             )
         if number != self.epochs.upcoming:
             self.position = None
-        self._settle_latest()
+        self._finish_latest()
         self.latest = None
         self._choices, self._is_chosen, self._has_begun_states = self._choices + 1, True, False
         self.monitor.choose()
         self.epochs.set(number)
 
-    def _settle_latest(self) -> None:
+    def _finish_latest(self) -> None:
         """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
 
     def note_running(self, current: Pass[T]) -> None:
@@ -245,12 +245,12 @@ class EpochSampler(DistributedSampler[T]):
         before: Consumed = ()
         if self.position is not None:
             epoch = self.position.epoch
-            before, skip = split(self.position.done, self.plan.num_replicas)
+            before, skip = split_consumed(self.position.consumed, self.plan.num_replicas)
         elif current is None or current.is_inactive:
             epoch = self.epochs.current
         else:
-            epoch, before, skip = current.epoch, current.taken_before, current.skip
-        return (epoch, before, skip) if self.tells_rest else (epoch, (), 0)
+            epoch, before, skip = current.epoch, current.consumed_before, current.skip
+        return (epoch, before, skip) if self.counts_rest else (epoch, (), 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, for packages that save and resume by torch's Stateful protocol.
@@ -260,7 +260,7 @@ class EpochSampler(DistributedSampler[T]):
         return self.state_at(self._position_now())
 
     @property
-    def running(self) -> Pass[T] | None:
+    def current_pass(self) -> Pass[T] | None:
         """The latest pass, unless a state was restored since."""
         return self.latest if self.position is None else None
 
@@ -270,19 +270,19 @@ class EpochSampler(DistributedSampler[T]):
         if self.latest is not None:
             self.latest.batched(batching)
 
-    def state_after(self, batches: int, *, as_found: bool = False) -> dict[str, Any]:
+    def state_after(self, batches: int, *, on_this_rank: bool = False) -> dict[str, Any]:
         """Return the state after some batches of the latest pass.
 
         Args:
             batches: How many.
-            as_found: Say that the pass is over if this rank knows it, though others may not know it yet.
+            on_this_rank: Say that the pass is over if this rank knows it, though others may not know it yet.
 
         Raises:
             InvalidOptionError: The pass has not yielded that many.
             StateError: The order depends on something that no state holds.
         """
         self.require_states("told")
-        current = self.running
+        current = self.current_pass
         given = 0 if current is None else current.batches
         if self.is_repeated and batches != given:
             raise InvalidOptionError(
@@ -298,21 +298,21 @@ class EpochSampler(DistributedSampler[T]):
             )
         if current is None:
             return self.state_dict()
-        if current.covers_all(batches, as_found=as_found):
-            return self.state_at(current.position_at_end(self.held()).following())
+        if current.is_over_after(batches, on_this_rank=on_this_rank):
+            return self.state_at(current.position_at_end(self.sampler_snapshot()).or_next_epoch())
         return self.state_at(current.position_after(batches))
 
     def state_at(self, position: Position) -> dict[str, Any]:
         """Return the state of this sampler at a position."""
-        return write_state(position, self._identity(self.latest), self.seed)
+        return write_state(position, self._loader_facts(self.latest), self.seed)
 
     def _position_now(self) -> Position:
         if self.position is not None:
             return self.position
         if self.latest is None:
-            return Position(self.epochs.upcoming, held=self.held())
+            return Position(self.epochs.upcoming, sampler_snapshot=self.sampler_snapshot())
         if self.latest.is_ended:
-            return self.latest.position_at_end(self.held())
+            return self.latest.position_at_end(self.sampler_snapshot())
         return self.latest.position(self.latest.items_pulled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -324,17 +324,17 @@ class EpochSampler(DistributedSampler[T]):
         Raises:
             StateError: The state is damaged, newer than this package, or of another loader. Nothing changes then.
         """
-        self.go_to(self.read(state_dict), tells_rest=False)
+        self.resume_at(self.read(state_dict), counts_rest=False)
 
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         self.require_states("restored")
-        position = read_state(state, self._identity(None), self.agreed.seed, self._sampler_states.holders)
+        position = read_state(state, self._loader_facts(None), self.agreed.seed, self._sampler_states.holders)
         seed = self.seed if position.seed is None else position.seed
         with self.agreed.seed.tried(seed):  # a length may follow from it
             length = self._sure_length(position.epoch)
-        for number, (ranks, taken) in enumerate(position.done if length is not None else ()):
-            left = len(self.plan.rest(length or 0, position.done[:number]))
+        for number, (ranks, taken) in enumerate(position.consumed if length is not None else ()):
+            left = len(self.plan.rest(length or 0, position.consumed[:number]))
             if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).largest_share(left):
                 raise StateError(
                     f"The state is damaged: {ranks} ranks took {taken} items each in it, and only {left} items were "
@@ -342,7 +342,7 @@ class EpochSampler(DistributedSampler[T]):
                 )
         return position
 
-    def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
+    def _loader_facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
         return self._facts
 
@@ -350,15 +350,15 @@ class EpochSampler(DistributedSampler[T]):
         """Return how many items the stream has, or None if that is not certain."""
         return None
 
-    def go_to(self, position: Position, *, tells_rest: bool) -> None:
-        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
+    def resume_at(self, position: Position, *, counts_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)
         self.latest = None
         # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
-        self._sampler_states.restore_epoch(position.epoch + position.ended, position.held)
+        self._sampler_states.restore_epoch(position.epoch + position.ended, position.sampler_snapshot)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
-        self.position, self.tells_rest = position, tells_rest
+        self.position, self.counts_rest = position, counts_rest
 
     def require_states(self, what: str) -> None:
         """Raise StateError if no state can describe the order."""

@@ -34,8 +34,8 @@ class ItemSource(Generic[T]):
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
-        held_before: What the samplers held before the pass, as the drawing rank reported it.
-        held_after: What they held after it.
+        snapshot_before: What the samplers held before the pass, as the drawing rank reported it.
+        snapshot_after: What they held after it.
         origins: The positions of the items that ``chunks`` has yielded, or will yield next, without padding; None if
             they follow from the plan.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
@@ -44,8 +44,8 @@ class ItemSource(Generic[T]):
 
     # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
-    held_before: SamplerSnapshot | None = None
-    held_after: SamplerSnapshot | None = None
+    snapshot_before: SamplerSnapshot | None = None
+    snapshot_after: SamplerSnapshot | None = None
     sizes: Sizes | None = None
     origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
@@ -105,7 +105,7 @@ class Indexed(ItemSource[T]):
         if epoch.balancer is not None:
             note, ranks = partial(self._note_window, window_orders), plan.num_replicas
             order = balanced_order(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
-        rest = plan.rest(order.length, epoch.taken_before)
+        rest = plan.rest(order.length, epoch.consumed_before)
         length = self.length = len(rest)
         at: _ItemsAt = partial(_items_at, order, rest)
         real, repeated = plan.own_and_repeated(length)
@@ -133,14 +133,14 @@ class Indexed(ItemSource[T]):
         with epoch.rng:
             order = order_of(epoch.sampler, epoch.number, epoch.private)
         self._draw_rest = order.finish
-        if epoch.noted is not None:
-            epoch.noted.add_order(order)
+        if epoch.fingerprint is not None:
+            epoch.fingerprint.add_order(order)
         return order
 
     def _note_window(self, window_orders: list[str], begin: int, places: np.ndarray[Any, Any]) -> None:
         """Take note of how a window was balanced, for the other ranks to compare."""
-        if self._epoch.noted is not None:
-            self._epoch.noted.add_window(begin, places)
+        if self._epoch.fingerprint is not None:
+            self._epoch.fingerprint.add_window(begin, places)
         if self._epoch.verify is not None:
             window_orders.append(fingerprint([places]))
 
@@ -234,14 +234,14 @@ class FromLeader(ItemSource[T]):
         leader: How the ranks communicate.
         pass_facts: Tells which pass this is, to be compared between the ranks.
         plans: Every rank's, in the leader's order.
-        held_before: What the samplers held before the pass.
-        held_now: Tells what they hold.
+        snapshot_before: What the samplers held before the pass.
+        snapshot_now: Tells what they hold.
         has_length: Whether the sampler says how many items it has.
     """
 
     length: int | None
-    held_before: SamplerSnapshot | None
-    held_after: SamplerSnapshot | None
+    snapshot_before: SamplerSnapshot | None
+    snapshot_after: SamplerSnapshot | None
     origins: Origins | None
 
     def __init__(
@@ -250,31 +250,30 @@ class FromLeader(ItemSource[T]):
         leader: Leader,
         pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        held_before: SamplerSnapshot,
-        held_now: Callable[[], SamplerSnapshot],
+        snapshot_before: SamplerSnapshot,
+        snapshot_now: Callable[[], SamplerSnapshot],
         *,
         has_length: bool,
     ) -> None:
-        self._leader, self._pass_facts, self._plans, self._held_now = leader, pass_facts, plans, held_now
+        self._leader, self._pass_facts, self._plans, self._snapshot_now = leader, pass_facts, plans, snapshot_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
         self._queued_origins: list[list[int]] = [[] for _ in plans]
         # Begun with its first item: then the leader can report an error to the others.
         self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_queue_origins, self._queued_origins))
-        self.held_before = held_before
+        self.snapshot_before = snapshot_before
         self.origins = None if epoch.balancer is None else Origins()
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
         facts = self._pass_facts()
-        came = self._sent(skip, facts) if self._leader.is_leader else self._leader.receive(facts, self._take_note)
-        shares = _skipping(skip, came)
+        if self._leader.is_leader:
+            of_all: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
+            of_all = of_all if self.origins is None else self._with_origins(of_all)
+            own = self._leader.send(of_all, facts, self._note, *self._piece_sizes)
+        else:
+            own = self._leader.receive(facts, self._take_note)
+        shares = _skipping(skip, own)
         return shares if self.origins is None else self._noted(self.origins, shares)
-
-    def _sent(self, skip: int, facts: Mapping[str, object]) -> Iterator[list[Any]]:
-        shares: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
-        if self.origins is not None:
-            shares = self._with_origins(shares)
-        return self._leader.send(shares, facts, self._note, *self._piece_sizes)
 
     def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
         """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""
@@ -292,15 +291,15 @@ class FromLeader(ItemSource[T]):
 
     def _note(self, is_last: bool) -> tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
-        self.held_after = self._held_now() if is_last else None
-        return self.held_before, self.held_after, self.length
+        self.snapshot_after = self._snapshot_now() if is_last else None
+        return self.snapshot_before, self.snapshot_after, self.length
 
     def _take_note(self, note: tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]) -> None:
-        self.held_before, self.held_after, self.length = note
+        self.snapshot_before, self.snapshot_after, self.length = note
 
     def ends_within(self, items: int) -> bool:
         """Return whether the last piece was sent: every rank learns of the end from the leader."""
-        return self.held_after is not None
+        return self.snapshot_after is not None
 
 
 def _queue_origins(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:

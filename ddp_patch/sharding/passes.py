@@ -16,7 +16,7 @@ from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.sampler_generators import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import BatchNote, Position, split
+from ddp_patch.sharding.saved_position import BatchNote, Position, split_consumed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +72,7 @@ class Pass(Progress, Generic[T]):
 
     Attributes:
         start: Where it began.
-        taken_before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
+        consumed_before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
         batches_delivered: How many batches the training loop was given, without those that workers fetched ahead;
             None if nobody counts them.
         loop_saw_end: Whether the loop has seen the end.
@@ -89,10 +89,10 @@ class Pass(Progress, Generic[T]):
         context: PassContext,
         note: Callable[[Any], PassNotes] | None = None,
     ) -> None:
-        before, skip = split(start.done, context.plan.num_replicas)
+        before, skip = split_consumed(start.consumed, context.plan.num_replicas)
         super().__init__(skip)
         self.start: Position = start
-        self.taken_before: Consumed = before
+        self.consumed_before: Consumed = before
         self.batches_delivered: int | None = None
         self.loop_saw_end: bool = False
         self.has_failed: bool = False
@@ -131,6 +131,11 @@ class Pass(Progress, Generic[T]):
         """
         return None
 
+    @property
+    def sizes_of_all(self) -> Sizes | None:
+        """How many samples each item of all ranks has; None if this rank does not see them, or nobody needs that."""
+        return None
+
     def _chunks(self) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for those taken before, in parts; some may be empty."""
         raise NotImplementedError
@@ -167,7 +172,7 @@ class Pass(Progress, Generic[T]):
     @property
     def begins_at(self) -> str:
         """Where it begins, for the ranks to compare."""
-        return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.taken_before), str(self.skip)])
+        return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.consumed_before), str(self.skip)])
 
     @property
     def likely_length(self) -> int | None:
@@ -175,7 +180,7 @@ class Pass(Progress, Generic[T]):
         if self.length is not None:
             return self.length
         length = self._stream_length(self.epoch)
-        return None if length is None else len(self._plan.rest(length, self.taken_before))
+        return None if length is None else len(self._plan.rest(length, self.consumed_before))
 
     @property
     def batches(self) -> int:
@@ -314,8 +319,8 @@ class Pass(Progress, Generic[T]):
             return None
         return self._schedule_of([Part(self.skip, length)])
 
-    def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:
-        return Schedule(self._plan, self._batching, parts, self.sizes, sizes_of_all, self._division)
+    def _schedule_of(self, parts: Sequence[Part]) -> Schedule:
+        return Schedule(self._plan, self._batching, parts, self.sizes, self.sizes_of_all, self._division)
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
@@ -329,14 +334,14 @@ class Pass(Progress, Generic[T]):
         """
         return self.most_batches()
 
-    def covers_all(self, batches: int, *, as_found: bool = False) -> bool:
-        """Return whether nothing is left after this many batches, as every rank knows; or, ``as_found``, this one.
+    def is_over_after(self, batches: int, *, on_this_rank: bool = False) -> bool:
+        """Return whether nothing is left after this many batches, as every rank knows; or, ``on_this_rank``, this one.
 
         Raises:
             StateError: They may be all, and this rank cannot know it yet.
         """
         is_over = self.loop_saw_end and batches == self.batches  # only a rank with fewer batches than others can know
-        if not is_over and batches != (self.most_found(batches) if as_found else self.most_batches()):
+        if not is_over and batches != (self.most_found(batches) if on_this_rank else self.most_batches()):
             return False
         # If more were given, the length is wrong.
         unused = (self._batching.size - 1 if self._batching.drop_last else 0) - self._prepared_beyond(batches)
@@ -348,8 +353,8 @@ class Pass(Progress, Generic[T]):
 
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
-        done: Consumed = (*(pair for pair in self.taken_before if pair[1]), (self._plan.num_replicas, taken))
-        return Position(self.epoch, done, self.start.held)
+        consumed: Consumed = (*(pair for pair in self.consumed_before if pair[1]), (self._plan.num_replicas, taken))
+        return Position(self.epoch, consumed, self.start.sampler_snapshot)
 
     def position_after(self, batches: int) -> Position:
         """Return the position after this many of its batches.
@@ -359,9 +364,9 @@ class Pass(Progress, Generic[T]):
         """
         return self.position(self.skip + batches * self._batching.size)
 
-    def position_at_end(self, held: SamplerSnapshot) -> Position:
-        """Return the position after everything was taken, when the samplers hold ``held``."""
-        return replace(self.position(self.items_pulled), held=held, ended=True)
+    def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
+        """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
+        return replace(self.position(self.items_pulled), sampler_snapshot=snapshot, ended=True)
 
 
 class SamplerPass(Pass[T]):
@@ -407,6 +412,11 @@ class SamplerPass(Pass[T]):
         return self.source.is_drawn_at_once
 
     @property
+    def sizes_of_all(self) -> Sizes | None:
+        """How many samples each item of all ranks has; None if this rank does not see them, or nobody needs that."""
+        return self.source.sizes
+
+    @property
     def origins(self) -> "NDArray[np.int64] | None":
         """The positions of this rank's items, or samples, in the stream of one process; see ``Pass``."""
         if self._divide is not None:
@@ -420,9 +430,6 @@ class SamplerPass(Pass[T]):
             part = chunk if self.sizes is None else self.sizes.record(chunk)
             yield part if self._divide is None else list(map(self._divide, part))
 
-    def _schedule_of(self, parts: Sequence[Part], sizes_of_all: Sizes | None = None) -> Schedule:
-        return super()._schedule_of(parts, self.source.sizes)
-
     def draw_to_end(self) -> None:
         """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""
         for _ in self.source.chunks(self.skip):
@@ -435,8 +442,12 @@ class SamplerPass(Pass[T]):
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
         found = super().position(taken)
-        return found if self.source.held_before is None else replace(found, held=self.source.held_before)
+        return (
+            found
+            if self.source.snapshot_before is None
+            else replace(found, sampler_snapshot=self.source.snapshot_before)
+        )
 
-    def position_at_end(self, held: SamplerSnapshot) -> Position:
-        """Return the position after everything was taken, when the samplers hold ``held``."""
-        return super().position_at_end(self.source.held_after or held)
+    def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
+        """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
+        return super().position_at_end(self.source.snapshot_after or snapshot)

@@ -37,7 +37,7 @@ from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.sampler_generators import AttributeProxy, SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import Position, split
+from ddp_patch.sharding.saved_position import Position, split_consumed
 
 __all__ = ["ShardedSampler"]
 
@@ -177,7 +177,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if draws_nothing and not (isinstance(states, PrivateRNG) and not states.is_unmoved):
             self._draws_nothing_at = now
 
-    def _identity(self, latest: Pass[T] | None) -> Mapping[str, object]:
+    def _loader_facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         if not self._order_is_drawn:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
@@ -187,9 +187,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             length = self._restored_length if latest.start.is_begun else latest.length
         return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
 
-    def go_to(self, position: Position, *, tells_rest: bool) -> None:
-        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        super().go_to(position, tells_rest=tells_rest)
+    def resume_at(self, position: Position, *, counts_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``counts_rest``."""
+        super().resume_at(position, counts_rest=counts_rest)
         self._restored_length = self._stream_length(position.epoch) if self._order_is_drawn else None
 
     def _sure_length(self, epoch: int) -> int | None:
@@ -198,7 +198,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
             return self._stream_length(epoch)
 
-    def held(self) -> SamplerSnapshot:
+    def sampler_snapshot(self) -> SamplerSnapshot:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
@@ -206,7 +206,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
                 "epochs took. Give the loader something that can be iterated again"
             )
             return SamplerSnapshot(unknown=why)
-        return super().held()
+        return super().sampler_snapshot()
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; also call ``set_epoch`` of every nested sampler that has it.
@@ -247,13 +247,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         start = self.position
         if start is not None and start.is_begun:
             # Others may have drawn from the generators since it was loaded.
-            self._sampler_states.restore_states(start.held)
+            self._sampler_states.restore_states(start.sampler_snapshot)
         else:
             self._begin_sampler_states()
-            start = Position(number, held=self.held())
+            start = Position(number, sampler_snapshot=self.sampler_snapshot())
         is_empty, options = self._is_empty(start), self.agreed.options
-        noted = PassFingerprint() if self.monitor.is_on else None
-        source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, noted)
+        fingerprint = PassFingerprint() if self.monitor.is_on else None
+        source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, fingerprint)
         self.latest = current = SamplerPass(
             start,
             self._pass_context(self._batching),
@@ -261,7 +261,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._division is not None else None,
             divide=None if self._division is None else Division(self._division, self._name, options.costs),
             at_end=partial(self._require_steps, start),
-            note=None if noted is None else partial(self._notes, noted),
+            note=None if fingerprint is None else partial(self._notes, fingerprint),
         )
         if is_empty:
             current.end()
@@ -300,13 +300,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
             return start.ended
         # Where ranks synchronise, one with an item more must do as those do that have ended.
-        before, skip = split(start.done, self.plan.num_replicas)
+        before, skip = split_consumed(start.consumed, self.plan.num_replicas)
         length = self._length_if_any(start.epoch)
         if not skip or length is None:
             return False
         return skip == self.plan.largest_share(len(self.plan.rest(length, before)))
 
-    def _settle_latest(self) -> None:
+    def _finish_latest(self) -> None:
         """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
         current = self.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
@@ -319,7 +319,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if current.ends_within(self._batching.size):
             self._sampler_states.end(current.epoch)
 
-    def _chosen_source(self, start: Position, noted: PassFingerprint | None) -> ItemSource[T]:
+    def _chosen_source(self, start: Position, fingerprint: PassFingerprint | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
         private = epoch_generator(options, self.agreed.seed, start.epoch)
@@ -330,7 +330,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
-            taken_before=split(start.done, self.plan.num_replicas)[0],
+            consumed_before=split_consumed(start.consumed, self.plan.num_replicas)[0],
             rng=ReentrantContext(entered, self._sampler_states.drawing),
             private=private,
             draws_ahead=options.order != "ambient",
@@ -343,10 +343,10 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             keeps_sizes=self._keeps_sizes and self._division is None,
             balancer=self._balancer,
             # With verify=True, all of it is compared at the end, where every rank raises.
-            noted=noted if leader is None and not options.verify else None,
+            fingerprint=fingerprint if leader is None and not options.verify else None,
         )
         is_looked_up = self._is_looked_up()
-        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.taken_before)
+        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.consumed_before)
         draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
         is_drawn_whole = has_rest if is_looked_up else draws_alone
         if is_drawn_whole:  # from what nobody else draws from
@@ -355,7 +355,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
             has_length = leader.is_leader and self._length_if_any(start.epoch) is not None
             pass_facts = partial(self._pass_facts, start.epoch)
-            return FromLeader(epoch, leader, pass_facts, plans, start.held, self.held, has_length=has_length)
+            return FromLeader(
+                epoch, leader, pass_facts, plans, start.sampler_snapshot, self.sampler_snapshot, has_length=has_length
+            )
         return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
 
     def _require_steps(self, start: Position, length: int) -> None:

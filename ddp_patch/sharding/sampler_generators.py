@@ -258,7 +258,7 @@ class SamplerStates:
 
     # ---- states ----
 
-    def held(self) -> SamplerSnapshot:
+    def snapshot(self) -> SamplerSnapshot:
         """Return what they hold now."""
         attributes = [
             {name: value for name, value in plain_attributes(holder).items() if first.get(name, _UNSET) != value}
@@ -277,17 +277,19 @@ class SamplerStates:
         with self.drawing():
             return generator_states(self.holders)
 
-    def restore_states(self, held: SamplerSnapshot) -> None:
+    def restore_states(self, snapshot: SamplerSnapshot) -> None:
         """Make them hold what they held before."""
-        self.restore_generators(held.generators)
-        for holder, state in zip(self._stateful(), held.samplers, strict=True):
+        self.restore_generators(snapshot.generators)
+        for holder, state in zip(self._stateful(), snapshot.samplers, strict=True):
             holder.load_state_dict(copy.deepcopy(state))
-        attributes = held.attributes or [{} for _ in self.holders]
+        attributes = snapshot.attributes or [{} for _ in self.holders]
         for holder, first, changed in zip(self.holders, self._at_first, attributes, strict=True):
             if plain := {**first, **changed}:
-                held_now = vars(holder)
+                attributes_now = vars(holder)
                 # A generator that it was given since stays: its state was restored above.
-                held_now.update({k: v for k, v in plain.items() if not isinstance(held_now.get(k), RandomGenerator)})
+                attributes_now.update(
+                    {k: v for k, v in plain.items() if not isinstance(attributes_now.get(k), RandomGenerator)}
+                )
         self._note_changes()
 
     def restore_generators(self, states: Sequence[Any]) -> None:
@@ -298,9 +300,9 @@ class SamplerStates:
             for one in self._own:
                 one.take_present_state()
 
-    def restore_epoch(self, epoch: int, held: SamplerSnapshot) -> None:
+    def restore_epoch(self, epoch: int, snapshot: SamplerSnapshot) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
-        self.restore_states(held)
+        self.restore_states(snapshot)
         self._beginnings = {epoch: self._now()}
 
     def _stateful(self) -> Iterable[Any]:

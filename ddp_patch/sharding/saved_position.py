@@ -13,28 +13,28 @@ from ddp_patch.sharding.sampler_generators import SamplerSnapshot
 __all__ = [
     "BatchNote",
     "NotedBatch",
-    "PartsDone",
+    "PartsConsumed",
     "Position",
     "StreamSnapshot",
     "StreamStart",
     "no_state",
     "read_state",
-    "split",
+    "split_consumed",
     "write_state",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class PartsDone:
+class PartsConsumed:
     """How much was taken of an iterable dataset that workers read in parts.
 
     Attributes:
         first: Whose turn is next.
-        done: What was taken of each worker's part.
+        consumed: What was taken of each worker's part.
     """
 
     first: int
-    done: Sequence[Consumed]
+    consumed: Sequence[Consumed]
 
 
 class StreamStart(NamedTuple):
@@ -123,44 +123,51 @@ class Position:
 
     Attributes:
         epoch: Which epoch it is over.
-        done: What was taken of that epoch.
-        held: What the samplers held before it; after it, if it has ended.
+        consumed: What was taken of that epoch.
+        sampler_snapshot: What the samplers held before it; after it, if it has ended.
         ended: Whether nothing of it is left, so that the next pass is empty.
         parts: What was taken of each part, if workers read parts of the stream.
-        snapshots: What identifies an iterable dataset's stream there, or each of its parts.
+        stream_snapshots: What identifies an iterable dataset's stream there, or each of its parts.
         seed: The seed of the state that it was read from, if any.
     """
 
     epoch: int
-    done: Consumed = ()
-    held: SamplerSnapshot = field(default_factory=SamplerSnapshot)
+    consumed: Consumed = ()
+    sampler_snapshot: SamplerSnapshot = field(default_factory=SamplerSnapshot)
     ended: bool = False
-    parts: PartsDone | None = None
-    snapshots: Sequence[StreamSnapshot] = ()
+    parts: PartsConsumed | None = None
+    stream_snapshots: Sequence[StreamSnapshot] = ()
     seed: int | None = None
 
     @property
     def is_begun(self) -> bool:
         """Whether it is within a pass, not where one begins."""
-        return bool(self.done)
+        return bool(self.consumed)
 
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing of the epoch was taken."""
-        return not any(taken for _, taken in self.done)
+        return not any(taken for _, taken in self.consumed)
 
-    def following(self) -> "Position":
+    def or_next_epoch(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
         return (
-            Position(self.epoch + 1, held=self.held, snapshots=self.snapshots, seed=self.seed) if self.ended else self
+            Position(
+                self.epoch + 1,
+                sampler_snapshot=self.sampler_snapshot,
+                stream_snapshots=self.stream_snapshots,
+                seed=self.seed,
+            )
+            if self.ended
+            else self
         )
 
 
-def split(done: Consumed, num_replicas: int) -> tuple[Consumed, int]:
+def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int]:
     """Return what other numbers of ranks took, and how many items each of this many took after that."""
-    if done and done[-1][0] == num_replicas:
-        return done[:-1], done[-1][1]
-    return done, 0
+    if consumed and consumed[-1][0] == num_replicas:
+        return consumed[:-1], consumed[-1][1]
+    return consumed, 0
 
 
 _VERSION = 1
@@ -174,21 +181,21 @@ def write_state(position: Position, facts: Mapping[str, object], seed: int) -> d
     Raises:
         StateError: The samplers' own states are not known.
     """
-    if position.held.unknown:
-        raise StateError(f"The loader's state cannot be saved: {position.held.unknown}.")
-    parts, before = position.parts, {"before": [list(mark.initial_state) for mark in position.snapshots]}
+    if position.sampler_snapshot.unknown:
+        raise StateError(f"The loader's state cannot be saved: {position.sampler_snapshot.unknown}.")
+    parts, before = position.parts, {"before": [list(mark.initial_state) for mark in position.stream_snapshots]}
     return {
         "version": _VERSION,
         "loader": {**facts, "seed": seed},
         "epoch": position.epoch,
-        "done": _listed(position.done),
-        "parts": None if parts is None else [parts.first, [_listed(done) for done in parts.done]],
-        "marks": [mark.plain() for mark in position.snapshots],
+        "done": _listed(position.consumed),
+        "parts": None if parts is None else [parts.first, [_listed(consumed) for consumed in parts.consumed]],
+        "marks": [mark.plain() for mark in position.stream_snapshots],
         "ended": position.ended,
-        "generators": list(position.held.generators),
-        "samplers": list(position.held.samplers),
+        "generators": list(position.sampler_snapshot.generators),
+        "samplers": list(position.sampler_snapshot.samplers),
         # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
-        "attributes": [[list(pair) for pair in changed.items()] for changed in position.held.attributes],
+        "attributes": [[list(pair) for pair in changed.items()] for changed in position.sampler_snapshot.attributes],
         **(before if any(before["before"]) else {}),
     }
 
@@ -231,29 +238,29 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
     _require_same(state["loader"], facts, seed)
     if not _is_count(state["epoch"]):
         raise _damaged(f"its epoch is {state['epoch']!r}, not a whole number of at least 0")
-    if not _is_done(state["done"]):
+    if not _is_consumed(state["done"]):
         raise _damaged(f"its field done is {state['done']!r}, not a list of pairs: ranks, and items that each took")
     if not isinstance(state["ended"], bool):
         raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
-    done = tuple((ranks, taken) for ranks, taken in state["done"])
-    held, parts = _read_held(state, holders), _read_parts(state["parts"])
+    consumed = tuple((ranks, taken) for ranks, taken in state["done"])
+    snapshot, parts = _read_sampler_snapshot(state, holders), _read_parts(state["parts"])
     # Where an epoch begins, nobody knows yet whether it has parts.
-    number = len(parts.done) if parts else 1 if any(taken for _, taken in done) else None
+    number = len(parts.consumed) if parts else 1 if any(taken for _, taken in consumed) else None
     marks = _read_marks(state["marks"], state.get("before"), number)
-    return Position(state["epoch"], done, held, state["ended"], parts, marks, state["loader"]["seed"])
+    return Position(state["epoch"], consumed, snapshot, state["ended"], parts, marks, state["loader"]["seed"])
 
 
-def _listed(done: Consumed) -> list[list[int]]:
-    return [list(pair) for pair in done]
+def _listed(consumed: Consumed) -> list[list[int]]:
+    return [list(pair) for pair in consumed]
 
 
-def _read_parts(parts: Any) -> PartsDone | None:
+def _read_parts(parts: Any) -> PartsConsumed | None:
     if parts is None:
         return None
     is_pair = _is_list(parts, 2, 2) and isinstance(parts[1], list | tuple) and _is_count(parts[0])
-    if not (is_pair and parts[0] < len(parts[1]) and all(map(_is_done, parts[1]))):
+    if not (is_pair and parts[0] < len(parts[1]) and all(map(_is_consumed, parts[1]))):
         raise _damaged(f"its field parts is {parts!r}, not a pair: whose turn is next, and what was taken of each part")
-    return PartsDone(parts[0], tuple(tuple((ranks, taken) for ranks, taken in done) for done in parts[1]))
+    return PartsConsumed(parts[0], tuple(tuple((ranks, taken) for ranks, taken in consumed) for consumed in parts[1]))
 
 
 def _read_marks(marks: Any, before: Any, number: int | None) -> Sequence[StreamSnapshot]:
@@ -281,7 +288,7 @@ def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple) and least <= len(value) <= most
 
 
-def _read_held(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerSnapshot:
+def _read_sampler_snapshot(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerSnapshot:
     """Return what the holders held, after trying each generator's state on its generator."""
     generators = random_generators(holders)
     _require_number("generators", state["generators"], len(generators))
@@ -347,7 +354,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_done(value: object) -> bool:
+def _is_consumed(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_count, pair)) and pair[0] > 0
         for pair in value

@@ -21,7 +21,7 @@ from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.sampler_generators import AttributeProxy
-from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, StreamSnapshot, split
+from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition, pickled
@@ -197,7 +197,7 @@ class StreamWorker(Generic[T]):
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
-        self._tells_rest = True
+        self._counts_rest = True
         self._loads: int = shared.loads  # how many loaded states this copy knows of
         self._is_underway = False  # read, and not to its end, in this process or the one from which it was copied
         self._upcoming: Sequence[Any] = ()  # the dataset's own state in which the next pass begins, if one was loaded
@@ -226,21 +226,21 @@ class StreamWorker(Generic[T]):
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
-        done: tuple[Consumed, int] = ((), 0)
+        consumed: tuple[Consumed, int] = ((), 0)
         # Persistent workers keep a pass that has come to its end.
-        if self._tells_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
-            done = split(self._resumed[1].done, self.plan.num_replicas)
-        return self.plan.remaining(self.stream_length(), *done)
+        if self._counts_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
+            consumed = split_consumed(self._resumed[1].consumed, self.plan.num_replicas)
+        return self.plan.remaining(self.stream_length(), *consumed)
 
-    def resume(self, number: int, position: Position, *, tells_rest: bool) -> None:
+    def resume(self, number: int, position: Position, *, counts_rest: bool) -> None:
         """Let pass ``number`` begin at a position, in workers that are started from now on.
 
         Args:
             number: The pass.
             position: Where it begins.
-            tells_rest: Whether the length is that of the rest until then, or of the whole epoch.
+            counts_rest: Whether the length is that of the rest until then, or of the whole epoch.
         """
-        self._resumed, self._tells_rest = (number, position), tells_rest
+        self._resumed, self._counts_rest = (number, position), counts_rest
         self._loads = self.shared.load()
 
     def forget(self, number: int | None = None) -> None:
@@ -330,7 +330,7 @@ class StreamWorker(Generic[T]):
             self.forget(number)
         elif position.is_begun:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([generators_only(self.dataset)], position.held.generators)
+            set_generator_states([generators_only(self.dataset)], position.sampler_snapshot.generators)
 
     def _start(self, number: int, epoch: int) -> WorkerPosition:
         """Return where this worker's pass begins."""
@@ -344,18 +344,26 @@ class StreamWorker(Generic[T]):
             return WorkerPosition(number, epoch, part, skip=batches[part] * self.batching.size)
         parts = position.parts
         part = worker if parts is None else (worker + parts.first) % workers
-        before, skip = split(position.done if parts is None else parts.done[part], self.plan.num_replicas)
+        before, skip = split_consumed(
+            position.consumed if parts is None else parts.consumed[part], self.plan.num_replicas
+        )
         counts: Literal["stream", "parts", "nothing"]
         counts = "parts" if parts is not None else "nothing" if position.is_at_epoch_start else "stream"
-        known = position.snapshots[part % len(position.snapshots)] if position.snapshots else StreamSnapshot()
+        known = (
+            position.stream_snapshots[part % len(position.stream_snapshots)]
+            if position.stream_snapshots
+            else StreamSnapshot()
+        )
         return WorkerPosition(number, epoch, part, before, skip, counts, snapshot=known)
 
     def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
         if position.parts is None:  # in an explicit world ranks cannot report which workers have ended
-            return made_in_turn([None] * workers, split(position.done, self.plan.num_replicas)[1] // self.batching.size)
-        own = position.parts.done[self.plan.rank * workers :][:workers]
-        return [sum(items for _, items in done) // self.batching.size for done in own]
+            return made_in_turn(
+                [None] * workers, split_consumed(position.consumed, self.plan.num_replicas)[1] // self.batching.size
+            )
+        own = position.parts.consumed[self.plan.rank * workers :][:workers]
+        return [sum(items for _, items in consumed) // self.batching.size for consumed in own]
 
     def _with_unread(self, start: WorkerPosition) -> WorkerPosition:
         """Return a position with the dataset's own state where an epoch begins, if that is known."""

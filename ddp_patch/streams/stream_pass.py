@@ -14,7 +14,7 @@ from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.sampler_generators import SamplerSnapshot
-from ddp_patch.sharding.saved_position import BatchNote, PartsDone, Position, StreamSnapshot, split
+from ddp_patch.sharding.saved_position import BatchNote, PartsConsumed, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 
@@ -145,7 +145,7 @@ class StreamPass(Pass[None]):
         if not self.is_in_parts:
             length = self.likely_length if lengths[0] is None and self._plan.needs_length else lengths[0]
             return self._schedule_of([Part(self.skip, length)])
-        skips = [split(done, self._plan.num_replicas)[1] for done in self._parts_before()]
+        skips = [split_consumed(consumed, self._plan.num_replicas)[1] for consumed in self._parts_before()]
         parts, first = list(map(Part, skips, lengths, count())), self._shared.first_part(self._number)
         return self._schedule_of(parts[first:] + parts[:first])
 
@@ -156,7 +156,7 @@ class StreamPass(Pass[None]):
 
     def _parts_before(self) -> Sequence[Consumed]:
         """Return what was taken of each part before the pass."""
-        return [()] * self._shared.readers if self.start.parts is None else self.start.parts.done
+        return [()] * self._shared.readers if self.start.parts is None else self.start.parts.consumed
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it, where every rank knows that; otherwise None."""
@@ -185,9 +185,9 @@ class StreamPass(Pass[None]):
             )
         return most
 
-    def position_at_end(self, held: SamplerSnapshot) -> Position:
+    def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
         """Return the position after everything was taken; see ``Pass``."""
-        return replace(super().position_at_end(held), snapshots=self._worker.snapshots_between())
+        return replace(super().position_at_end(snapshot), stream_snapshots=self._worker.snapshots_between())
 
     def _prepared_beyond(self, batches: int) -> int:
         return 0  # what was drawn ahead was drawn in workers
@@ -196,16 +196,21 @@ class StreamPass(Pass[None]):
         """Return the position after this many of its batches; see ``Pass``."""
         position = super().position_after(batches)
         if not batches:
-            return replace(position, parts=self.start.parts, snapshots=self.start.snapshots)
+            return replace(position, parts=self.start.parts, stream_snapshots=self.start.stream_snapshots)
         if not self.is_comparable:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
-        self._require_own_start()
+        if self.left_out:
+            raise StateError(
+                f"The state of {self._name} cannot be saved by a number of batches: the loader's own load_state_dict() "
+                "resumed within this pass, and its first batches were not counted here. Use the loader's own "
+                "state_dict(), or resume by restore_loader()."
+            )
         if self.is_in_parts:
             return self._position_in_parts(position, batches)
         position = self.position(self.schedule().taken(batches)[0])
-        before = self.start.snapshots[0] if self.start.snapshots else StreamSnapshot()
+        before = self.start.stream_snapshots[0] if self.start.stream_snapshots else StreamSnapshot()
         return replace(
-            position, snapshots=[self._snapshot_after((batches - 1) % self._shared.readers, batches, before)]
+            position, stream_snapshots=[self._snapshot_after((batches - 1) % self._shared.readers, batches, before)]
         )
 
     def _position_in_parts(self, position: Position, batches: int) -> Position:
@@ -218,23 +223,14 @@ class StreamPass(Pass[None]):
                 "Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
             )
         first, taken, made = self._shared.first_part(self._number), schedule.taken(batches), schedule.made(batches)
-        marks, done, known = self.start.snapshots or [StreamSnapshot()] * readers, [], []
+        marks, consumed, known = self.start.stream_snapshots or [StreamSnapshot()] * readers, [], []
         for part, before in enumerate(self._parts_before()):
             worker = (part - first) % readers
-            done.append((*split(before, ranks)[0], (ranks, taken[worker])))
+            consumed.append((*split_consumed(before, ranks)[0], (ranks, taken[worker])))
             known.append(self._snapshot_after(worker, made[worker], marks[part % len(marks)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
-        return replace(position, parts=PartsDone(upcoming, done), snapshots=known)
-
-    def _require_own_start(self) -> None:
-        """Refuse to count batches of a pass that another package's loader resumed in the workers."""
-        if self.left_out:
-            raise StateError(
-                f"The state of {self._name} cannot be saved by a number of batches: the loader's own load_state_dict() "
-                "resumed within this pass, and its first batches were not counted here. Use the loader's own "
-                "state_dict(), or resume by restore_loader()."
-            )
+        return replace(position, parts=PartsConsumed(upcoming, consumed), stream_snapshots=known)
 
     def _snapshot_after(self, worker: int, batches: int, previous: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a worker's stream after some batches of it; ``previous``, when the pass began."""
@@ -250,14 +246,14 @@ class StreamPass(Pass[None]):
     def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
         made = chain.from_iterable(rounds.made(batches, self._batches_before))
-        return replace(position, parts=PartsDone(0, [((1, count * self._batching.size),) for count in made]))
+        return replace(position, parts=PartsConsumed(0, [((1, count * self._batching.size),) for count in made]))
 
     @cached_property
     def _batches_before(self) -> Sequence[Sequence[int]]:
         """Return how many batches of each rank's workers were taken before the pass, if a dataset splits itself."""
         size, readers, ranks = self._batching.size, self._shared.readers, self._plan.num_replicas
-        done = [()] * (readers * ranks) if self.start.parts is None else self.start.parts.done
-        before = [sum(items for _, items in of_reader) // size for of_reader in done]
+        consumed = [()] * (readers * ranks) if self.start.parts is None else self.start.parts.consumed
+        before = [sum(items for _, items in of_reader) // size for of_reader in consumed]
         return [before[at : at + readers] for at in range(0, len(before), readers)]
 
     @property

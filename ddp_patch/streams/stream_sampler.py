@@ -155,13 +155,15 @@ class StreamSampler(EpochSampler[None]):
         at_end = partial(self._finish, start, number, perf_counter())
         current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, at_end)
         if start.is_begun:
-            self._sampler_states.restore_generators(start.held.generators)  # a loader may have drawn from them since
+            self._sampler_states.restore_generators(
+                start.sampler_snapshot.generators
+            )  # a loader may have drawn from them since
         # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
         self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
         self.worker.shared.begin(number, epoch)
-        for noted in (self.worker.first_items, self.worker.marks):
-            if noted is not None:
-                noted.begin(number, f"epoch {epoch} from {current.begins_at}")
+        for items_read in (self.worker.first_items, self.worker.marks):
+            if items_read is not None:
+                items_read.begin(number, f"epoch {epoch} from {current.begins_at}")
         if self.position is None:
             self.worker.forget()
         self.latest, self.position = current, None
@@ -194,10 +196,10 @@ class StreamSampler(EpochSampler[None]):
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
 
-    def go_to(self, position: Position, *, tells_rest: bool) -> None:
-        """Make the next pass resume at a position; see the attribute ``tells_rest``."""
-        super().go_to(position, tells_rest=tells_rest)
-        self.worker.resume(self.epochs.passes + 1, position, tells_rest=tells_rest)
+    def resume_at(self, position: Position, *, counts_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``counts_rest``."""
+        super().resume_at(position, counts_rest=counts_rest)
+        self.worker.resume(self.epochs.passes + 1, position, counts_rest=counts_rest)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""
@@ -208,7 +210,7 @@ class StreamSampler(EpochSampler[None]):
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         position = super().read(state)
-        parts = () if position.parts is None or not self.worker.is_exact else position.parts.done
+        parts = () if position.parts is None or not self.worker.is_exact else position.parts.consumed
         if parts and len(parts) != self.worker.shared.readers:
             raise StateError(
                 f"{self.worker.name} cannot resume from the state, which counts the items of {len(parts)} workers that "
@@ -218,7 +220,9 @@ class StreamSampler(EpochSampler[None]):
         return position
 
     def _beginning(self, epoch: int) -> Position:
-        return Position(epoch, held=self.held(), snapshots=self.worker.snapshots_between())
+        return Position(
+            epoch, sampler_snapshot=self.sampler_snapshot(), stream_snapshots=self.worker.snapshots_between()
+        )
 
     def _position_now(self) -> Position:
         # Other packages' loaders find the position in an epoch by reading it again.
@@ -229,4 +233,6 @@ class StreamSampler(EpochSampler[None]):
             return self._beginning(self._iterated)
         if not self._workers and current.is_done_without_workers:
             return self._beginning(current.epoch + 1)
-        return replace(current.position(current.skip), parts=current.start.parts, snapshots=current.start.snapshots)
+        return replace(
+            current.position(current.skip), parts=current.start.parts, stream_snapshots=current.start.stream_snapshots
+        )

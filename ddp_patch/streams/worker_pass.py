@@ -38,7 +38,7 @@ class WorkerPosition:
         number: The pass.
         epoch: Which epoch it is over; -1 before that is known.
         part: The index of the worker whose part it reads; differs from its own only after a resume.
-        taken_before: What other numbers of ranks took.
+        consumed_before: What other numbers of ranks took.
         skip: How many items of this rank's share were done when the pass began.
         counts: What the state that is resumed counts: one stream, parts, or nothing.
         offset: How many items this worker has gone through since: another package's loader resumes within the pass.
@@ -51,7 +51,7 @@ class WorkerPosition:
     number: int
     epoch: int
     part: int
-    taken_before: Consumed = ()
+    consumed_before: Consumed = ()
     skip: int = 0
     counts: Literal["stream", "parts", "nothing"] = "nothing"
     offset: int = 0
@@ -63,10 +63,10 @@ class WorkerPosition:
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing was taken."""
-        return not self.items_done and not any(taken for _, taken in self.taken_before)
+        return not self.items_consumed and not any(taken for _, taken in self.consumed_before)
 
     @property
-    def items_done(self) -> int:
+    def items_consumed(self) -> int:
         """How many items of this rank's share are done."""
         return self.skip + self.offset
 
@@ -76,7 +76,7 @@ class WorkerPosition:
             "version": _VERSION,
             "epoch": self.epoch,
             "role": self.part,
-            "before": [list(pair) for pair in self.taken_before],
+            "before": [list(pair) for pair in self.consumed_before],
             "skip": self.skip,
             "counts": self.counts,
             "offset": self.offset,
@@ -102,7 +102,7 @@ class WorkerPosition:
                 "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
                 "read. Restore it with that version."
             )
-        fields["taken_before"] = tuple((ranks, taken) for ranks, taken in fields.pop("before"))
+        fields["consumed_before"] = tuple((ranks, taken) for ranks, taken in fields.pop("before"))
         fields["snapshot"] = StreamSnapshot.of(fields.pop("mark"), fields.pop("state before"))
         return cls(number=-1, part=fields.pop("role"), ended=fields.pop("is_over"), **fields)
 
@@ -172,7 +172,7 @@ class WorkerPass(Generic[T]):
     def exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
         worker, start, plan = self._worker, self.start, self._worker.plan
-        rest = plan.rest_of_stream(worker.stream_length, start.taken_before)
+        rest = plan.rest_of_stream(worker.stream_length, start.consumed_before)
         skipped = self._skipped_rounds()
         spent_s = worker.reader.spent_s
         if skipped is None:
@@ -196,7 +196,7 @@ class WorkerPass(Generic[T]):
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, skipped) for item in part)
-        mine = self._of_worker(islice(of_rank, start.items_done if skipped is None else 0, None))
+        mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
         yield from mine if worker.division is None else _divided(mine, worker, worker.division)
         self._is_over = True
         worker.end(start.number, start.part)
@@ -233,7 +233,7 @@ class WorkerPass(Generic[T]):
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
-        before = sum(ranks * each for ranks, each in self.start.taken_before)
+        before = sum(ranks * each for ranks, each in self.start.consumed_before)
         return self._tracker.start_after(before + self._worker.plan.num_replicas * (self.start.skip + place))
 
     def position(self) -> WorkerPosition:
@@ -347,15 +347,15 @@ class WorkerPass(Generic[T]):
         Padding repeats items of the first round, so these are read where there may be padding.
         """
         plan, start, known = self._worker.plan, self.start, self.start.snapshot.first
-        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.items_done else 0
-        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.taken_before):
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.items_consumed else 0
+        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.consumed_before):
             return None
         first: list[T] = []
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
             with epoch_states(self._worker.options, self._worker.seed, start.epoch):
                 first = self._tracker.read_first(self._read(self._tracker.iterate), looked_at)
-        return Chunk(start.items_done * plan.num_replicas, first)
+        return Chunk(start.items_consumed * plan.num_replicas, first)
 
     def _snapshot(self) -> bytes | None:
         with self._worker.reader.unnoted(self.info):
@@ -376,11 +376,11 @@ class WorkerPass(Generic[T]):
         if start.is_at_epoch_start and None not in lengths:
             require_steps(worker.plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
         require_sure_length(worker.plan, worker.name, "dataset", drawn, assumed)
-        if start.items_done > worker.plan.largest_share(drawn):
+        if start.items_consumed > worker.plan.largest_share(drawn):
             raise StateError(
-                f"{worker.name} cannot resume from the state: {start.items_done} items of each rank's share were done "
-                f"in it, and the stream ended after {drawn} items of all ranks. Restore it with the dataset that it "
-                "was taken of; one that is its own iterator must be rebuilt."
+                f"{worker.name} cannot resume from the state: {start.items_consumed} items of each rank's share were "
+                f"done in it, and the stream ended after {drawn} items of all ranks. Restore it with the dataset that "
+                "it was taken of; one that is its own iterator must be rebuilt."
             )
 
 

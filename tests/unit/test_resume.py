@@ -973,7 +973,7 @@ def test_a_rank_that_took_an_item_more_than_others_leaves_nothing_to_take() -> N
     taken = list(wrapper)
     resumed: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
     state = {**wrapper.state_dict(), "epoch": 0, "done": [[2, len(taken)]], "ended": False}
-    resumed.go_to(resumed.read(state), tells_rest=True)
+    resumed.resume_at(resumed.read(state), counts_rest=True)
     assert (len(taken), len(resumed), resumed.total_size) == (3, 0, 0)
 
 

@@ -16,7 +16,7 @@ from ddp_patch.ranks.order_verdicts import (
     alike_marks,
     decoded,
     encoded,
-    following,
+    next_mark,
     position,
     stream_mismatch,
 )
@@ -30,7 +30,7 @@ def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
     for place, item in enumerate(listed[:upto]):
         if place == wanted:
             marks.append(hashes_if_any(item))
-            wanted = following(place)
+            wanted = next_mark(place)
     (parts,) = decoded(encoded({"": [PartMarks.of(marks, len(listed) if upto is None else None)]})).values()
     return parts[0]
 
@@ -39,13 +39,13 @@ def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
 def test_the_position_of_a_mark_is_that_of_the_ones_before(mark: int) -> None:
     place = 0
     for _ in range(mark):
-        place = following(place)
+        place = next_mark(place)
     assert position(mark) == place
 
 
 @given(st.integers(64, 10**9))
 def test_a_mark_follows_within_a_sixteenth(place: int) -> None:
-    assert place < following(place) <= place + place // 16
+    assert place < next_mark(place) <= place + place // 16
 
 
 def named(number: int) -> dict[str, Any]:
