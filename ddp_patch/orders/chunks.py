@@ -144,12 +144,12 @@ def draw(
         now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
 
 
-def _ends(start: int, size: int, round_size: int, pieces: int) -> Iterable[int]:
+def _ends(start: int, size: int, round_size: int) -> Iterable[int]:
     """Return where the pieces of a chunk end: whole rounds, about as many in each; a short chunk is one piece."""
-    if size < pieces * _LEAST_PIECE:
+    if size < _PIECES * _LEAST_PIECE:
         return (start + size,)
-    piece = -(-size // round_size // pieces) * round_size
-    return (min(start + size, start + piece * number) for number in range(1, pieces + 1))
+    piece = -(-size // round_size // _PIECES) * round_size
+    return (min(start + size, start + piece * number) for number in range(1, _PIECES + 1))
 
 
 class _CountingIterator:
@@ -183,7 +183,7 @@ class _CountingIterator:
     ) -> None:
         """Draw the rest of a chunk; see ``show``."""
         start = self.drawn - is_begun * self._round_size
-        for until in _ends(start, end - start, self._round_size, 1 if fingerprint is None else _PIECES):
+        for until in (end,) if fingerprint is None else _ends(start, end - start, self._round_size):
             if fingerprint is not None:
                 self.show(into, until, selection, fingerprint, is_begun=is_begun)
                 is_begun = False
@@ -237,7 +237,8 @@ class _CountingIterator:
         first, last, step = selected.indices(size)
         items = islice(self._items, first, last, step)
         into.extend(map(copy_item, items) if self.copies else items)
-        deque(islice(self._items, size - last), maxlen=0)
+        if last < size:
+            deque(islice(self._items, size - last), maxlen=0)
         self.is_ended = self.drawn - before < size
 
 

@@ -20,7 +20,16 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import already_in, exchange, from_parts, in_parts, ranks_text, require_same, store_reached
+from ddp_patch.ranks.exchange import (
+    already_in,
+    bytes_of,
+    exchange,
+    from_parts,
+    in_parts,
+    ranks_text,
+    require_same,
+    store_reached,
+)
 
 __all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
 
@@ -150,6 +159,9 @@ class ExitNotes:
             self._store.delete_key(f"{self._waits}/{self._index}")
 
 
+# The first message of a value, which has it whole where that is small.
+_FIRST_BYTES = 4096
+
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
 
@@ -278,11 +290,14 @@ class Channel:
     def send(self, target: int, value: Any) -> None:
         """Begin to send a value to a member, which receives it; it must not change before ``all_sent``."""
         parts = in_parts(value)
-        sizes = torch.tensor([len(part) for part in parts])
+        header = bytes_of(torch.tensor([len(parts), *map(len, parts)]))
+        if len(header) + sum(map(len, parts)) <= _FIRST_BYTES:  # one message has it all
+            header, parts = torch.cat([header, *parts]), []
+        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        first[: len(header)] = header[:_FIRST_BYTES]
+        messages = [first, header[_FIRST_BYTES:], *parts]
         with self._connected(target):
-            for tag, part in enumerate([torch.tensor([len(parts)]), sizes, *parts]):
-                if len(part):
-                    self._sends.append((target, self._group.send([part], target, tag)))
+            self._sends += [(target, self._group.send([part], target, 0)) for part in messages if len(part)]
 
     def all_sent(self) -> None:
         """Wait until all that was sent has left this rank."""
@@ -293,15 +308,21 @@ class Channel:
 
     def receive(self, source: int) -> Any:
         """Return the value that a member sends here."""
-        (count,) = self._received(source, 0, 1, torch.int64).tolist()
-        sizes: list[int] = self._received(source, 1, count, torch.int64).tolist()
-        return from_parts([self._received(source, 2 + tag, size, torch.uint8) for tag, size in enumerate(sizes)])
+        header = self._received(source, _FIRST_BYTES)
+        begin = 8 * (1 + int(header.view(torch.int64)[0]))
+        header = torch.cat([header, self._received(source, begin - _FIRST_BYTES)])
+        sizes: list[int] = header[8:begin].view(torch.int64).tolist()
+        if (end := begin + sum(sizes)) <= _FIRST_BYTES:
+            parts = [part.clone() for part in torch.split(header[begin:end], sizes)]  # each begins where any dtype may
+        else:
+            parts = [self._received(source, size) for size in sizes]
+        return from_parts(parts)
 
-    def _received(self, source: int, tag: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        into = torch.empty(size, dtype=dtype)
-        if size:
+    def _received(self, source: int, size: int) -> torch.Tensor:
+        into = torch.empty(max(0, size), dtype=torch.uint8)
+        if size > 0:
             with self._connected(source):
-                self._group.recv([into], source, tag).wait()
+                self._group.recv([into], source, 0).wait()
         return into
 
     def fail(self, error: BaseException) -> None:

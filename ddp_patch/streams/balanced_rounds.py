@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heapreplace
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddp_patch.options import Uneven
 from ddp_patch.schedule import made_in_turn, turn_after
@@ -25,9 +25,9 @@ __all__ = [
     "rounds_ahead",
 ]
 
-# How many batches a rank reads beyond those of the planned rounds, at most: where steps are fast, batches are small,
-# and exchanging reports takes as long as a step. A round may need more of it at the end.
-AHEAD, AHEAD_IF_FAST = 4, 32
+# How many batches a rank reads beyond those of the planned rounds, at most: more where steps are fast, as exchanging
+# reports takes as long as some of these, and where batches are small. A round may need more of it at the end.
+AHEAD, AHEAD_IF_FAST = 4, 128
 
 
 class Holding(NamedTuple):
@@ -182,6 +182,7 @@ class RoundPlan:
         is_fast: Whether it is worth waiting a little for these.
         reserved: How many of its own the planned rounds take.
         has_reported: Whether it has reported since all were last heard.
+        hands_over: Whether ranks get batches of others in the planned rounds.
     """
 
     def __init__(self, rank: int, uneven: Uneven) -> None:
@@ -195,24 +196,25 @@ class RoundPlan:
         self.is_fast: bool = False
         self.reserved: int = 0
         self.has_reported: bool = False
+        self.hands_over: bool = False
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether ranks get batches of others in the planned rounds."""
-        return any(step.hands_over for step in self._rounds)
+    def hear(self, ranks: Sequence[Holding], *, is_fast: bool, room: int = AHEAD_IF_FAST) -> None:
+        """Plan by what all ranks reported.
 
-    def hear(self, ranks: Sequence[Holding], *, is_fast: bool) -> None:
-        """Plan by what all ranks reported, and by whether steps were fast on this one."""
+        Args:
+            ranks: What they reported.
+            is_fast: Whether steps were fast on this one.
+            room: How many batches it reads ahead then, at most.
+        """
         self.ranks, self.is_fast, self.has_reported = ranks, is_fast, False
         rounds = rounds_ahead(ranks, self._uneven)
         self.is_over = not rounds and next_round(ranks, self._uneven) is NextMove.END
         self._rounds.extend(rounds)
-        self._planned = len(rounds)
+        self._planned, self.hands_over = len(rounds), any(step.hands_over for step in rounds)
         taken = [sum(of_rank) for of_rank in zip(*(step.taken for step in rounds), strict=True)] or [0] * len(ranks)
         self.reserved += taken[self._rank]
         self.least = ahead_of_next(ranks, taken)
-        most = AHEAD_IF_FAST if is_fast else AHEAD
-        self.wanted = max(self.least, min(most, 2 * self.least * len(rounds)))
+        self.wanted = max(self.least, min(room if is_fast else AHEAD, 2 * self.least * len(rounds)))
 
     def next(self) -> Round | None:
         """Return the next round; None if the ranks must hear of each other first."""
@@ -254,7 +256,7 @@ class BalancedRounds:
         self.batches_delivered: int = 0
         self.ends: Sequence[Sequence[int]] = ()
         self.is_over: bool = False
-        self._runs: list[tuple[tuple[int, ...], int]] = []  # what a round took, and how often: most are alike
+        self._runs: list[list[Any]] = []  # what a round took, and how often: most are alike
 
     def hear(self, ends: Sequence[Sequence[int]]) -> None:
         """Record what the ranks reported of their workers' ends."""
@@ -263,8 +265,10 @@ class BalancedRounds:
     def add(self, taken: tuple[int, ...]) -> None:
         """Record another round, which took so many of each rank's own batches."""
         self.count += 1
-        before = self._runs.pop() if self._runs and self._runs[-1][0] == taken else (taken, 0)
-        self._runs.append((taken, before[1] + 1))
+        if self._runs and self._runs[-1][0] == taken:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([taken, 1])
 
     def give(self) -> None:
         """Record that this rank is given a batch."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final, cast
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -14,9 +15,10 @@ from ddp_patch.compat.private_torch import WrappedIterator, pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.streams.balanced_rounds import BalancedRounds, Holding, Round, RoundPlan
+from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, Round, RoundPlan
 from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
+from ddp_patch.walks import nested
 
 __all__ = ["WAITS", "EvenIterators", "OwnBatches", "even_steps"]
 
@@ -25,6 +27,10 @@ _READS, _RAN_OUT, _FAILED, _LEFT = range(4)
 
 # A step in which reports may take as long as all else, and how long a rank then reads on before it reports.
 _FAST_S, _PATIENCE_S = 0.01, 0.05
+
+# Read ahead in fast steps, at most, and as much again while it waits: each tensor of a worker's is an open file, of
+# which a process often may have 1024, in shared memory, of which a container often has 64 MiB.
+_MOST_FILES, _MOST_BYTES = 256, 2**23
 
 # Comes instead of a batch before a rank waits for the others.
 WAITS: Final = object()
@@ -124,6 +130,16 @@ class OwnBatches:
         return len(self._held)
 
     @property
+    def room(self) -> int:
+        """How many batches like the latest one may be read ahead, where steps are fast."""
+        leaves = [leaf for _, leaf in nested(self._held[-1])] if self._held else [self]
+        if not all(isinstance(leaf, torch.Tensor | str | bytes | int | float | None) for leaf in leaves):
+            return AHEAD  # nobody knows what is in them
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return max(AHEAD, min(AHEAD_IF_FAST, _MOST_FILES // max(1, len(tensors)), _MOST_BYTES // max(1, size)))
+
+    @property
     def reads(self) -> bool:
         """Whether there may be more."""
         return not self._ran_out and self.failure is None
@@ -175,10 +191,13 @@ class OwnBatches:
 
     def take(self, step: Round, channel: Channel) -> list[Any]:
         """Hand to others what the round says; return the batch that this rank gets, if it gets one."""
+        source = step.gets[channel.index]
+        if not step.hands_over:  # most rounds
+            return [] if source is None else [self._held.popleft()]
         for place, target in step.handed_by(channel.index):
             channel.send(target, self._held[place])
         got = []
-        if (source := step.gets[channel.index]) is not None:
+        if source is not None:
             is_own = source.rank == channel.index
             got.append(self._held[source.place] if is_own else pinned_by(self._wrapped, channel.receive(source.rank)))
         channel.all_sent()
@@ -228,7 +247,8 @@ def even_steps(
                 own.report(channel, plan, ends())
             yield WAITS
             is_fast = clock() - heard_at < _FAST_S * (rounds.count - steps)
-            plan.hear(_heard(channel, own, rounds, 2 * plan.wanted), is_fast=is_fast)
+            heard = _heard(channel, own, rounds, 2 * plan.wanted)
+            plan.hear(heard, is_fast=is_fast, room=own.room)
             heard_at, steps = clock(), rounds.count
             continue
         if step.hands_over:

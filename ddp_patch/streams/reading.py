@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from time import perf_counter
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
 from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 
-__all__ = ["DatasetStateTracker", "Reader", "can_snapshot", "tell_epoch", "this_worker"]
+__all__ = ["AsDataset", "DatasetStateTracker", "Reader", "can_snapshot", "tell_epoch", "this_worker"]
 
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Reader:
         asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
-        spent_s: How many seconds the dataset took for the items that it gave.
+        spent_s: How many seconds its items took; see ``AsDataset``.
     """
 
     def __init__(self) -> None:
@@ -81,24 +81,15 @@ class Reader:
         self.has_asked = asked or is_made
         self.has_asked_rank = asked_rank or (self.has_asked_rank and is_made)
 
-    def read(self, begin: Callable[[], Iterator[Any]], info: WorkerInfo | None) -> Iterator[Any]:
-        """Iterate a dataset, which ``begin()`` begins; ``get_worker_info()`` returns ``info`` while its code runs."""
-        with worker_info_told(info), rank_noted(self._note_rank):
+    def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Iterate a dataset, which ``begin()`` begins. It is to be read in ``AsDataset``."""
+        with rank_noted(self._note_rank):
             iterator = begin()
-            item = self._timed(iterator)
+            item = next(iterator, _END)
         while item is not _END:
             self.asked_before_item |= self.has_asked
             yield item
-            with worker_info_told(info):
-                item = self._timed(iterator)
-
-    def _timed(self, iterator: Iterator[Any]) -> Any:
-        """Return an iterator's next item, or ``_END``, and count the seconds that an item takes."""
-        began_s = perf_counter()
-        item = next(iterator, _END)
-        if item is not _END:
-            self.spent_s += perf_counter() - began_s
-        return item
+            item = next(iterator, _END)
 
     @contextmanager
     def unnoted(self, info: WorkerInfo | None) -> Iterator[None]:
@@ -114,6 +105,29 @@ class Reader:
     def _note(self, name: str) -> None:
         self.has_asked |= name in _TELLING
         self._has_dataset |= name == "dataset"
+
+
+class AsDataset(AbstractContextManager[None]):
+    """Entered, again and again, while a dataset is read: it draws from an epoch's states, and has its own worker info.
+
+    Args:
+        states: The random states.
+        info: What ``get_worker_info()`` returns to it.
+        reader: What reads it, which counts the seconds.
+    """
+
+    def __init__(self, states: AbstractContextManager[None], info: WorkerInfo | None, reader: Reader) -> None:
+        self._states, self._told, self._reader = states, worker_info_told(info), reader
+
+    def __enter__(self) -> None:
+        self._told.__enter__()  # first: a torch without that raises
+        self._states.__enter__()
+        self._began_s = perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._reader.spent_s += perf_counter() - self._began_s
+        self._states.__exit__(None, None, None)
+        self._told.__exit__()
 
 
 # By how many of its first items a stream is recognised.

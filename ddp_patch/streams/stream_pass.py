@@ -107,11 +107,15 @@ class StreamPass(Pass[None]):
             received: How many have come from the workers.
         """
         made, are_over = self._shared.batches_noted(self._number)
-        readers, before = self._shared.readers, self._batches_before[self._plan.rank]
+        of_pass = [max(0, made[part] - before) for part, before in self._turns]
+        return ready_in_turn(of_pass, [are_over[part] for part, _ in self._turns]) + all(are_over) - received
+
+    @cached_property
+    def _turns(self) -> Sequence[tuple[int, int]]:
+        """This rank's parts in the order of their turns, and how many batches of each were taken before the pass."""
+        before = self._batches_before[self._plan.rank]
         first = turn_after(before)
-        parts = [(first + step) % readers for step in range(readers)]
-        of_pass = [max(0, made[part] - before[part]) for part in parts]
-        return ready_in_turn(of_pass, [are_over[part] for part in parts]) + all(are_over) - received
+        return [*enumerate(before)][first:] + [*enumerate(before)][:first]
 
     def _chunks(self) -> Iterator[list[None]]:
         return repeat(_INDICES)

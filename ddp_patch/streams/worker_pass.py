@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -17,7 +17,7 @@ from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import Division
 from ddp_patch.sharding.drawing import require_sure_length, share
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.streams.reading import DatasetStateTracker, can_snapshot, this_worker
+from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import LARGEST
 
 if TYPE_CHECKING:
@@ -153,21 +153,19 @@ class WorkerPass(Generic[T]):
         """
         worker, batching, start = self._worker, self._worker.batching, self.start
         stream = self._detecting_split(self._read(partial(iter, worker.dataset)))
-        chunks = self._drawn(stream, Plan(0, 1), 0, start.skip)
-        items = (item for chunk in chunks for item in chunk.items)
-        skipped = sum(1 for _ in islice(items, start.skip))
-        if skipped < start.skip if batching.drop_last else skipped <= start.skip - batching.size:
+        read, note = 0, partial(worker.shared.note_batches, start.number, start.part)
+        for length, items in self._drawn(stream, Plan(0, 1), 0, start.skip):
+            before, read = read, read + length
+            if read > start.skip and read % batching.size == 0:
+                note(read // batching.size)
+            yield from items if before >= start.skip else items[start.skip - before :]
+        if read < start.skip if batching.drop_last else read <= start.skip - batching.size:
             raise StateError(
                 f"{worker.name} cannot resume from the state: worker {start.part} of {self._workers} had only "
-                f"{skipped} items before its end, so the workers no longer took turns, and nobody knows which batches "
+                f"{read} items before its end, so the workers no longer took turns, and nobody knows which batches "
                 "were done. Begin the epoch again, or leave share out."
             )
-        made, note = skipped, partial(worker.shared.note_batches, start.number, start.part)
-        for made, item in enumerate(items, skipped + 1):
-            if made % batching.size == 0:
-                note(made // batching.size)
-            yield item
-        note(batching.count(made), is_end=True)
+        note(batching.count(read), is_end=True)
 
     def exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
@@ -247,8 +245,11 @@ class WorkerPass(Generic[T]):
             snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.initial_state)
         return replace(start, offset=self._place, snapshot=snapshot, seed=self._worker.seed.value, ended=self._is_over)
 
+    def _reading(self, states: AbstractContextManager[None]) -> AsDataset:
+        return AsDataset(states, self.info, self._worker.reader)
+
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
-        return self._worker.reader.read(begin, self.info)
+        return self._worker.reader.read(begin)
 
     def _detecting_split(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
@@ -325,7 +326,12 @@ class WorkerPass(Generic[T]):
         try:
             # No copies: these are samples, not indices.
             yield from draw(
-                stream, self._states, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept
+                stream,
+                self._reading(self._states),
+                round_size=plan.num_replicas,
+                rounds=rounds,
+                copies=False,
+                selection=kept,
             )
         finally:
             self.before_others(may_draw=True)
@@ -353,7 +359,7 @@ class WorkerPass(Generic[T]):
         first: list[T] = []
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
-            with epoch_states(self._worker.options, self._worker.seed, start.epoch):
+            with self._reading(epoch_states(self._worker.options, self._worker.seed, start.epoch)):
                 first = self._tracker.read_first(self._read(self._tracker.iterate), looked_at)
         return Chunk(start.items_consumed * plan.num_replicas, first)
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given, settings
 
 from ddp_patch.options import Uneven
@@ -355,3 +356,21 @@ def test_where_steps_are_fast_the_ranks_seldom_talk(counts: list[int], uneven: U
     ranks = simulated(Case(counts, uneven, seed, pace=FAST))
     assert len(ranks[0].channel.network.gathers) < 100
     assert min(len(rank.got) for rank in ranks) >= 998
+
+
+@pytest.mark.parametrize(
+    ("batch", "room"),
+    [
+        (torch.zeros(4), AHEAD_IF_FAST),
+        (["a", 1, None, 2.5], AHEAD_IF_FAST),
+        ({f"column {number}": torch.zeros(4) for number in range(10)}, 25),  # files that are open
+        ({"x": torch.zeros(2**18), "y": [torch.zeros(4)]}, 7),  # bytes of shared memory
+        (torch.zeros(2**24), AHEAD),
+        ({"of unknown size": object()}, AHEAD),
+    ],
+)
+def test_what_is_read_ahead_has_room(batch: Any, room: int) -> None:
+    own = OwnBatches(iter([batch, batch]))
+    assert own.room == AHEAD
+    own.read(1)
+    assert own.room == room

@@ -24,7 +24,7 @@ import ddp_patch
 from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError, WorldError
-from ddp_patch.ranks.channel import Channel
+from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.streams import by_worker
 
 BATCH = 2
@@ -237,6 +237,36 @@ def test_ranks_with_cheap_items_do_not_talk_in_each_step() -> None:
         for steps, exchanges in found:
             assert steps == 1000
             assert exchanges < 150
+
+
+# By what it fills: nothing, one message, more than one, and a message with their sizes alone.
+VALUES: Mapping[str, Any] = {
+    "nothing": None,
+    "empty": torch.empty(0, 3),
+    "small": {"x": torch.arange(3, dtype=torch.float64), "name": "a"},
+    "as large as one message": torch.arange(3900, dtype=torch.uint8),
+    "larger": [torch.arange(5000), torch.empty(0), "b"],
+    "of many parts": [torch.tensor([number]) for number in range(700)],
+    "of many sizes": [torch.zeros(number % 3) for number in range(400)],
+}
+
+
+def handed_over(rank: int, world_size: int) -> list[Any]:
+    """Rank 0 sends each value, twice, as what comes next must not be mistaken for a rest."""
+    with opened(range(world_size), "Testing", {}, 60, []) as channel:
+        if rank == 0:
+            for value in (*VALUES.values(), *VALUES.values()):
+                channel.send(1, value)
+            channel.all_sent()
+            return []
+        return [channel.receive(0) for _ in range(2 * len(VALUES))]
+
+
+def test_values_of_any_size_are_handed_over() -> None:
+    _, got = run_ranks(handed_over, 2, timeout=60)
+    for name, given, value in zip(VALUES, VALUES.values(), got[: len(VALUES)], strict=True):
+        assert repr(value) == repr(given), name
+    assert repr(got[: len(VALUES)]) == repr(got[len(VALUES) :])
 
 
 class OwnIteration(DataLoader[Any]):
