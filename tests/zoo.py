@@ -372,8 +372,8 @@ class Kind:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """The numbers of ranks that it is tried in. Starting workers takes long, so with them there are but two."""
-        return (2, 3) if self.make().num_workers else (1, 2, 3, 4, 5)
+        """The numbers of ranks that it is tried in. Starting workers takes long, so with them there is but one."""
+        return (3,) if self.make().num_workers else (1, 2, 5)
 
     @property
     def tried(self) -> int:

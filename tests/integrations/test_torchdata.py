@@ -257,8 +257,17 @@ STREAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 2}, PERSISTENT], ids=str)
-@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
+# Each stream without workers, and with workers of one of three kinds; the session soak tries them all.
+WORKERS: list[dict[str, Any]] = [{"num_workers": 2}, PERSISTENT, {"num_workers": 1}]
+READ: list[Any] = [pytest.param(make, {}, id=name) for name, make in STREAMS.items()]
+READ += [
+    pytest.param(make, options, id=f"{name}, {options}", marks=[pytest.mark.soak] * (number % 3 != place))
+    for number, (name, make) in enumerate(STREAMS.items())
+    for place, options in enumerate(WORKERS)
+]
+
+
+@pytest.mark.parametrize(("make", "options"), READ)
 def test_an_iterable_dataset_is_exact_over_three_stops_and_at_an_epochs_end(make: Make, options: Any) -> None:
     run = Run(lambda: StatefulDataLoader(make(), 3, collate_fn=as_it_is, **options))
     whole = run.uninterrupted()[:3]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import as_it_is
@@ -189,10 +190,12 @@ def test_every_stop_without_workers(kind: Any, loader: Any) -> None:
         assert_goes_on(kind, loader, (("num_workers", 0),), share, epoch, stop, place)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(
+    ("persistent", "loader"),
+    [(False, StatefulDataLoader), (True, DataLoader), soaked(False, DataLoader), soaked(True, StatefulDataLoader)],
+)
 @pytest.mark.parametrize("kind", [OwnCountsEpochs, OwnFromIter, BothHave, CountsEpochs])
-def test_stops_with_workers(kind: Any, loader: Any, persistent: bool) -> None:
+def test_stops_with_workers(kind: Any, persistent: bool, loader: Any) -> None:
     options = (("num_workers", 2), ("persistent_workers", persistent))
     for stop, place, share in zip(STOPS, cycle(PLACES), cycle(SHARES[:1] + SHARES[-1:]), strict=False):
         assert_goes_on(kind, loader, options, share, 1, stop, place)

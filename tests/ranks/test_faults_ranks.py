@@ -174,7 +174,8 @@ def fresh_start(rank: int, world_size: int) -> list[int]:
 @pytest.mark.parametrize(("case", "expected"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_surviving_rank_is_told_in_time(case: Callable[[int], None], expected: list[str], tmp_path: Path) -> None:
     telling = WORLD - expected.count("killed")
-    if "killed" in expected:
+    is_killed = "killed" in expected
+    if is_killed:
         with pytest.raises(RanksFailedError, match="killed by SIGKILL"):
             run_ranks(tell, WORLD, case, str(tmp_path), telling, timeout=90, grace=30)
     else:
@@ -191,8 +192,9 @@ def test_every_surviving_rank_is_told_in_time(case: Callable[[int], None], expec
         else:
             assert facts in said, (rank, said)
         assert float(elapsed) < 60, rank
-    shares = run_ranks(fresh_start, WORLD)  # and a fresh start works
-    assert {item for share in shares for item in share} == set(range(N))
+    if is_killed:  # a fresh start works
+        shares = run_ranks(fresh_start, WORLD)
+        assert {item for share in shares for item in share} == set(range(N))
 
 
 def test_the_page_lists_every_case() -> None:

@@ -11,6 +11,7 @@ import torch
 from audit_setups import Untouchable
 from messages import missing
 from numpy.typing import NDArray
+from test_contract import over
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from zoo import ALL_KINDS, Kind
 
@@ -283,7 +284,7 @@ OF_INDICES = [
 ]
 
 
-@pytest.mark.parametrize("kind", OF_INDICES, ids=lambda kind: kind.name)
+@over(OF_INDICES)
 def test_every_kind_of_loader_holds_balanced_as_it_does_without(kind: Kind) -> None:
     report = audit(kind.make(), 3, epochs=min(2, kind.epochs), cost=lambda index: 1 + index % 5, max_items=60)
     if kind.name == "an iterator, once":

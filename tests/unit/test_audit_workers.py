@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from multiprocessing import Value
 from traceback import clear_frames
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick import soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import KINDS, as_it_is, draw_ambient, seed_ambient, seeded_generator
 
@@ -114,9 +115,16 @@ def epochs_of(loader: DataLoader[Any], passes: Callable[[], Iterator[Any]]) -> l
     return found
 
 
-@pytest.mark.parametrize(("way", "num_workers"), [("as it stands", 2), ("by_worker", 2), ("patched", 4)])
-@pytest.mark.parametrize("name", MAKERS)
-def test_simulated_workers_read_what_real_ones_do(name: str, num_workers: int, way: str) -> None:
+READERS = {"as it stands": 2, "by_worker": 2, "patched": 4}
+TURNS = [(name, *way) for name, way in product(MAKERS, READERS.items())]
+
+
+# Each maker in one way, and the others in the session soak.
+@pytest.mark.parametrize(
+    ("name", "way", "num_workers"),
+    [turn if number % 3 == number // 3 % 3 else soaked(*turn) for number, turn in enumerate(TURNS)],
+)
+def test_simulated_workers_read_what_real_ones_do(name: str, way: str, num_workers: int) -> None:
     """What a worker is told, which seeds it has, what it shares with the main process, and whose turn it is."""
     first, second = (
         WAYS[way](copy_loader(MAKERS[name](), num_workers=num_workers, prefetch_factor=2)) for _ in range(2)

@@ -102,7 +102,7 @@ def assert_false_on_padding_alone(given: DataLoader[Any], batches: Masked, paddi
 @over(KINDS)
 def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind) -> None:
     lengths = [10**9] * kind.tried if kind.endless else lengths_of(kind)
-    for num_replicas in kind.worlds if not kind.make().num_workers else (3,):
+    for num_replicas in kind.worlds:
         for rank in range(num_replicas):
             given = patched(kind, rank, num_replicas)
             for n in lengths:

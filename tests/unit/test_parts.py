@@ -61,7 +61,7 @@ every_uneven = pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
 @pytest.mark.parametrize("name", ALONE)
 def test_a_main_process_reads_the_one_part_that_there_is(name: str, uneven: Uneven) -> None:
     make, _ = SPLIT[name]
-    for world_size, batch_size, drop_last in product((1, 2, 3, 4), (None, 1, 3), (False, True)):
+    for world_size, batch_size, drop_last in product((1, 3), (None, 1, 3), (False, True)):
         if not drop_last or batch_size:
             assert_parts_are_shared(make, 0, world_size, uneven, batch_size, drop_last)
 

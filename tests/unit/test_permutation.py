@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from messages import raises
+from quick import soaked
 
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.orders import orders
@@ -100,7 +101,7 @@ def scores(shuffle: Shuffle, n: int) -> dict[str, float]:
 
 
 @pytest.mark.usefixtures("_either")
-@pytest.mark.parametrize("n", AWKWARD)
+@pytest.mark.parametrize("n", [n if place % 3 == 0 else soaked(n) for place, n in enumerate(AWKWARD)])
 def test_it_shuffles_as_well_as_randperm(n: int) -> None:
     for name, score in scores(torchs, n).items():
         assert abs(score) < BOUND, ("torch.randperm", name)

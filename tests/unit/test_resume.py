@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from messages import raises
+from quick import soaked
 from test_contract import over
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from zoo import (
@@ -75,7 +76,7 @@ def restored(kind: Kind, state: dict[str, Any], rank: int = 0, num_replicas: int
 
 
 @over(AGAIN)
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("num_replicas", [soaked(1), 2])
 def test_the_rest_and_all_that_follows_are_those_of_a_run_that_was_never_stopped(kind: Kind, num_replicas: int) -> None:
     whole = patched(kind, num_replicas - 1, num_replicas)
     epochs = [batches_of(kind, whole) for _ in range(3)]
