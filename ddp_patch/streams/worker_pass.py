@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
@@ -72,21 +72,13 @@ class WorkerPosition:
 
     def plain(self) -> list[list[Any]]:
         """Return it as plain values: pairs, because torchdata takes dicts apart."""
-        fields = {
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "number"} | {
             "version": _VERSION,
-            "epoch": self.epoch,
-            "role": self.part,
-            "before": [list(pair) for pair in self.consumed_before],
-            "skip": self.skip,
-            "counts": self.counts,
-            "offset": self.offset,
-            "mark": self.snapshot.plain(),
-            "state before": list(self.snapshot.initial_state),
-            "seed": self.seed,
+            "consumed_before": [list(pair) for pair in self.consumed_before],
+            "snapshot": [self.snapshot.plain(), list(self.snapshot.initial_state)],
             "generators": list(self.generators),
-            "is_over": self.ended,
         }
-        return [[name, value] for name, value in fields.items()]
+        return [[name, value] for name, value in values.items()]
 
     @classmethod
     def of(cls, plain: Any) -> "WorkerPosition":
@@ -96,15 +88,15 @@ class WorkerPosition:
             StateError: Another version of this package did.
         """
         is_paired = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in plain)
-        fields: dict[str, Any] = dict(plain) if is_paired else {}
-        if fields.pop("version", None) != _VERSION:
+        values: dict[str, Any] = dict(plain) if is_paired else {}
+        if values.pop("version", None) != _VERSION:
             raise StateError(
                 "The state of a worker's iterator was written by another version of ddp_patch, which this one does not "
                 "read. Restore it with that version."
             )
-        fields["consumed_before"] = tuple((ranks, taken) for ranks, taken in fields.pop("before"))
-        fields["snapshot"] = StreamSnapshot.of(fields.pop("mark"), fields.pop("state before"))
-        return cls(number=-1, part=fields.pop("role"), ended=fields.pop("is_over"), **fields)
+        values["consumed_before"] = tuple((ranks, taken) for ranks, taken in values["consumed_before"])
+        values["snapshot"] = StreamSnapshot.of(*values["snapshot"])
+        return cls(number=-1, **values)
 
 
 _NOTHING: Any = object()
