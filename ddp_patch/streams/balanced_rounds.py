@@ -182,7 +182,7 @@ class RoundPlan:
         is_fast: Whether it is worth waiting a little for these.
         reserved: How many of its own the planned rounds take.
         has_reported: Whether it has reported since all were last heard.
-        hands_over: Whether ranks get batches of others in the planned rounds.
+        hands_over: Whether ranks get batches of others in the planned rounds. Once they do, they do to the last.
     """
 
     def __init__(self, rank: int, uneven: Uneven) -> None:
@@ -222,6 +222,7 @@ class RoundPlan:
             return None
         step = self._rounds.popleft()
         self.reserved -= step.taken[self._rank]
+        self.hands_over &= bool(self._rounds)
         return step
 
     def may_report(self, held: int, reads: bool) -> bool:
