@@ -442,11 +442,7 @@ class SamplerPass(Pass[T]):
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
         found = super().position(taken)
-        return (
-            found
-            if self.source.snapshot_before is None
-            else replace(found, sampler_snapshot=self.source.snapshot_before)
-        )
+        return replace(found, sampler_snapshot=self.source.snapshot_before or found.sampler_snapshot)
 
     def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers are as in ``snapshot``."""

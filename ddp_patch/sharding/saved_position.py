@@ -1,7 +1,7 @@
 """A position in an epoch, and how it is written to a state and read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
 
 from ddp_patch.errors import StateError
@@ -151,16 +151,7 @@ class Position:
 
     def or_next_epoch(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
-        return (
-            Position(
-                self.epoch + 1,
-                sampler_snapshot=self.sampler_snapshot,
-                stream_snapshots=self.stream_snapshots,
-                seed=self.seed,
-            )
-            if self.ended
-            else self
-        )
+        return replace(self, epoch=self.epoch + 1, consumed=(), ended=False, parts=None) if self.ended else self
 
 
 def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int]:

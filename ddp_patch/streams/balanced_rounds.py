@@ -198,7 +198,7 @@ class RoundPlan:
         self.has_reported: bool = False
         self.hands_over: bool = False
 
-    def hear(self, ranks: Sequence[Holding], *, is_fast: bool, room: int = AHEAD_IF_FAST) -> None:
+    def hear(self, ranks: Sequence[Holding], *, is_fast: bool, room: int) -> None:
         """Plan by what all ranks reported.
 
         Args:

@@ -3,18 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from time import thread_time
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint, hashes_if_any
 from ddp_patch.ranks.order_verdicts import PartMarks, next_mark
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 __all__ = ["LARGEST", "FirstItems", "MarksInMemory", "SharedWorkerState", "shared_arrays"]
 
@@ -51,15 +46,6 @@ class SharedWorkerState:
         self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads, self._of_states = (
             shared_arrays((*of_each, 3), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,), of_states)
         )
-
-    @cached_property
-    def _made_as_array(self) -> "NDArray[np.int64]":
-        # Written with every batch: a call of torch's would let another thread run first, which takes a batch's time.
-        return self._made.numpy()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # An array would be copied, and not be shared.
-        return {name: value for name, value in vars(self).items() if name != "_made_as_array"}
 
     @property
     def latest_pass(self) -> int:
@@ -155,11 +141,12 @@ class SharedWorkerState:
 
         Until its end, that is only how many it has read the items of.
         """
-        self._made_as_array[number % _EPOCHS_KEPT, part] = batches if is_end else -1 - batches
+        # By numpy, which writes a number in a fraction of torch's time: this comes with every batch.
+        self._made.numpy()[number % _EPOCHS_KEPT, part] = batches if is_end else -1 - batches
 
     def batches_noted(self, number: int) -> tuple[Sequence[int], Sequence[bool]]:
         """Return how many batches the reader of each part has noted in pass ``number``, and whether these are all."""
-        noted = self._made_as_array[number % _EPOCHS_KEPT].tolist()
+        noted = self._made.numpy()[number % _EPOCHS_KEPT].tolist()
         return [made if made >= 0 else -1 - made for made in noted], [made >= 0 for made in noted]
 
     def lengths(self, number: int) -> Sequence[int | None]:

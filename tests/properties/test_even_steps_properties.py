@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Round, RoundPlan
+from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, Round, RoundPlan
 from ddp_patch.streams.by_worker import WAITS, OwnBatches, even_steps
 
 Batch = tuple[int, int]
@@ -374,3 +374,13 @@ def test_what_is_read_ahead_has_room(batch: Any, room: int) -> None:
     assert own.room == AHEAD
     own.read(1)
     assert own.room == room
+
+
+def test_after_the_last_planned_round_nothing_is_handed_over() -> None:
+    """A rank that breaks off there says goodbye: nobody waits for a batch of it."""
+    plan = RoundPlan(0, "pad")
+    plan.hear([Holding(3, reads=True), Holding(1, reads=False)], is_fast=False, room=AHEAD)
+    told = []
+    while plan.next() is not None:
+        told.append(plan.hands_over)
+    assert told == [True, False]

@@ -74,12 +74,12 @@ def part(batch: list[Any], plan: Plan) -> list[Any]:
 def test_every_batch_of_one_process_is_a_step_of_all_ranks(kind: Kind) -> None:
     alone = epochs_of(kind, 1, 0, share="auto")
     has_workers = kind.make().num_workers > 0  # starting them takes long
-    for world_size in (2,) if has_workers else (3,):
-        for way in WAYS[:1] if has_workers else WAYS:
-            for rank in range(world_size):
-                plan = Plan(rank, world_size, **way)
-                expected = [[part(batch, plan) for batch in batches] for batches in alone]
-                assert epochs_of(kind, world_size, rank, **way) == expected, way
+    world_size = 2 if has_workers else 3
+    for way in WAYS[:1] if has_workers else WAYS:
+        for rank in range(world_size):
+            plan = Plan(rank, world_size, **way)
+            expected = [[part(batch, plan) for batch in batches] for batches in alone]
+            assert epochs_of(kind, world_size, rank, **way) == expected, way
 
 
 def test_a_batch_smaller_than_the_world_gives_every_rank_a_sample() -> None:
