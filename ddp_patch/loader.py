@@ -135,7 +135,7 @@ class OwnMethods:
         iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
         self._counts = self._make_iterator is not None or (iterates_by_torch and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
-        makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.is_repeated)
+        makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.has_one_iterator)
         self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "noting")
         if self._counts or self._takes_notes or self._make_mover is not None:
             yield MAKE_ITERATOR
@@ -174,7 +174,7 @@ class OwnMethods:
         loader = self._found()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
-        with nullcontext() if self._sampler is None else self._sampler.beginning(loader), self._noting(loader):
+        with nullcontext() if self._sampler is None else self._sampler.iterator_context(loader), self._noting(loader):
             iterator = make(loader)
         if self._make_mover is not None:
             _move(loader, iterator, self._make_mover())
@@ -189,7 +189,7 @@ class OwnMethods:
         """While entered, a new iterator of the loader lets travel with each batch what its worker notes of it."""
         collate_fn = loader.collate_fn
         if self._takes_notes and self._sampler is not None:
-            loader.collate_fn = self._sampler.noting(collate_fn)
+            loader.collate_fn = self._sampler.collate_with_notes(collate_fn)
         try:
             yield
         finally:
@@ -224,7 +224,7 @@ class OwnMethods:
         current = None if sampler is None else sampler.current_pass
         if sampler is None or current is None:
             return
-        if current.batches_delivered and not current.loop_saw_end and sampler.left(current.start) is None:
+        if current.batches_delivered and not current.loop_saw_end and sampler.items_left(current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
                 "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "

@@ -20,7 +20,7 @@ from ddp_patch.devices import Device, device_here
 from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import OneIterator, copy_loader
-from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
 from ddp_patch.loaders.to_device import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
@@ -329,7 +329,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
         place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
     """
     agreed = replace(agreed, options=replace(agreed.options, device=device_for(facts, agreed.options)))
-    share_of = _iterable_share if facts.level is Level.ITERABLE else _sampler_share
+    share_of = _iterable_share if facts.unit is ShardedUnit.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
     sharded.monitor.set_read_ahead(type(facts.loader).__name__, _read_ahead(facts, ahead), sharded.least_share)
@@ -390,21 +390,21 @@ def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], M
 
 def _read_ahead(facts: LoaderFacts[Any], ahead: int) -> ReadAhead:
     """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
-    if facts.level in {Level.BATCH, Level.UNBATCHED}:
+    if facts.unit in {ShardedUnit.BATCH, ShardedUnit.UNBATCHED}:
         return ReadAhead(1, ahead)
     size = facts.batch_size or 1
-    readers = max(1, facts.num_workers) if facts.level is Level.ITERABLE else 1
-    return ReadAhead(size, ahead * size, facts.drop_last and facts.level is Level.SAMPLE, readers)
+    readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
+    return ReadAhead(size, ahead * size, facts.drop_last and facts.unit is ShardedUnit.SAMPLE, readers)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler of this rank's share, and the loader's attributes that hold it."""
-    if facts.level is Level.BATCH:
+    if facts.unit is ShardedUnit.BATCH:
         batches: DDPBatchSamplerWrapper[Any] = DDPBatchSamplerWrapper.of(facts.stream, agreed)
         # Nothing draws from loader.sampler, but frameworks look for a DistributedSampler there, users for set_epoch.
         return batches, {"sampler": batches, "batch_sampler": batches}
     sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
-    if facts.level is Level.UNBATCHED:
+    if facts.unit is ShardedUnit.UNBATCHED:
         return sharded, {"sampler": sharded}
     batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
     # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
@@ -427,7 +427,7 @@ def _iterators_of(
         passes = RepeatedPasses(patched, sharded, new, make_mover)
         vars(patched).update(dict.fromkeys(facts.running, passes))
         return passes.begin_anew
-    is_split = facts.level is Level.ITERABLE and options.by_worker
+    is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
     if is_split and world.share_of_rank is not None and world.num_replicas > 1:
         from ddp_patch.streams.by_worker import EvenIterators  # most loaders do not need it
 

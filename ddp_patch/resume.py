@@ -9,7 +9,7 @@ from ddp_patch.compat.private_torch import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
-from ddp_patch.sharding.batches import batches_delivered, patched_sampler, require_batches
+from ddp_patch.sharding.batches import batches_delivered, batches_of, patched_sampler
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable
@@ -86,9 +86,9 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int
     Raises:
         StateError: The state is not of this loader.
     """
-    batches = require_batches("restore_loader", loader)
+    batches = batches_of("restore_loader", loader)
     sampler, position = batches.sampler, batches.sampler.read(state).or_next_epoch()
-    left, whole = (sampler.left(place) for place in (position, Position(position.epoch)))
+    left, whole = (sampler.items_left(place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
         return batches.count(whole) - batches.count(left), batches.count(whole)
     items = sum(ranks * taken for ranks, taken in position.consumed)
@@ -97,7 +97,7 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int
 
 def _resumable(loader: DataLoader[Any]) -> EpochSampler[Any]:
     """Return the sampler that shards a loader; raise if the loader's position cannot be saved."""
-    sampler = require_batches("loader_state", loader).sampler
+    sampler = batches_of("loader_state", loader).sampler
     dataset = loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers:
         dataset.require_no_generator()
@@ -157,8 +157,8 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     sampler = patched_sampler("restore_loader", loader)
     with failures_broadcast(sampler.agreed.world, _RESTORING):
         position = sampler.read(state).or_next_epoch()
-        left = sampler.left(position) if sampler.is_repeated and position.is_begun else None
-        if left is not None and require_batches("restore_loader", loader).count(left) < 1:
+        left = sampler.items_left(position) if sampler.has_one_iterator and position.is_begun else None
+        if left is not None and batches_of("restore_loader", loader).count(left) < 1:
             raise StateError(
                 f"The loader cannot resume from the state: rank {sampler.rank} has no batch left in epoch "
                 f"{position.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it "

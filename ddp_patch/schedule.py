@@ -267,13 +267,13 @@ class Schedule:
         parts: What each worker reads, from the one whose turn is first.
         sizes: How many samples each item of this rank's has, as far as it was drawn, where items are batches.
         sizes_of_all: The same of all ranks' items, in the stream's order; None if this rank does not see them.
-        division: The rank's share of each batch, where batches are divided.
+        batch_plan: The rank's share of each batch, where batches are divided.
 
     Examples:
         >>> schedule = Schedule(Plan(0, 2), Batching(2, drop_last=False), (Part(length=4), Part(length=7)))
         >>> schedule.count, [tuple(schedule.record(number)) for number in range(3)]
         (3, [(0, 0, 2, 2, 2, 2, 4), (1, 0, 2, 2, 2, 2, 4), (1, 2, 2, 2, 2, 2, 3)])
-        >>> divided = Schedule(Plan(0, 1), Batching(3, drop_last=False), [Part(length=5)], division=Plan(1, 2))
+        >>> divided = Schedule(Plan(0, 1), Batching(3, drop_last=False), [Part(length=5)], batch_plan=Plan(1, 2))
         >>> [(record.samples, record.real_samples, record.total) for record in divided.records()]
         [(2, 1, 3), (1, 1, 2)]
     """
@@ -283,7 +283,7 @@ class Schedule:
     parts: Sequence[Part]
     sizes: Sizes | None = None
     sizes_of_all: Sizes | None = None
-    division: Plan | None = None
+    batch_plan: Plan | None = None
 
     @property
     def _batches(self) -> list[int | None]:
@@ -335,7 +335,7 @@ class Schedule:
         """Return batch ``number``, from 0."""
         place, made = self._part_of(number)
         record = self._record(number, *self._items(place, made))
-        return record if self.division is not None else record._replace(total=self._total(number, place, made))
+        return record if self.batch_plan is not None else record._replace(total=self._total(number, place, made))
 
     def records(self) -> Iterator[BatchRecord]:
         """Yield all batches, as far as ends are known; without totals, which take long, unless they are divided."""
@@ -366,8 +366,8 @@ class Schedule:
 
     def _record(self, number: int, place: int, first: int, items: int, real: int) -> BatchRecord:
         samples = items if self.sizes is None else self.sizes[number]
-        if self.division is not None:
-            own, repeated = self.division.divide(samples)
+        if self.batch_plan is not None:
+            own, repeated = self.batch_plan.divide(samples)
             return BatchRecord(place, first, items, real, len(own) + len(repeated), len(own), samples)
         real_samples = real if self.sizes is None else samples * bool(real)
         return BatchRecord(place, first, items, real, samples, real_samples, None)
@@ -379,7 +379,7 @@ class Schedule:
         A worker that has ended is skipped. If ranks skip it at different steps, the same step belongs to different
         workers.
         """
-        if self.division is not None:
+        if self.batch_plan is not None:
             return True
         if self.sizes is not None:
             return self.sizes_of_all is not None
@@ -413,7 +413,7 @@ class Schedule:
         """Return the first batch from ``number`` on whose sample count may differ on some rank."""
         if self.sizes is None:
             return number if len(self.parts) > 1 else max(number, self._alike(self.parts[0]))
-        if self.division is not None:
+        if self.batch_plan is not None:
             return self.sizes.alike_until(number)
         if self.sizes_of_all is None or self.plan.needs_length:
             return number
@@ -439,10 +439,10 @@ class Schedule:
         """
         start = 0
         for record in records:
-            if self.division is None:
+            if self.batch_plan is None:
                 yield from self._positions(record)
             else:
-                own, _ = self.division.divide(record.total or 0)
+                own, _ = self.batch_plan.divide(record.total or 0)
                 yield range(start + own.start, start + own.stop, own.step)
                 start += record.total or 0
 
@@ -466,7 +466,7 @@ class Schedule:
 
     def rows_before(self, number: int) -> int:
         """Return how many of this rank's rows that are not padding come before batch ``number``, of a single part."""
-        if self.division is None:
+        if self.batch_plan is None:
             return number * self.batching.size
         sizes = repeat(self.batching.size) if self.sizes is None else self.sizes
-        return sum(len(self.division.divide(size)[0]) for size in islice(sizes, number))
+        return sum(len(self.batch_plan.divide(size)[0]) for size in islice(sizes, number))

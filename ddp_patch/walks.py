@@ -15,7 +15,7 @@ from ddp_patch.errors import NotALoaderError
 
 __all__ = [
     "LOOKED_AT",
-    "Keys",
+    "KeyPath",
     "Nest",
     "copied",
     "elements",
@@ -96,10 +96,10 @@ def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[An
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 # The keys that lead to a loader.
-Keys: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = tuple[Any, ...]
 
 
-def nested(found: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def nested(found: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield everything in nested dicts, lists and tuples with the keys that lead to it, also what is empty.
 
     Examples:
@@ -122,7 +122,7 @@ def _is_container(found: object) -> bool:
     return isinstance(found, Mapping | list | tuple) and not isinstance(found, DataLoader)
 
 
-def place_of(path: Keys, root: str = "loaders") -> str:
+def place_of(path: KeyPath, root: str = "loaders") -> str:
     """Return the code that gets the element at these keys.
 
     Examples:
@@ -132,7 +132,7 @@ def place_of(path: Keys, root: str = "loaders") -> str:
     return root + "".join(f"[{_ADDRESS.sub('', repr(key))}]" for key in path)
 
 
-def copied(nest: N, leaves: Sequence[tuple[Keys, Any]], new: Mapping[int, Any]) -> N:
+def copied(nest: N, leaves: Sequence[tuple[KeyPath, Any]], new: Mapping[int, Any]) -> N:
     """Return a copy of nested lists, tuples and dicts, of the same classes, with some elements replaced.
 
     Args:
@@ -206,12 +206,12 @@ class Nest:
         return copied(self._given, self._leaves, replaced)
 
 
-def _is_no_loader(path: Keys, leaf: object) -> bool:
+def _is_no_loader(path: KeyPath, leaf: object) -> bool:
     """Return whether it is an empty container, or None in one."""
     return is_empty(leaf) or (leaf is None and path != ())
 
 
-def _described(path: Keys, leaf: object, first: Keys | None) -> str:
+def _described(path: KeyPath, leaf: object, first: KeyPath | None) -> str:
     place = place_of(path)
     if first is None:
         return f"{place} ({'None' if leaf is None else 'empty'})"

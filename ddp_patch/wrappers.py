@@ -102,7 +102,7 @@ def _of_wrapped(name: str) -> Any:
         return getattr(wrapper._wrapped_sampler, name)
 
     def put(wrapper: "DDPBatchSamplerWrapper[Any]", value: Any) -> None:
-        if wrapper.agreed.division is not None:
+        if wrapper.agreed.batch_plan is not None:
             raise InvalidOptionError(
                 f"{name} cannot be set where batches are divided (share='within_batches'): how many samples each rank "
                 "gets of a batch, weights and states follow from it. Build the loader with the new value and patch it "

@@ -11,9 +11,9 @@ from zoo import loader
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.evaluation.gather import expected_of_pass, expected_of_step, placed_by_kind
-from ddp_patch.evaluation.judging import LocalOutputs, judge, report
-from ddp_patch.evaluation.outputs import Kind, cut, filled
-from ddp_patch.evaluation.places import Placed
+from ddp_patch.evaluation.judging import LocalOutputs, judge_outputs, report
+from ddp_patch.evaluation.outputs import RowKind, cut, filled
+from ddp_patch.evaluation.row_order import Placed
 from ddp_patch.evaluation.send import Connection, Members, gathered
 from ddp_patch.evaluation.steps import require_one_stream
 
@@ -35,7 +35,7 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any
         batches = require_one_stream(operation, given)
         expect = partial(expected_of_step, given, batches) if in_step else partial(expected_of_pass, batches)
         reports.append(report(own, expect, None, pad, None))
-    agreement = judge(operation, range(len(loaders)), {rank: said for rank, (said, _) in enumerate(reports)})[0]
+    agreement = judge_outputs(operation, range(len(loaders)), {rank: said for rank, (said, _) in enumerate(reports)})[0]
     owns = [own for _, own in reports if isinstance(own, LocalOutputs)]
     placed_as, sizes = placed_by_kind(agreement.rows, [own.expected.keys for own in owns], owns[0].expected.schedule)
     leaves = {}
@@ -51,7 +51,7 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any
                 part = gathered(alone, replace(column, pickled=pickled), mine, own.given(path, kind, name, pad), pad)
                 result = part if result is None else put(result, part, [*chain.from_iterable(placed.places(rank))])
             rows[name] = result
-        leaves[path] = cut(nest, rows, sizes()) if kind is Kind.LIST else rows[next(iter(rows))]
+        leaves[path] = cut(nest, rows, sizes()) if kind is RowKind.LIST else rows[next(iter(rows))]
     return filled(agreement.nest, leaves)
 
 

@@ -20,7 +20,7 @@ from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
-from ddp_patch.running.records import unpatched
+from ddp_patch.running.loader_reports import unpatched
 from ddp_patch.validation import check_flag, seconds, whole_number
 
 __all__ = ["AuditOptions", "DDPAudit", "Loader", "Loaders", "audit", "audit_or_fail"]

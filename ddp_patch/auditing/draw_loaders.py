@@ -22,7 +22,7 @@ from ddp_patch.auditing.draw_records import Numbers, Units, Value
 from ddp_patch.compat.packages import is_interleaved, is_split_by_node
 from ddp_patch.errors import InvalidOptionError, NotALoaderError, message_of
 from ddp_patch.loaders.copying import copy_loader
-from ddp_patch.loaders.facts import Level, LoaderFacts, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import is_loader, nested_datasets, shards_itself
 from ddp_patch.loaders.samples import nested_samplers
 from ddp_patch.orders.fingerprint import fingerprint
@@ -183,17 +183,17 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
 
 def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
     """Return a look at the loader as one that leaves nothing out."""
-    if facts.level is Level.SAMPLE and facts.drop_last:
+    if facts.unit is ShardedUnit.SAMPLE and facts.drop_last:
         batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
         return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
-    if facts.level is Level.ITERABLE:
+    if facts.unit is ShardedUnit.ITERABLE:
         return look_at(copy_loader(facts.loader, drop_last=False))
     return facts
 
 
 def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
     """Return a copy of the loader with its own samplers or iterable dataset, and its own random generators."""
-    names = ["dataset"] if facts.level is Level.ITERABLE else []
+    names = ["dataset"] if facts.unit is ShardedUnit.ITERABLE else []
     names += ["sampler", "batch_sampler", "generator"]
     memo, new = _shared(facts), {}
     for name in names:
@@ -211,7 +211,7 @@ def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
 
 def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
     """Return what copies share with the loader instead of copying it, as a memo for ``copy.deepcopy``."""
-    is_iterable = facts.level is Level.ITERABLE
+    is_iterable = facts.unit is ShardedUnit.ITERABLE
     memo: dict[int, Any] = {} if is_iterable else {id(facts.dataset): facts.dataset}
     holders = [*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])]
     for holder in holders:
@@ -382,8 +382,8 @@ class Traits:
 
 def traits_of(facts: LoaderFacts[Any]) -> Traits:
     """Return the traits of a loader that was looked at."""
-    samplers, batches = facts.samplers, None if facts.level is Level.UNBATCHED else facts.iterated
-    is_iterable = facts.level is Level.ITERABLE
+    samplers, batches = facts.samplers, None if facts.unit is ShardedUnit.UNBATCHED else facts.iterated
+    is_iterable = facts.unit is ShardedUnit.ITERABLE
     size = facts.batch_size or getattr(batches, "batch_size", None)
     return Traits(
         units="batches" if made_of_batches(facts) else "samples",
@@ -429,6 +429,6 @@ def made_of_batches(facts: LoaderFacts[Any]) -> bool:
     """Tell whether ranks shard whole batches of this loader."""
     if divides_batches(facts):
         return False
-    if facts.level is Level.UNBATCHED:
+    if facts.unit is ShardedUnit.UNBATCHED:
         return any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
-    return facts.level is Level.BATCH
+    return facts.unit is ShardedUnit.BATCH

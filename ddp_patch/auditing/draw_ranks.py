@@ -34,10 +34,10 @@ from ddp_patch.auditing.draw_loaders import (
 from ddp_patch.auditing.draw_records import Coding, Numbers, RankDraws, narrow
 from ddp_patch.compat.private_torch import made_worker_info, seed_as_worker, worker_info_told
 from ddp_patch.errors import StreamLengthWarning
-from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.samples import deep_copy, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
-from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state, unmoved
+from ddp_patch.orders.generators import generator_state, generators_restored, random_generators, set_generator_state
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.streams.dataset import ShardedIterable
@@ -208,8 +208,8 @@ def _draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Au
     """
     length_before = length_of(facts.loader)
     record = _Record(coding)
-    steps = workers.batches() if facts.level is Level.ITERABLE else _steps(facts)
-    if facts.level is not Level.ITERABLE:
+    steps = workers.batches() if facts.unit is ShardedUnit.ITERABLE else _steps(facts)
+    if facts.unit is not ShardedUnit.ITERABLE:
         steps = samples_of(facts.dataset, steps, subject.by_contents)
     ended = False
     while record.count < subject.max_items and record.error is None and not ended:
@@ -293,9 +293,9 @@ def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
     """Yield the items of every step, as the loader would ask its dataset for them."""
     indices = start_iterating(facts.iterated)
     _base_seed(facts.loader)
-    if facts.level is Level.SAMPLE:
+    if facts.unit is ShardedUnit.SAMPLE:
         yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
-    elif facts.level is Level.BATCH or made_of_batches(facts):
+    elif facts.unit is ShardedUnit.BATCH or made_of_batches(facts):
         yield from (list(copy_item(batch)) for batch in indices)
     else:
         yield from ([copy_item(item)] for item in indices)
@@ -324,7 +324,7 @@ class Rank:
         self._ambient = PrivateRNG(_SEED, seeded_as)
         make = subject.make
         given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
-        with self._ambient, unmoved(random_generators(reached)), unwatched():
+        with self._ambient, generators_restored(random_generators(reached)), unwatched():
             self._facts: LoaderFacts[Any] = subject.made_for(rank, world_size, is_real)
             held = random_generators([*reached, *self._facts.stream.holders, *given])
         self._workers = Workers(self._facts)
@@ -361,7 +361,7 @@ class Rank:
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
         """Give shared generators this rank's states, and restore the others' afterwards."""
-        with unmoved(generator for generator, _ in self._held):
+        with generators_restored(generator for generator, _ in self._held):
             for generator, state in self._held:
                 set_generator_state(generator, state)
             yield
@@ -383,7 +383,7 @@ def returned_by(make: Factory) -> Any:
 
 @contextmanager
 def _random_states_kept(make: Callable[..., Any]) -> Iterator[None]:
-    with PrivateRNG(_SEED, 0), unmoved(random_generators(_reached_by(make))), unwatched():
+    with PrivateRNG(_SEED, 0), generators_restored(random_generators(_reached_by(make))), unwatched():
         yield
 
 
@@ -397,5 +397,5 @@ def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
         tell(epoch)
     else:
         tell_epoch(facts.iterated, epoch)
-        if facts.level is Level.ITERABLE and callable(tell := getattr(facts.dataset, "set_epoch", None)):
+        if facts.unit is ShardedUnit.ITERABLE and callable(tell := getattr(facts.dataset, "set_epoch", None)):
             tell(epoch)

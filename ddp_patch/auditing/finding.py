@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.auditing.draw_loaders import Factory, name_of
 from ddp_patch.auditing.draw_ranks import called, returned_by
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
-from ddp_patch.walks import Keys, is_empty, nested
+from ddp_patch.walks import KeyPath, is_empty, nested
 
 __all__ = ["find", "leaves_of", "look_up"]
 
@@ -185,7 +185,7 @@ def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Fac
             )
 
 
-def _parts(make: Callable[[int, int], Any]) -> list[Keys]:
+def _parts(make: Callable[[int, int], Any]) -> list[KeyPath]:
     """Return the keys that lead to each loader in what a factory returns; no keys where it returns one loader.
 
     What it returns for one process tells. Where it raises, the audit of one loader says so, for the rank in question:
@@ -197,12 +197,12 @@ def _parts(make: Callable[[int, int], Any]) -> list[Keys]:
         return [()]
 
 
-def _nested(found: Any) -> Iterator[tuple[Keys, Any]]:
+def _nested(found: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yield what a nest holds, without what is empty, each with the keys that lead to it."""
     return ((path, leaf) for path, leaf in nested(found) if not is_empty(leaf))
 
 
-def _written(path: Keys, place: str = "") -> str:
+def _written(path: KeyPath, place: str = "") -> str:
     """Return the place that keys lead to from another place."""
     for key in path:
         place += f"[{key}]" if isinstance(key, int) else f".{key}" if place else str(key)

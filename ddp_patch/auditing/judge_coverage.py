@@ -13,7 +13,7 @@ from ddp_patch.auditing.draw_loaders import Audited, Traits, layers_of
 from ddp_patch.auditing.draw_records import EpochDraws, Numbers, RankDraws, Units
 from ddp_patch.costs import Cost
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.options import Options
 from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit_shared
 from ddp_patch.validation import as_index
@@ -438,7 +438,7 @@ def balanced(subject: Audited, costs: Cost, world_size: int, processes: bool) ->
     try:
         facts = unit_shared(subject.make, subject.options.get("share", "auto"))
         divides = Options(**subject.options).divides_batches
-        if costs.function is not None and facts.level is not Level.SAMPLE and not divides:
+        if costs.function is not None and facts.unit is not ShardedUnit.SAMPLE and not divides:
             costs = Cost(_OfItem(costs), window=costs.window)  # the patch asks the function about whole batches there
         balance: dict[str, Any] = {"cost": costs}
         Options(**subject.options, **balance)  # refuses what cannot hold with cost=

@@ -19,15 +19,15 @@ from ddp_patch.evaluation.judging import (
     ExpectedRows,
     LocalOutputs,
     RankRows,
-    judge,
+    judge_outputs,
     report,
     require_pad,
 )
-from ddp_patch.evaluation.outputs import Kind, Misfit, Share, cut, filled, padded_lists
-from ddp_patch.evaluation.places import Keys, Placed, array_of, joined, keys_of, placed, placed_samples
+from ddp_patch.evaluation.outputs import Misfit, RankShare, RowKind, cut, filled, padded_lists
+from ddp_patch.evaluation.row_order import Placed, RowKeys, array_of, joined, keys_of, placed, placed_samples
 from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
-from ddp_patch.loaders.facts import Level
+from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.to_device import device_of
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.schedule import BatchRecord, Part, Schedule
@@ -57,9 +57,9 @@ def expected_of_pass(batches: Batches) -> ExpectedRows:
         raise Misfit("made no pass over the loader")
     _require_one_pass(current)
     schedule = current.whole_schedule()
-    if schedule is None or sampler.batches_within:
+    if schedule is None or sampler.batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
-    length = schedule.length if schedule.division is None else sum(_batch_sizes(schedule, [], 0))
+    length = schedule.length if schedule.batch_plan is None else sum(_batch_sizes(schedule, [], 0))
     at = f"gather_in_order() of patched loader {sampler.agreed.number} after epoch {_pass_text(current)}"
     return _expected(f"{at}, of {length} items", batches, current, schedule)
 
@@ -89,7 +89,8 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
     if len(schedule.parts) == 1 and schedule.count is None:
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     # Whether a rank has found the end already depends on chance, so only a length that was known before counts.
-    knows_steps = len(schedule.parts) == 1 and sampler.left(current.start) is not None and ends.fewest == ends.most
+    is_length_known = sampler.items_left(current.start) is not None
+    knows_steps = len(schedule.parts) == 1 and is_length_known and ends.fewest == ends.most
     if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1 and not knows_steps:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
@@ -149,15 +150,15 @@ def _expected(
             yield record
 
     keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
-    is_whole = batches.level is Level.BATCH and schedule.division is None
+    is_whole = batches.unit is ShardedUnit.BATCH and schedule.batch_plan is None
     has_sizes = not is_whole or schedule.sizes is not None
-    share = Share(
+    share = RankShare(
         sum(sizes) if has_sizes else None,
         _real_rows(sizes, real),
         len(sizes),
-        sizes if number is None and has_sizes and batches.level is not Level.UNBATCHED else None,
+        sizes if number is None and has_sizes and batches.unit is not ShardedUnit.UNBATCHED else None,
         range(len(real_sizes)) if is_whole else None,
-        "item" if batches.level is Level.UNBATCHED else "sample",
+        "item" if batches.unit is ShardedUnit.UNBATCHED else "sample",
     )
     count = len(real_sizes) if is_whole else len(share.real_samples)
     if (origins := current.origins) is not None:
@@ -301,7 +302,7 @@ def _gathered(
     agreed, current = batches.sampler.agreed, batches.sampler.latest
     expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
-    judged = partial(judge, operation, agreed.world.share_of_rank or [0])
+    judged = partial(judge_outputs, operation, agreed.world.share_of_rank or [0])
     if len(members.ranks) == 1:
         agreement = judged({members.rank: said})[members.rank]
     else:
@@ -348,13 +349,13 @@ def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, p
             for name, column in columns.items()
         }
         if connection.members.receives:
-            leaves[path] = cut(nest, rows, sizes()) if kind is Kind.LIST else rows[path]
+            leaves[path] = cut(nest, rows, sizes()) if kind is RowKind.LIST else rows[path]
     return filled(agreement.nest, leaves) if connection.members.receives else None
 
 
 def placed_by_kind(
-    rows: Sequence[RankRows], keys: Sequence[Keys] | None, schedule: Schedule
-) -> tuple[Mapping[Kind, Placed], Callable[[], Sequence[int]]]:
+    rows: Sequence[RankRows], keys: Sequence[RowKeys] | None, schedule: Schedule
+) -> tuple[Mapping[RowKind, Placed], Callable[[], Sequence[int]]]:
     """Return where rows go, by what they stand for, and what tells how many each batch of the unpatched loader has.
 
     Args:
@@ -364,16 +365,16 @@ def placed_by_kind(
     """
     units = Placed([of_share.count for of_share in rows]) if keys is None else placed(keys)
     if rows[0].sizes is None:
-        return {Kind.SAMPLES: units, Kind.LIST: units}, partial(_batch_sizes, schedule, keys or [], units.rows)
+        return {RowKind.SAMPLES: units, RowKind.LIST: units}, partial(_batch_sizes, schedule, keys or [], units.rows)
     sizes = [of_share.sizes or () for of_share in rows]
     samples, in_order = (Placed(list(map(sum, sizes))), ()) if keys is None else placed_samples(units, sizes)
-    return {Kind.BATCHES: units, Kind.SAMPLES: samples, Kind.LIST: samples}, lambda: in_order
+    return {RowKind.BATCHES: units, RowKind.SAMPLES: samples, RowKind.LIST: samples}, lambda: in_order
 
 
-def _batch_sizes(schedule: Schedule, keys: Sequence[Keys], rows: int) -> Sequence[int]:
+def _batch_sizes(schedule: Schedule, keys: Sequence[RowKeys], rows: int) -> Sequence[int]:
     """Return how many samples that are not padding each batch of the unpatched loader has."""
     size = schedule.batching.size
-    if schedule.division is not None:
+    if schedule.batch_plan is not None:
         return [record.total or 0 for record in schedule.records()]
     if len(schedule.parts) > 1:
         of_batches = [array_of(run) // size for of_share in keys for run in of_share]

@@ -13,11 +13,11 @@ import torch
 from ddp_patch.errors import InvalidOptionError, OutputsError, message_of
 from ddp_patch.evaluation.outputs import (
     Form,
-    Kind,
     Misfit,
-    Nest,
+    RankShare,
     Reading,
-    Share,
+    RowKind,
+    Structure,
     apart,
     at,
     filled,
@@ -25,7 +25,7 @@ from ddp_patch.evaluation.outputs import (
     readings_of,
     widest,
 )
-from ddp_patch.evaluation.places import Keys
+from ddp_patch.evaluation.row_order import RowKeys
 from ddp_patch.evaluation.send import Column, LocalColumn
 from ddp_patch.ranks.exchange import by_value, packed, ranks_text
 from ddp_patch.schedule import Schedule
@@ -38,7 +38,7 @@ __all__ = [
     "LocalOutputs",
     "RankRows",
     "RemoteReport",
-    "judge",
+    "judge_outputs",
     "report",
     "require_pad",
 ]
@@ -58,7 +58,7 @@ class RankRows:
     """
 
     count: int
-    keys: Keys | int
+    keys: RowKeys | int
     sizes: Sequence[int] | None
     is_last: bool
 
@@ -76,8 +76,8 @@ class ExpectedRows:
     """
 
     at: str
-    share: Share
-    keys: Keys
+    share: RankShare
+    keys: RowKeys
     schedule: Schedule
     sent: RankRows
 
@@ -105,9 +105,9 @@ class RemoteReport:
     problem: str = ""
     has_rows: bool = False
     rows: RankRows | None = None
-    nest: Nest = None
-    readings: Mapping[str, Mapping[Kind, Reading]] = field(default_factory=dict)
-    pickled: Mapping[tuple[Kind, str], int] = field(default_factory=dict)
+    nest: Structure = None
+    readings: Mapping[str, Mapping[RowKind, Reading]] = field(default_factory=dict)
+    pickled: Mapping[tuple[RowKind, str], int] = field(default_factory=dict)
     connection: str | None = None
 
 
@@ -122,10 +122,10 @@ class LocalOutputs:
     """
 
     expected: ExpectedRows
-    readings: Mapping[str, Mapping[Kind, Reading]]
-    pickled: Mapping[tuple[Kind, str], bytes]
+    readings: Mapping[str, Mapping[RowKind, Reading]]
+    pickled: Mapping[tuple[RowKind, str], bytes]
 
-    def given(self, leaf: str, kind: Kind, column: str, pad: Any) -> LocalColumn:
+    def given(self, leaf: str, kind: RowKind, column: str, pad: Any) -> LocalColumn:
         """Return this rank's rows of a column."""
         reading = self.readings.get(leaf, {}).get(kind)
         if reading is None:
@@ -172,7 +172,7 @@ def _known(expect: Callable[[], ExpectedRows]) -> ExpectedRows:
         raise Misfit(f"cannot know what it got: {message_of(error)}") from error
 
 
-def _read_as(outputs: Any, expected: ExpectedRows, pad: Any) -> tuple[LocalOutputs, Nest]:
+def _read_as(outputs: Any, expected: ExpectedRows, pad: Any) -> tuple[LocalOutputs, Structure]:
     """Return what this rank has, and how it is built."""
     nest, leaves = apart(outputs)
     if len(dict(leaves)) < len(leaves):
@@ -194,7 +194,7 @@ def _read_as(outputs: Any, expected: ExpectedRows, pad: Any) -> tuple[LocalOutpu
     return LocalOutputs(expected, readings, pickled), nest
 
 
-def _read(leaves: list[tuple[str, Any]], share: Share, pad: Any) -> dict[str, dict[Kind, Reading]]:
+def _read(leaves: list[tuple[str, Any]], share: RankShare, pad: Any) -> dict[str, dict[RowKind, Reading]]:
     """Return the ways to read each leaf, the preferred one first."""
     found = {}
     misfits = []
@@ -204,16 +204,16 @@ def _read(leaves: list[tuple[str, Any]], share: Share, pad: Any) -> dict[str, di
         except Misfit as misfit:
             misfits.append(str(misfit))
             continue
-        if Kind.LIST in ways and (pad is not None or Kind.BATCHES not in ways):
+        if RowKind.LIST in ways and (pad is not None or RowKind.BATCHES not in ways):
             # Of these alone rows can be padded; and a rank whose batches have one sample each means batches, as others.
-            ways = {Kind.LIST: ways[Kind.LIST]} | ways
+            ways = {RowKind.LIST: ways[RowKind.LIST]} | ways
         found[path] = ways
     if misfits:
         raise Misfit("; ".join(misfits))
     return found
 
 
-def _read_nothing(leaves: list[tuple[str, Any]], share: Share) -> dict[str, dict[Kind, Reading]]:
+def _read_nothing(leaves: list[tuple[str, Any]], share: RankShare) -> dict[str, dict[RowKind, Reading]]:
     """Read the outputs of a rank that got nothing: anything that has no rows."""
     found = {}
     for path, leaf in leaves:
@@ -223,7 +223,7 @@ def _read_nothing(leaves: list[tuple[str, Any]], share: Share) -> dict[str, dict
             if isinstance(leaf, list) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim and len(leaf)):
                 raise
             continue
-        found[path] = {Kind.SAMPLES: replace(ways[0], kind=Kind.SAMPLES)}
+        found[path] = {RowKind.SAMPLES: replace(ways[0], kind=RowKind.SAMPLES)}
     return found if len(found) == len(leaves) else {}
 
 
@@ -244,8 +244,8 @@ class LeafRead(NamedTuple):
         columns: The rows, by path.
     """
 
-    kind: Kind
-    nest: Nest
+    kind: RowKind
+    nest: Structure
     columns: Mapping[str, Column]
 
 
@@ -260,13 +260,13 @@ class Agreement:
         name: The name of the connection, new or kept by all.
     """
 
-    nest: Nest
+    nest: Structure
     leaves: Mapping[str, LeafRead]
     rows: Sequence[RankRows]
     name: str
 
 
-def judge(operation: str, ranks: Collection[int], records: Mapping[int, RemoteReport]) -> dict[int, Agreement]:
+def judge_outputs(operation: str, ranks: Collection[int], records: Mapping[int, RemoteReport]) -> dict[int, Agreement]:
     """Return how the ranks read their outputs.
 
     Args:

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.evaluation.places import Place
+from ddp_patch.evaluation.row_order import Place
 
 __all__ = [
     "Form",
-    "Kind",
     "Leaf",
     "Misfit",
-    "Nest",
     "Node",
+    "RankShare",
     "Reading",
-    "Share",
+    "RowKind",
+    "Structure",
     "apart",
     "at",
     "cut",
@@ -47,11 +47,11 @@ class Node:
     """
 
     kind: type
-    parts: Mapping[Any, "Nest"]
+    parts: Mapping[Any, "Structure"]
 
 
 # What stands where: a node, the path of a leaf, or None where the user has None.
-Nest: TypeAlias = Node | str | None
+Structure: TypeAlias = Node | str | None
 
 
 def at(path: str) -> str:
@@ -59,7 +59,7 @@ def at(path: str) -> str:
     return path and f" at {path}"
 
 
-def apart(value: Any, path: str = "") -> tuple[Nest, list[tuple[str, Any]]]:
+def apart(value: Any, path: str = "") -> tuple[Structure, list[tuple[str, Any]]]:
     """Return a nest with each leaf replaced by its path, and every leaf with its path; None is no leaf.
 
     Examples:
@@ -84,7 +84,7 @@ def apart(value: Any, path: str = "") -> tuple[Nest, list[tuple[str, Any]]]:
     return Node(kind, {key: nest for key, nest, _ in found}), [leaf for *_, leaves in found for leaf in leaves]
 
 
-def filled(nest: Nest, leaves: Mapping[str, Any]) -> Any:
+def filled(nest: Structure, leaves: Mapping[str, Any]) -> Any:
     """Return a nest with each path replaced by its leaf.
 
     Examples:
@@ -109,7 +109,7 @@ def filled(nest: Nest, leaves: Mapping[str, Any]) -> Any:
     return made
 
 
-def nest_text(nest: Nest) -> str:
+def nest_text(nest: Structure) -> str:
     """Describe how a nest is built, alike for all that are built alike.
 
     Examples:
@@ -288,7 +288,7 @@ def wrong_leaf(leaf: Any) -> str:
     return f"a {type(leaf).__name__}, which is no tensor, array or list"
 
 
-class Kind(StrEnum):
+class RowKind(StrEnum):
     """What a tensor, an array or a list of the outputs has one of."""
 
     SAMPLES = "one row per sample"
@@ -301,7 +301,7 @@ class Misfit(Exception):  # noqa: N818 - it says what the outputs do not fit, an
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """What a rank got, by which its outputs are read.
 
     Attributes:
@@ -320,9 +320,9 @@ class Share:
     real_batches: Sequence[int] | None = None
     sample: str = "sample"
 
-    def rows(self, kind: Kind) -> Sequence[int]:
+    def rows(self, kind: RowKind) -> Sequence[int]:
         """Return which rows of a leaf are not padding."""
-        return self.real_batches or range(0) if kind is Kind.BATCHES else self.real_samples
+        return self.real_batches or range(0) if kind is RowKind.BATCHES else self.real_samples
 
     def expected(self) -> str:
         """Say how many rows the outputs may have."""
@@ -348,12 +348,12 @@ class Reading:
         leaves: The columns' rows, padding included: of a list of batches, each batch's.
     """
 
-    kind: Kind
-    nest: Nest
+    kind: RowKind
+    nest: Structure
     forms: Mapping[str, Form]
     leaves: Mapping[str, Sequence[Leaf]] = field(repr=False, default_factory=dict)
 
-    def column(self, path: str, share: Share, pad: Any) -> Leaf:
+    def column(self, path: str, share: RankShare, pad: Any) -> Leaf:
         """Return the rows of a column that are not padding."""
         leaves, rows = self.leaves[path], share.rows(self.kind)
         leaf: Any = leaves[0] if len(leaves) == 1 else joined_rows(leaves, pad)
@@ -363,18 +363,18 @@ class Reading:
 
     def text(self, path: str) -> str:
         """Describe the rows, but for how many there are."""
-        if self.kind is Kind.LIST:
+        if self.kind is RowKind.LIST:
             return f"a list of batches of {_entry_text(self.nest, self.forms)}{at(path)}"
         return f"{self.forms[path]}{at(path)}"
 
 
-def _entry_text(nest: Nest, forms: Mapping[str, Form]) -> str:
+def _entry_text(nest: Structure, forms: Mapping[str, Form]) -> str:
     if len(forms) == 1 and isinstance(nest, str):
         return str(forms[nest])
     return f"{nest_text(nest)} with " + ", ".join(f"{path}: {form}" for path, form in sorted(forms.items()))
 
 
-def readings_of(leaf: Any, path: str, share: Share) -> list[Reading]:
+def readings_of(leaf: Any, path: str, share: RankShare) -> list[Reading]:
     """Return all ways to read a leaf.
 
     Raises:
@@ -394,11 +394,11 @@ def readings_of(leaf: Any, path: str, share: Share) -> list[Reading]:
     return found
 
 
-def _kinds(rows: int, share: Share) -> Iterator[Kind]:
+def _kinds(rows: int, share: RankShare) -> Iterator[RowKind]:
     if share.real_batches is not None and rows == share.batches:
-        yield Kind.BATCHES
+        yield RowKind.BATCHES
     if rows == share.samples:
-        yield Kind.SAMPLES
+        yield RowKind.SAMPLES
 
 
 def _read_list(entries: Sequence[Any], path: str, sizes: Sequence[int]) -> Reading:
@@ -426,10 +426,10 @@ def _read_list(entries: Sequence[Any], path: str, sizes: Sequence[int]) -> Readi
     if not forms:
         raise Misfit("its entries are empty")
     filled(nest, dict(first))  # raises if it cannot be built again
-    return Reading(Kind.LIST, nest, forms, columns)
+    return Reading(RowKind.LIST, nest, forms, columns)
 
 
-def cut(nest: Nest, columns: Mapping[str, Leaf], sizes: Sequence[int]) -> list[Any]:
+def cut(nest: Structure, columns: Mapping[str, Leaf], sizes: Sequence[int]) -> list[Any]:
     """Return a list of batches of which the columns have the rows, with so many rows each.
 
     Examples:

@@ -12,7 +12,7 @@ import torch
 
 from ddp_patch.errors import MissingRanksError
 from ddp_patch.evaluation.outputs import Form, Leaf, empty_rows, put
-from ddp_patch.evaluation.places import Keys, Place, Placed, placed
+from ddp_patch.evaluation.row_order import Place, Placed, RowKeys, placed
 from ddp_patch.ranks.channel import gloo_between
 from ddp_patch.ranks.exchange import bytes_of, unpacked
 
@@ -216,7 +216,7 @@ def gathered(connection: Connection, column: Column, rows: Placed, given: LocalC
     return result
 
 
-def gathered_keys(connection: Connection, sent: Sequence[Keys | int], own: Keys) -> Sequence[Keys] | None:
+def gathered_keys(connection: Connection, sent: Sequence[RowKeys | int], own: RowKeys) -> Sequence[RowKeys] | None:
     """Return the keys of each share's rows, or None on a rank that does not get the result.
 
     Args:

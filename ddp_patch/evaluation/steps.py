@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import changes_of
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError, WorldError
-from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.to_device import Mover, device_of, without_device
 from ddp_patch.ranks.channel import opened_sums
 from ddp_patch.schedule import BatchRecord
-from ddp_patch.sharding.batches import Batches, require_batches
+from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 
@@ -43,8 +43,8 @@ def is_alone(operation: str, loader: DataLoader[Any]) -> bool:
 
 def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
     """Return how a loader makes batches of its share; raise if its ranks do not share one stream."""
-    batches = require_batches(operation, loader)
-    if batches.sampler.agreed.options.by_worker and batches.level is Level.ITERABLE:
+    batches = batches_of(operation, loader)
+    if batches.sampler.agreed.options.by_worker and batches.unit is ShardedUnit.ITERABLE:
         raise UnsupportedLoaderError(
             f"{operation} was given a loader with share='by_worker': its dataset decides what each worker "
             "reads, so there is no common order and no padding. Leave share out."
@@ -69,14 +69,14 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
         UnsupportedLoaderError: The loader would continue a pass that has begun.
     """
     sampler = batches.sampler
-    if sampler.batches_within:
+    if sampler.batches_into_pass:
         raise UnsupportedLoaderError(
             f"{operation} was given a {type(loader).__name__} in the middle of epoch {sampler.epoch}, after "
-            f"{sampler.batches_within} batches: it has one iterator for all epochs, and continues after a break. Call "
-            f"set_epoch({sampler.epoch}) first, to start the epoch again."
+            f"{sampler.batches_into_pass} batches: it has one iterator for all epochs, and continues after a break. "
+            f"Call set_epoch({sampler.epoch}) first, to start the epoch again."
         )
     until = 0
-    with sampler.keeping_sizes() if batches.level is Level.BATCH else nullcontext():
+    with sampler.keeping_sizes() if batches.unit is ShardedUnit.BATCH else nullcontext():
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
                 current = cast("Pass[Any]", sampler.latest)

@@ -34,7 +34,7 @@ from ddp_patch.orders.generators import torch_generators
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
-__all__ = ["Level", "LoaderFacts", "StreamFacts", "look_at"]
+__all__ = ["LoaderFacts", "ShardedUnit", "StreamFacts", "look_at"]
 
 
 L = TypeVar("L", bound=DataLoader[Any])
@@ -46,7 +46,7 @@ _RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle
 _LOOKED_AT_ELSEWHERE = frozenset({RUNNING_ITERATOR, "dataset", "sampler", "batch_sampler"}) | ITERATORS_KEPT_FOR_STATES
 
 
-class Level(Enum):
+class ShardedUnit(Enum):
     """What is sharded in a loader."""
 
     SAMPLE = "sample"  # indices, which torch's own BatchSampler puts into batches on each rank
@@ -153,7 +153,7 @@ class LoaderFacts(Generic[L]):
 
     Attributes:
         loader: The loader itself, to be copied.
-        level: What of it is sharded.
+        unit: What of it is sharded.
         stream: What is sharded.
         sharded_by: What shards it already, or None.
         batch_size: How many samples a batch has; None if torch does not make the batches.
@@ -169,7 +169,7 @@ class LoaderFacts(Generic[L]):
     """
 
     loader: L
-    level: Level
+    unit: ShardedUnit
     stream: StreamFacts
     sharded_by: object | None
     batch_size: int | None
@@ -220,7 +220,7 @@ class LoaderFacts(Generic[L]):
     @property
     def batching(self) -> Batching:
         """How the items that a rank gets become its batches."""
-        if self.level in {Level.BATCH, Level.UNBATCHED}:
+        if self.unit in {ShardedUnit.BATCH, ShardedUnit.UNBATCHED}:
             return ONE_PER_STEP
         return Batching(self.batch_size or 1, self.drop_last)
 
@@ -228,7 +228,7 @@ class LoaderFacts(Generic[L]):
         """Return the same look, but at the batches that torch makes of the sampler's indices as what is sharded."""
         batches = self.iterated
         stream = replace(self.stream, source=batches, samplers=tuple(nested_samplers(batches)))
-        return replace(self, level=Level.BATCH, stream=stream)
+        return replace(self, unit=ShardedUnit.BATCH, stream=stream)
 
     @property
     def described(self) -> dict[str, object]:
@@ -244,7 +244,7 @@ class LoaderFacts(Generic[L]):
             "dataset length": or_unknown(self.dataset_length),
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
-            "shared by": self.level.value,
+            "shared by": self.unit.value,
             **self.stream.described,
         }
 
@@ -261,18 +261,18 @@ def look_at(loader: L) -> LoaderFacts[L]:
     kind, repeater = type(loader), repeater_in(loader)
     iterates_itself = has_own_iteration(kind)
     iterated = _iterated(loader, repeater)
-    level, source = _sharded_part(loader, iterated)
+    unit, source = _sharded_part(loader, iterated)
     samplers = tuple(samplers_in_use(loader))
     stored = getattr(loader, "__dict__", {})
     kept = {name: first_parts(value) for name, value in stored.items() if name not in _LOOKED_AT_ELSEWHERE}
     running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader | OneIterator))
     harmless = () if iterates_itself and repeater is None else running
     begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
-    batching: Any = iterated if level is Level.SAMPLE else loader
+    batching: Any = iterated if unit is ShardedUnit.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(
         loader=loader,
-        level=level,
+        unit=unit,
         stream=StreamFacts(source, tuple(nested_samplers(source)), loader.dataset, (loader, *samplers)),
         sharded_by=sharded_by(loader),
         batch_size=getattr(batching, "batch_size", None),
@@ -287,15 +287,15 @@ def look_at(loader: L) -> LoaderFacts[L]:
     )
 
 
-def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[Level, object]:
+def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[ShardedUnit, object]:
     """Decide what of a loader is sharded, and return what that comes from."""
     if isinstance(loader.dataset, IterableDataset):
-        return Level.ITERABLE, loader.dataset
+        return ShardedUnit.ITERABLE, loader.dataset
     if loader.batch_sampler is None:
-        return Level.UNBATCHED, iterated
+        return ShardedUnit.UNBATCHED, iterated
     if is_torch_batch_sampler(type(iterated)):
-        return Level.SAMPLE, iterated.sampler
-    return Level.BATCH, iterated
+        return ShardedUnit.SAMPLE, iterated.sampler
+    return ShardedUnit.BATCH, iterated
 
 
 def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint
-from ddp_patch.orders.generators import plain_attributes, random_generators, torch_generators, unmoved
+from ddp_patch.orders.generators import generators_restored, plain_attributes, random_generators, torch_generators
 from ddp_patch.orders.orders import has_order, order_of, order_parameters
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.walks import held, walk
@@ -159,7 +159,7 @@ def length_of(source: Any, samplers: Iterable[object]) -> int | None:
     """Return the length of a sampler or dataset, as it says; None if it does not say."""
     try:
         # Some samplers draw to compute it.
-        with PrivateRNG(seed=0, epoch=0), unmoved(random_generators(samplers)):
+        with PrivateRNG(seed=0, epoch=0), generators_restored(random_generators(samplers)):
             return len(source)
     except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
         return None
@@ -241,7 +241,7 @@ def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
     """Give a copy to draw from, under the same random states on every rank; the original's generators stay put."""
     originals = random_generators(nested_samplers(sampler))
     # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
-    with PrivateRNG(seed=0, epoch=0), unmoved(originals):
+    with PrivateRNG(seed=0, epoch=0), generators_restored(originals):
         drawn = _copied(sampler, dataset)
         for generator in torch_generators(nested_samplers(drawn)):
             generator.manual_seed(0)
@@ -262,9 +262,9 @@ def is_one_shot(sampler: object, dataset: object = None) -> bool:
     if returns_itself(sampler):
         return True
     try:
-        with PrivateRNG(seed=0, epoch=0), unmoved(random_generators(nested_samplers(sampler))):
+        with PrivateRNG(seed=0, epoch=0), generators_restored(random_generators(nested_samplers(sampler))):
             tried = _copied(sampler, dataset)
-            with unmoved(random_generators(nested_samplers(tried))):
+            with generators_restored(random_generators(nested_samplers(tried))):
                 first = _first_items(tried)
             return not first or first != _first_items(tried)
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without

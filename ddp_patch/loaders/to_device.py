@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat.private_torch import MAKE_ITERATOR, has_own_iteration, has_own_iterators, torchdata_batch_sampler
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import copies_plainly, copy_loader
-from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.options import Options
 
 __all__ = [
@@ -281,7 +281,7 @@ def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
         and facts.repeater is None
         and not has_own_iterators(kind)
         and torchdata_batch_sampler(kind) is None
-        and not (facts.level is Level.ITERABLE and options.by_worker)
+        and not (facts.unit is ShardedUnit.ITERABLE and options.by_worker)
     )
 
 

@@ -19,7 +19,7 @@ from ddp_patch.compat.packages import SAMPLE_KEY
 from ddp_patch.orders.chunks import Chunk
 
 if TYPE_CHECKING:
-    from ddp_patch.orders.orders import Order
+    from ddp_patch.orders.orders import EpochOrder
 
 __all__ = [
     "COMPARED",
@@ -309,10 +309,10 @@ class PassFingerprint:
         if until >= self._next or start < self._first:
             self._add_checkpoint(until)
 
-    def add_order(self, order: "Order") -> None:
+    def add_order(self, order: "EpochOrder") -> None:
         """Add some items of an order that can be looked up, evenly spread, and its length."""
-        free = order.length if order.free is None else min(order.free, order.length)
-        self.add(0, list(order.at(evenly_spread(free))))
+        random_access = order.length if order.random_access is None else min(order.random_access, order.length)
+        self.add(0, list(order.at(evenly_spread(random_access))))
         self.end(order.length)
 
     def add_window(self, start: int, order: "np.ndarray[Any, Any]") -> None:

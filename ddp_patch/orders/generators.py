@@ -21,6 +21,7 @@ __all__ = [
     "RandomGenerator",
     "generator_state",
     "generator_states",
+    "generators_restored",
     "is_stateful",
     "native_state",
     "plain",
@@ -33,7 +34,6 @@ __all__ = [
     "set_native_state",
     "torch_generators",
     "torch_seed",
-    "unmoved",
     "was_seeded",
 ]
 
@@ -59,7 +59,7 @@ _LIBRARIES = frozenset({"builtins", "collections", "ddp_patch", "numpy", "torch"
 
 def torch_generators(holders: Iterable[object]) -> list[torch.Generator]:
     """Return the ``torch.Generator`` objects that the holders draw from, each once."""
-    return [rng for rng in random_generators(holders) if isinstance(rng, torch.Generator)]
+    return [generator for generator in random_generators(holders) if isinstance(generator, torch.Generator)]
 
 
 def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
@@ -77,8 +77,8 @@ def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
     for holder in holders:
         seen = dict[int, int]()
         for value in chain(stored(holder).values(), _written(type(holder))):
-            found |= {id(rng): rng for rng in _within(value, _DEPTH, seen)}
-    return [rng for rng in found.values() if not any(rng is state for state in _GLOBAL)]
+            found |= {id(generator): generator for generator in _within(value, _DEPTH, seen)}
+    return [generator for generator in found.values() if not any(generator is state for state in _GLOBAL)]
 
 
 def _written(kind: type) -> Iterator[Any]:
@@ -139,7 +139,7 @@ def set_generator_states(holders: Iterable[object], states: Sequence[Any]) -> No
 
 
 @contextmanager
-def unmoved(generators: Iterable[RandomGenerator]) -> Iterator[Callable[[], bool]]:
+def generators_restored(generators: Iterable[RandomGenerator]) -> Iterator[Callable[[], bool]]:
     """Put generators back, afterwards, into their states of now; yield what tells whether any was drawn from."""
     before = [(generator, native_state(generator)) for generator in generators]
     try:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "EpochOrder",
     "InOrder",
-    "Order",
     "Permutation",
     "RandomAccess",
     "ScalableShuffle",
@@ -205,7 +205,7 @@ _BLOCK = 2**17
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EpochOrder:
     """One epoch's stream, for looking up items.
 
     Attributes:
@@ -217,9 +217,10 @@ class Order:
             no such indices.
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
-        free: How many of the first items may be looked up in any order before all others; None for all.
+        random_access: How many of the first items may be looked up in any order before all others; None for all.
         cut: Cuts positions into pieces that are looked up one after the other.
-        places: Returns where the items at some positions stand in the sampler's own order; None if just there.
+        original_positions: Returns where the items at some positions stand in the sampler's own order; None if just
+            there.
         drawn: All items, where they lie in memory as whole numbers; otherwise None.
     """
 
@@ -228,9 +229,9 @@ class Order:
     finish: Callable[[], object] = lambda: None
     array: Callable[[range], NDArray[Any] | None] = lambda _: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
-    free: int | None = None
+    random_access: int | None = None
     cut: Callable[[range], Iterable[range]] = blocks
-    places: Callable[[range], NDArray[np.int64]] | None = None
+    original_positions: Callable[[range], NDArray[np.int64]] | None = None
     drawn: torch.Tensor | None = None
 
     def items(self) -> Iterator[Any]:
@@ -251,7 +252,7 @@ class _TorchSampler:
         parameters: Returns what the order depends on, besides the random states.
     """
 
-    order: Callable[[Any, torch.Generator | None], Order]
+    order: Callable[[Any, torch.Generator | None], EpochOrder]
     parameters: Callable[[Any], list[object]]
 
 
@@ -260,15 +261,15 @@ def _given(sampler: Any) -> torch.Generator | None:
     return None if sampler.generator is torch.default_generator else sampler.generator
 
 
-def _sequential_order(sampler: SequentialSampler, _: torch.Generator | None) -> Order:
-    return Order(len(sampler.data_source), lambda positions: positions, array=_as_array)
+def _sequential_order(sampler: SequentialSampler, _: torch.Generator | None) -> EpochOrder:
+    return EpochOrder(len(sampler.data_source), lambda positions: positions, array=_as_array)
 
 
-def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Order:
+def _random_order(sampler: RandomSampler, private_generator: torch.Generator | None) -> EpochOrder:
     n, num_samples, given = len(sampler.data_source), sampler.num_samples, _given(sampler)
     generator = given
     if generator is None:
-        seed = torch.empty((), dtype=torch.int64).random_(generator=private)
+        seed = torch.empty((), dtype=torch.int64).random_(generator=private_generator)
         generator = torch.Generator().manual_seed(int(seed.item()))
     dtype = _integers(n)
 
@@ -278,22 +279,22 @@ def _random_order(sampler: RandomSampler, private: torch.Generator | None) -> Or
 
     if sampler.replacement:
         drawn = _Blocks(num_samples, _BLOCK, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
-        return Order(num_samples, drawn.at, free=_BLOCK)
+        return EpochOrder(num_samples, drawn.at, random_access=_BLOCK)
     if num_samples > n:
         block = n * -(-_BLOCK // n)
-        return Order(num_samples, _Blocks(num_samples, block, permuted).at, free=block)
+        return EpochOrder(num_samples, _Blocks(num_samples, block, permuted).at, random_access=block)
     # After n samples torch draws once more and discards the result, which moves the user's generator.
     return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
 
 
-def _subset_order(sampler: SubsetRandomSampler, private: torch.Generator | None) -> Order:
-    indices, generator = sampler.indices, _given(sampler) or private
+def _subset_order(sampler: SubsetRandomSampler, private_generator: torch.Generator | None) -> EpochOrder:
+    indices, generator = sampler.indices, _given(sampler) or private_generator
     drawn = torch.randperm(len(indices), generator=generator, dtype=_integers(len(indices)))
-    return Order(len(drawn), lambda positions: [indices[place] for place in _read(drawn, positions)])
+    return EpochOrder(len(drawn), lambda positions: [indices[place] for place in _read(drawn, positions)])
 
 
-def _weighted_order(sampler: WeightedRandomSampler, private: torch.Generator | None) -> Order:
-    generator = _given(sampler) or private
+def _weighted_order(sampler: WeightedRandomSampler, private_generator: torch.Generator | None) -> EpochOrder:
+    generator = _given(sampler) or private_generator
     return _drawn(torch.multinomial(sampler.weights, sampler.num_samples, sampler.replacement, generator=generator))
 
 
@@ -346,21 +347,21 @@ def has_computed_order(sampler: object) -> bool:
     return type(sampler) is ScalableShuffle or is_random_access(sampler)
 
 
-def order_of(sampler: Any, epoch: int, private: torch.Generator | None = None) -> Order:
+def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None = None) -> EpochOrder:
     """Return the order of an epoch, the same that iterating the sampler yields; torch's samplers draw it here.
 
     Args:
         sampler: The sampler.
         epoch: The epoch.
-        private: What torch's samplers draw from if they have no generator. Default: the global one.
+        private_generator: What torch's samplers draw from if they have no generator. Default: the global one.
     """
     if _is_batching(sampler):
-        return _in_batches(order_of(sampler.sampler, epoch, private), sampler.batch_size, sampler.drop_last)
+        return _in_batches(order_of(sampler.sampler, epoch, private_generator), sampler.batch_size, sampler.drop_last)
     if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
-        return known.order(sampler, private)
+        return known.order(sampler, private_generator)
     if type(sampler) is ScalableShuffle:
         return sampler.order(epoch)
-    return Order(len(sampler), partial(_looked_up, sampler, epoch))
+    return EpochOrder(len(sampler), partial(_looked_up, sampler, epoch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,15 +371,15 @@ class InOrder:
     Attributes:
         sampler: A sampler with an order that can be looked up.
         epoch: Which epoch.
-        private: What torch's samplers draw from; see ``order_of``.
+        private_generator: What torch's samplers draw from; see ``order_of``.
     """
 
     sampler: Any
     epoch: int
-    private: torch.Generator | None
+    private_generator: torch.Generator | None
 
     def __iter__(self) -> Iterator[Any]:
-        return order_of(self.sampler, self.epoch, self.private).items()
+        return order_of(self.sampler, self.epoch, self.private_generator).items()
 
 
 def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:
@@ -393,7 +394,7 @@ def _sampler_of_items(sampler: Any) -> Any:
     return sampler
 
 
-def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
+def _in_batches(items: EpochOrder, size: int, drop_last: bool) -> EpochOrder:
     """Return the order of the batches that torch's ``BatchSampler`` makes of an order of items."""
     length = items.length
     whole = None if items.drawn is None else items.drawn[: length // size * size].reshape(-1, size)
@@ -413,8 +414,9 @@ def _in_batches(items: Order, size: int, drop_last: bool) -> Order:
         samples = items.array(range(positions.start * size, positions.stop * size)) if are_whole else None
         return None if samples is None else samples.reshape(-1, size)
 
-    free = None if items.free is None else items.free // size
-    return Order(length // size if drop_last else -(-length // size), at, items.finish, array, sizes, free)
+    random_access = None if items.random_access is None else items.random_access // size
+    batches = length // size if drop_last else -(-length // size)
+    return EpochOrder(batches, at, items.finish, array, sizes, random_access)
 
 
 def spread(values: Any) -> list[Any]:
@@ -467,8 +469,8 @@ def _integers(n: int) -> torch.dtype:
     return torch.int32 if n <= torch.iinfo(torch.int32).max else torch.int64
 
 
-def _drawn(order: torch.Tensor, finish: Callable[[], object] = lambda: None) -> Order:
-    return Order(
+def _drawn(order: torch.Tensor, finish: Callable[[], object] = lambda: None) -> EpochOrder:
+    return EpochOrder(
         len(order), partial(_read, order), finish, lambda positions: _cut(order, positions).numpy(), drawn=order
     )
 
@@ -523,7 +525,7 @@ class ScalableShuffle(Sampler[int]):
         """Make ``epoch`` the one that iterating yields."""
         self.epoch = epoch
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch."""
         sampler = self.sampler
         indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else None
@@ -538,7 +540,7 @@ class ScalableShuffle(Sampler[int]):
             return places if indices is None else [indices[place] for place in places]
 
         length = min(n, len(self.sampler))
-        return Order(length, at, array=array) if indices is None else Order(length, at)
+        return EpochOrder(length, at, array=array) if indices is None else EpochOrder(length, at)
 
 
 def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:

@@ -321,7 +321,7 @@ class PrivateRNG:
         return GlobalState.seeded(_derive(self._seed, *self._key))
 
     @property
-    def is_unmoved(self) -> bool:
+    def drew_nothing(self) -> bool:
         """Whether nothing was drawn from the private stream."""
         if self._first is None:
             self._first = self._at_first()
@@ -330,7 +330,7 @@ class PrivateRNG:
 
     def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
-        self._was_moved = not self.is_unmoved
+        self._was_moved = not self.drew_nothing
         self._key, self._first = (_PART, self._key[1], reader), None
         self._private = self._at_first()
         if self._is_in_place:

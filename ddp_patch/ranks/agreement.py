@@ -30,7 +30,7 @@ __all__ = [
     "Subject",
     "agree",
     "failures_broadcast",
-    "judge",
+    "judge_reports",
     "require_all_shares",
     "require_same_samples",
     "why_orders_differ",
@@ -76,11 +76,11 @@ class Agreed:
         return Plan.of_stream(self.options, rank, self.world.num_replicas)
 
     @property
-    def division(self) -> Plan | None:
+    def batch_plan(self) -> Plan | None:
         """The plan that gives this rank its part of each batch, where batches are divided."""
         return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
 
-    def check(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
+    def verify(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
         """With ``verify=True``, compare facts between the ranks; raise RankMismatchError on every rank if they differ.
 
         Args:
@@ -92,7 +92,7 @@ class Agreed:
             self.compare(doing, facts, known)
 
     def compare(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """Compare facts as ``check`` does, with or without ``verify``; do nothing in an explicit world."""
+        """Compare facts as ``verify`` does, with or without ``verify``; do nothing in an explicit world."""
         if self.world.share_of_rank is None:
             return
         record = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
@@ -227,7 +227,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         share=world.rank,
         loaders=loaders,
     )
-    decisions: Sequence[Decision] = exchange(members, AGREEING, report, judge, options.timeout)
+    decisions: Sequence[Decision] = exchange(members, AGREEING, report, judge_reports, options.timeout)
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision.generators, strict=True):
             generator.set_state(state)
@@ -304,7 +304,7 @@ def _loader_report(options: Options, subject: Subject, generators: Sequence[torc
     )
 
 
-def judge(reported: Mapping[int, RankReport]) -> dict[int, tuple[Decision, ...]]:
+def judge_reports(reported: Mapping[int, RankReport]) -> dict[int, tuple[Decision, ...]]:
     """Compare the ranks' loaders, and decide for each what is used on all ranks.
 
     Raises:

@@ -80,7 +80,7 @@ def _cut(group: Any, count: int, index: int) -> None:
                 group.recv([torch.empty(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
-Kind: TypeAlias = Literal["left", "failed", "missing"]
+ExitKind: TypeAlias = Literal["left", "failed", "missing"]
 
 
 class ExitNotes:
@@ -105,7 +105,7 @@ class ExitNotes:
         while stale:
             self._store.delete_key(stale.pop())
 
-    def leave(self, kind: Kind, why: str, gathers: int = 0) -> None:
+    def leave(self, kind: ExitKind, why: str, gathers: int = 0) -> None:
         """Write why this rank leaves, unless another has written already.
 
         Args:
@@ -341,7 +341,7 @@ class Channel:
             self._notes.leave("left", f"{self.batches_delivered} batches", self._begun)
             self.begin_gather(row)
 
-    def leave(self, kind: Kind, why: str) -> None:
+    def leave(self, kind: ExitKind, why: str) -> None:
         """Leave before the end, and write why."""
         with suppress(RuntimeError):  # the store may be gone
             self._notes.leave(kind, why, self._begun)

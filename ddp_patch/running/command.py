@@ -22,9 +22,9 @@ from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
+from ddp_patch.running.loader_reports import Patterns
 from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions
 from ddp_patch.running.random_numbers import seed_all
-from ddp_patch.running.records import Patterns
 from ddp_patch.running.session import logger
 from ddp_patch.running.voice import Voice, errors_reported
 

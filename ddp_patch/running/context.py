@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
 from ddp_patch.compat.private_torch import imported_fsdp
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
+from ddp_patch.running.loader_reports import Patterns, UsedLoader, is_off
 from ddp_patch.running.one_process import Mode, OneProcess, OneProcessOptions
-from ddp_patch.running.records import Patterns, UsedLoader, is_off
 from ddp_patch.running.session import Session
 from ddp_patch.wrappers import split_options
 
@@ -72,7 +72,7 @@ class Frameworks:
             if issubclass(type(data_loader), DataLoader) and not is_off():
                 facts = look_at(data_loader)
                 # accelerate would split a batch sampler's batches, or lose some.
-                if facts.sharded_by is None and facts.level is Level.BATCH:
+                if facts.sharded_by is None and facts.unit is ShardedUnit.BATCH:
                     self._used(data_loader, Use.HANDED)
                 if self._session.has_patched(data_loader):
                     from ddp_patch.integrations.accelerate import prepare_patched

@@ -29,13 +29,13 @@ from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.gradients import Gradients, PassWeights
+from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, is_off, shown, unpatched, what_it_is
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
-from ddp_patch.running.records import Patterns, UsedLoader, compared, is_off, shown, unpatched, what_it_is
 from ddp_patch.running.replicas import Replicas
 from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
 from ddp_patch.running.voice import saved_once
-from ddp_patch.sharding.batches import require_batches
+from ddp_patch.sharding.batches import batches_of
 
 __all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions"]
 
@@ -364,7 +364,7 @@ class OneProcess:
         self._meet_at_loader()
         self._divide(known, loader)
         key = self._numbers.enter(own=True)
-        steps = steps_of("autopatch", loader, require_batches("autopatch", loader), iterator := iter(loader))
+        steps = steps_of("autopatch", loader, batches_of("autopatch", loader), iterator := iter(loader))
         weights = self._gradients.weight.begin(known.record.place, _length(iterator))
         return _Pass(iterator, self._weighed(steps, weights), partial(self._numbers.leave, key))
 

@@ -23,7 +23,7 @@ from ddp_patch.loaders.hooks import Use
 from ddp_patch.options import Options
 from ddp_patch.patching import only_moved, patch_each
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.running.records import (
+from ddp_patch.running.loader_reports import (
     LEFT_ALONE,
     UNKNOWN,
     Patterns,

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.loaders.samples import tell_epoch
-from ddp_patch.orders.chunks import Progress
+from ddp_patch.orders.chunks import IterationProgress
 from ddp_patch.orders.orders import Permutation, is_random_access
 from ddp_patch.orders.random_states import EpochCounter, shuffle_key
 from ddp_patch.plan import blocks
@@ -111,7 +111,7 @@ class ResumableSampler(Sampler[T]):
     _count = "taken"  # the name in a state for how far the pass has come
     _first = 0  # where that count begins
     _block = 4096  # how many items are looked up at once, at most
-    _progress: Progress | None = None  # of the latest pass
+    _progress: IterationProgress | None = None  # of the latest pass
     _skip = 0  # where the next pass begins
 
     def __iter__(self) -> Iterator[T]:
@@ -121,7 +121,7 @@ class ResumableSampler(Sampler[T]):
         """Yield a pass in parts, and draw nothing before the first item is asked for, as torch's samplers do."""
         skip, self._skip = self._skip, self._first
         parts = self._begin(skip)
-        self._progress = progress = Progress(skip)
+        self._progress = progress = IterationProgress(skip)
         for part in parts:
             yield progress.give(part)
         progress.end()

@@ -20,7 +20,7 @@ import torch
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import copied_items
-from ddp_patch.orders.orders import Order, in_blocks
+from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
@@ -28,7 +28,7 @@ from ddp_patch.ranks.agreement import Agreed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Balancer", "Division", "balance_batch", "balance_window", "balanced_order", "balanced_stream"]
+__all__ = ["Balancer", "BatchDivider", "balance_batch", "balance_window", "balanced_order", "balanced_stream"]
 
 T = TypeVar("T")
 
@@ -209,7 +209,7 @@ def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return keyed.view(np.int64)
 
 
-class Division:
+class BatchDivider:
     """Gives a rank its part of each batch of a pass: at least one sample, unless the batch is empty.
 
     Args:
@@ -218,9 +218,9 @@ class Division:
         costs: What the samples cost, if the parts of a batch are to cost alike.
 
     Examples:
-        >>> [Division(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
+        >>> [BatchDivider(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
         [[5, 8], [3, 5]]
-        >>> [Division(Plan(rank, 2), "a sampler", Cost(abs))([5, 9, 1, 3]) for rank in range(2)]
+        >>> [BatchDivider(Plan(rank, 2), "a sampler", Cost(abs))([5, 9, 1, 3]) for rank in range(2)]
         [[5, 3], [9, 1]]
     """
 
@@ -425,13 +425,13 @@ def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
 
 
 def balanced_order(
-    order: Order,
+    order: EpochOrder,
     balancer: Balancer,
     ranks: int,
     epoch: int,
     begin: int,
     note: Callable[[int, np.ndarray[Any, Any]], object],
-) -> Order:
+) -> EpochOrder:
     """Return an order, balanced for this many ranks.
 
     Args:
@@ -476,4 +476,4 @@ def balanced_order(
         for number, here in in_blocks(positions, width):
             yield range(here.start + number * width, here.stop + number * width, here.step)
 
-    return Order(order.length, at, cut=by_window, places=in_order_as_it_came)
+    return EpochOrder(order.length, at, cut=by_window, original_positions=in_order_as_it_came)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddp_patch.compat.private_torch import RUNNING_ITERATOR, KeptIterator, has_own_iteration
 from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, StreamLengthError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import OWN_METHODS
-from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
@@ -27,9 +27,9 @@ __all__ = [
     "RepeatedPasses",
     "Tally",
     "batches_delivered",
+    "batches_of",
     "describe_share",
     "patched_sampler",
-    "require_batches",
 ]
 
 
@@ -162,11 +162,11 @@ class Batches(Batching):
 
     Attributes:
         sampler: The sampler that shards.
-        level: Which part of the loader is sharded.
+        unit: Which part of the loader is sharded.
     """
 
     sampler: EpochSampler[Any]
-    level: Level
+    unit: ShardedUnit
 
 
 def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
@@ -178,7 +178,7 @@ def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> in
     current = sampler.current_pass
     if current is None or not current.batches:
         return 0
-    if current.batches_delivered is not None and (sampler.is_repeated or not has_own_iteration(type(loader))):
+    if current.batches_delivered is not None and (sampler.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
@@ -215,7 +215,7 @@ def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
     return found
 
 
-def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
+def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
     """Return how a patched loader makes batches of its share; raise if it does not make them in order."""
     require_loader(operation, loader)
     about_to_use(loader)
@@ -226,14 +226,14 @@ def require_batches(operation: str, loader: DataLoader[Any]) -> Batches:
             f"{operation} was given a loader with in_order=False, which gives batches as its {facts.num_workers} "
             "workers finish them, so nobody knows which samples a batch has. Use in_order=True."
         )
-    if facts.level is not Level.ITERABLE and facts.stream.source is not sampler:
+    if facts.unit is not ShardedUnit.ITERABLE and facts.stream.source is not sampler:
         raise UnsupportedLoaderError(
             f"{operation} was given a loader whose {type(loader.batch_sampler).__name__} makes batches of a sharded "
             "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
             "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
-    sampler.batched(facts.batching)
-    return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.level)
+    sampler.set_batching(facts.batching)
+    return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.unit)
 
 
 _NOTHING = object()
@@ -263,7 +263,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         self._mover = None if make_mover is None else make_mover()
         self._loader = weakref.ref(loader)
         self._sampler, self._one_pass = sampler, dict(one_pass)
-        sampler.repeat()
+        sampler.note_one_iterator()
         self._tally = Tally(sampler, begins_ahead=False)
         self._plain: DataLoader[Any] | None = None
         self._length: int | None = None
@@ -326,7 +326,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(kept | self._one_pass | once)
-        vars(plain)["collate_fn"] = self._sampler.noting(plain.collate_fn)
+        vars(plain)["collate_fn"] = self._sampler.collate_with_notes(plain.collate_fn)
         return plain
 
     def _require_none(self) -> None:

@@ -14,7 +14,7 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.sampler_generators import SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.saved_position import Position, read_state, split_consumed, write_state
 
 __all__ = ["EpochSampler"]
@@ -36,13 +36,13 @@ class EpochSampler(DistributedSampler[T]):
         latest: The latest pass, if there was one since an epoch was set.
         position: Where the next pass resumes, if a state was loaded for it.
         counts_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
-        is_repeated: Whether its loader has one iterator for all epochs, which continues after a ``break``.
+        has_one_iterator: Whether its loader has one iterator for all epochs, which continues after a ``break``.
         monitor: Compares its passes with the other ranks'.
     """
 
     is_ddp_aware: bool = True
 
-    def __init__(self, agreed: Agreed, holders: SamplerStates, facts: Mapping[str, object]) -> None:
+    def __init__(self, agreed: Agreed, sampler_states: SamplerStates, facts: Mapping[str, object]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
         self.agreed = agreed
         self.plan: Plan = agreed.plan(agreed.world.rank)
@@ -51,10 +51,10 @@ class EpochSampler(DistributedSampler[T]):
         self.position: Position | None = None
         self.counts_rest: bool = True
         self._keeps_sizes = False
-        self._batched: Batching | None = None
-        self.is_repeated: bool = False
-        self._division = agreed.division
-        self._sampler_states = holders
+        self._loader_batching: Batching | None = None
+        self.has_one_iterator: bool = False
+        self._batch_plan = agreed.batch_plan
+        self._sampler_states = sampler_states
         self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
         self._has_begun_states = self._draws_once = False
         self._applied = 0  # the latest choice that was put back
@@ -85,18 +85,18 @@ class EpochSampler(DistributedSampler[T]):
 
     def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
         """Begin an epoch; with ``verify=True``, first check that all ranks begin the same one."""
-        self.agreed.check("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
+        self.agreed.verify("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         # A running pass cannot be copied.
         return {**self.__dict__, "latest": None}
 
-    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what their workers note, where these read a stream."""
         return collate_fn
 
-    def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
+    def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator, for which it draws a number from its generator.
 
         The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
@@ -150,8 +150,10 @@ class EpochSampler(DistributedSampler[T]):
 
     def _pass_context(self, batching: Batching) -> PassContext:
         """Return what all passes have in common."""
-        batching = self._batched or batching
-        return PassContext(self.plan, batching, self._division, self._sampler_states, self.monitor, self._length_if_any)
+        batching = self._loader_batching or batching
+        return PassContext(
+            self.plan, batching, self._batch_plan, self._sampler_states, self.monitor, self._length_if_any
+        )
 
     def _stream_length(self, epoch: int) -> int:
         """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
@@ -168,7 +170,7 @@ class EpochSampler(DistributedSampler[T]):
         length = self._length_if_any(self.epochs.upcoming)
         return None if length is None else self.plan.smallest_share(length)
 
-    def left(self, position: Position) -> int | None:
+    def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length = self._length_if_any(position.epoch)
         consumed = split_consumed(position.consumed, self.plan.num_replicas)
@@ -192,14 +194,14 @@ class EpochSampler(DistributedSampler[T]):
     def epoch(self, epoch: int) -> None:
         self.set_epoch(epoch)
 
-    def repeat(self) -> None:
+    def note_one_iterator(self) -> None:
         """Record that the loader has one iterator for all epochs."""
-        self.is_repeated = True
+        self.has_one_iterator = True
 
     @property
-    def batches_within(self) -> int:
+    def batches_into_pass(self) -> int:
         """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
-        current = self.latest if self.is_repeated else None
+        current = self.latest if self.has_one_iterator else None
         return 0 if current is None or current.loop_saw_end else current.batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -236,7 +238,7 @@ class EpochSampler(DistributedSampler[T]):
         if self.position is None:
             self.latest = current
 
-    def _measured(self) -> tuple[int, Consumed, int]:
+    def _counted_by_len(self) -> tuple[int, Consumed, int]:
         """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
 
         If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
@@ -264,11 +266,11 @@ class EpochSampler(DistributedSampler[T]):
         """The latest pass, unless a state was restored since."""
         return self.latest if self.position is None else None
 
-    def batched(self, batching: Batching) -> None:
+    def set_batching(self, batching: Batching) -> None:
         """Record how the loader makes batches of the items, where the sampler was wrapped before there was a loader."""
-        self._batched = batching
+        self._loader_batching = batching
         if self.latest is not None:
-            self.latest.batched(batching)
+            self.latest.set_batching(batching)
 
     def state_after(self, batches: int, *, on_this_rank: bool = False) -> dict[str, Any]:
         """Return the state after some batches of the latest pass.
@@ -284,7 +286,7 @@ class EpochSampler(DistributedSampler[T]):
         self.require_states("told")
         current = self.current_pass
         given = 0 if current is None else current.batches
-        if self.is_repeated and batches != given:
+        if self.has_one_iterator and batches != given:
             raise InvalidOptionError(
                 f"batches_done={batches}, and {given} batches of epoch {self.epoch} were given: a loader with one "
                 "iterator for all epochs continues after a break, so the loop's count may not be the epoch's. Pass "

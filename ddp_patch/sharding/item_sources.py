@@ -10,13 +10,13 @@ import numpy as np
 
 from ddp_patch.orders.chunks import start_iterating
 from ddp_patch.orders.fingerprint import evenly_spread, fingerprint
-from ddp_patch.orders.orders import Order, order_of
+from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.exchange import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes, size_of
 from ddp_patch.sharding.balancing import balanced_order
-from ddp_patch.sharding.drawing import EpochDrawing, Origins, Stream
-from ddp_patch.sharding.sampler_generators import SamplerSnapshot
+from ddp_patch.sharding.sampler_states import SamplerSnapshot
+from ddp_patch.sharding.sampler_stream import EpochDrawing, Origins, Stream
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
@@ -117,21 +117,21 @@ class Indexed(ItemSource[T]):
             self.sizes = Sizes()
             self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
             at = partial(self._looking_at_all, at, plan, length)
-        if order.places is not None:
-            at = partial(self._noting_origins, at, order.places)
+        if order.original_positions is not None:
+            at = partial(self._noting_origins, at, order.original_positions)
         yield from map(at, order.cut(real[skip:rounds]))
         if epoch.balancer is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
-        if epoch.verify is not None and skip <= rounds:  # after the items that every rank has
-            epoch.verify(drawn.length, fingerprint([*drawn.at(evenly_spread(drawn.length)), *window_orders]))
+        if epoch.compare_end is not None and skip <= rounds:  # after the items that every rank has
+            epoch.compare_end(drawn.length, fingerprint([*drawn.at(evenly_spread(drawn.length)), *window_orders]))
         yield from map(at, order.cut(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
-    def _drawn_order(self) -> Order:
+    def _drawn_order(self) -> EpochOrder:
         epoch = self._epoch
-        with epoch.rng:
-            order = order_of(epoch.sampler, epoch.number, epoch.private)
+        with epoch.random_context:
+            order = order_of(epoch.sampler, epoch.number, epoch.private_generator)
         self._draw_rest = order.finish
         if epoch.fingerprint is not None:
             epoch.fingerprint.add_order(order)
@@ -141,7 +141,7 @@ class Indexed(ItemSource[T]):
         """Take note of how a window was balanced, for the other ranks to compare."""
         if self._epoch.fingerprint is not None:
             self._epoch.fingerprint.add_window(begin, places)
-        if self._epoch.verify is not None:
+        if self._epoch.compare_end is not None:
             window_orders.append(fingerprint([places]))
 
     def _noting_origins(
@@ -170,7 +170,7 @@ class Indexed(ItemSource[T]):
         """Draw, once, what the sampler draws after its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
-            with self._epoch.rng:
+            with self._epoch.random_context:
                 draw_rest()
 
 
@@ -184,7 +184,7 @@ class Streamed(ItemSource[T]):
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
-        with epoch.rng:
+        with epoch.random_context:
             stream = start_iterating(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
@@ -210,7 +210,7 @@ def _note_first(origins: Origins | None, of_plans: Sequence[Any]) -> None:
         origins.add(of_plans[0])
 
 
-def _sizes_in(order: Order, rest: Rest) -> Sizes | None:
+def _sizes_in(order: EpochOrder, rest: Rest) -> Sizes | None:
     """Return how many samples each item of the rest has, if the order shows it."""
     if order.sizes is None:
         return None
@@ -220,7 +220,7 @@ def _sizes_in(order: Order, rest: Rest) -> Sizes | None:
     return sizes
 
 
-def _items_at(order: Order, rest: Rest, positions: range) -> Sequence[Any]:
+def _items_at(order: EpochOrder, rest: Rest, positions: range) -> Sequence[Any]:
     """Return the items at these positions of the rest."""
     runs = rest.cut(positions)
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]

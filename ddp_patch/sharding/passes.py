@@ -7,15 +7,15 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
-from ddp_patch.orders.chunks import IterationState, Progress
+from ddp_patch.orders.chunks import IterationProgress, IterationState
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.histories import PassProgress, PassState
 from ddp_patch.ranks.mailbox import StepCounts
 from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
 from ddp_patch.schedule import Part, Schedule, Sizes
-from ddp_patch.sharding.balancing import Division
+from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.sampler_generators import SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.saved_position import BatchNote, Position, split_consumed
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class PassContext:
     Attributes:
         plan: Which positions of the stream are this rank's.
         batching: How the loader makes batches of its items.
-        division: The rank's share of each batch, where batches are divided; otherwise None.
+        batch_plan: The rank's share of each batch, where batches are divided; otherwise None.
         sampler_states: The objects whose generators the samplers draw from.
         monitor: Compares the passes with the other ranks'.
         stream_length: Returns how many items the whole stream has in an epoch, as its sampler or dataset says; None if
@@ -56,13 +56,13 @@ class PassContext:
 
     plan: Plan
     batching: Batching
-    division: Plan | None
+    batch_plan: Plan | None
     sampler_states: SamplerStates
     monitor: PassMonitor
     stream_length: Callable[[int], int | None]
 
 
-class Pass(Progress, Generic[T]):
+class Pass(IterationProgress, Generic[T]):
     """A pass over this rank's share of an epoch, or of the rest of one. It changes by its methods alone.
 
     Args:
@@ -97,7 +97,7 @@ class Pass(Progress, Generic[T]):
         self.loop_saw_end: bool = False
         self.has_failed: bool = False
         self.is_interleaved: bool = False
-        self._plan, self._batching, self._division = context.plan, context.batching, context.division
+        self._plan, self._batching, self._batch_plan = context.plan, context.batching, context.batch_plan
         self._sampler_states, self._monitor = context.sampler_states, context.monitor
         self._stream_length = context.stream_length
         self._counter: Callable[[], object] | None = None
@@ -190,7 +190,7 @@ class Pass(Progress, Generic[T]):
     def _batches_asked(self) -> int:
         return self._batching.count(self.items_pulled - self.skip)
 
-    def batched(self, batching: Batching) -> None:
+    def set_batching(self, batching: Batching) -> None:
         """Record how a loader makes batches of its items, whose sampler was wrapped before there was a loader."""
         self._batching = batching
 
@@ -320,7 +320,7 @@ class Pass(Progress, Generic[T]):
         return self._schedule_of([Part(self.skip, length)])
 
     def _schedule_of(self, parts: Sequence[Part]) -> Schedule:
-        return Schedule(self._plan, self._batching, parts, self.sizes, self.sizes_of_all, self._division)
+        return Schedule(self._plan, self._batching, parts, self.sizes, self.sizes_of_all, self._batch_plan)
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
@@ -392,7 +392,7 @@ class SamplerPass(Pass[T]):
         source: ItemSource[T],
         *,
         sizes: Sizes | None = None,
-        divide: Division | None = None,
+        divide: BatchDivider | None = None,
         at_end: Callable[[int], object] = lambda length: None,
         note: Callable[["Pass[T]"], PassNotes] | None = None,
     ) -> None:
@@ -421,7 +421,7 @@ class SamplerPass(Pass[T]):
         """The positions of this rank's items, or samples, in the stream of one process; see ``Pass``."""
         if self._divide is not None:
             return self._divide.origins(self.sizes or ())
-        return None if self.source.origins is None else self.source.origins.places()
+        return None if self.source.origins is None else self.source.origins.positions()
 
     def _chunks(self) -> Iterator[Sequence[T]]:
         for chunk in self.source.chunks(self.skip):

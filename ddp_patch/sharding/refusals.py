@@ -14,7 +14,7 @@ from ddp_patch.compat.packages import (
 from ddp_patch.compat.private_torch import is_torch_batch_sampler, thread_workers, torchdata_batch_sampler
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
-from ddp_patch.loaders.facts import Level, LoaderFacts, StreamFacts
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
 from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.fingerprint import evenly_spread
@@ -51,27 +51,27 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
     if facts.sharded_by is not None:
         return facts
     name = facts.stream.name
-    match facts.level, share:
-        case Level.BATCH, "samples":
+    match facts.unit, share:
+        case ShardedUnit.BATCH, "samples":
             raise InvalidOptionError(
                 f"share='samples' does not work with a batch sampler of your own: it would split the batches that "
                 f"{name} makes. Use share='batches', or leave it out."
             )
-        case Level.ITERABLE, "batches" if facts.batch_size is not None:
+        case ShardedUnit.ITERABLE, "batches" if facts.batch_size is not None:
             raise InvalidOptionError(
                 f"share='batches' does not work with an iterable dataset and batch_size={facts.batch_size}: workers "
                 f"read {name} item by item, and each makes its own batches. Let the dataset yield whole batches and "
                 "pass batch_size=None, or leave share out."
             )
-        case Level.UNBATCHED | Level.ITERABLE, "within_batches" if facts.batch_size is None:
+        case ShardedUnit.UNBATCHED | ShardedUnit.ITERABLE, "within_batches" if facts.batch_size is None:
             raise InvalidOptionError(
                 "share='within_batches' does not work with batch_size=None: torch does not look into the items of "
                 f"{name}, even if each has several samples. Give the loader a batch_size or a batch_sampler, or leave "
                 "share out."
             )
-        case Level.SAMPLE, "batches" | "within_batches":
+        case ShardedUnit.SAMPLE, "batches" | "within_batches":
             return facts.in_whole_batches()
-        case Level.SAMPLE, "auto" | "by_worker" if arranges_neighbours(facts.stream.source):
+        case ShardedUnit.SAMPLE, "auto" | "by_worker" if arranges_neighbours(facts.stream.source):
             return facts.in_whole_batches()
     return facts
 
@@ -87,7 +87,7 @@ def require_costs(facts: LoaderFacts[Any], costs: Cost) -> None:
         InvalidOptionError: They are not, or it cannot.
     """
     name = facts.stream.name
-    if facts.level is Level.ITERABLE:
+    if facts.unit is ShardedUnit.ITERABLE:
         raise InvalidOptionError(
             f"cost= does not work with an iterable dataset: {name} gives samples, not indices, so a whole window of "
             "them would have to be read and kept. Leave cost= out, or use a dataset with __getitem__."
@@ -98,7 +98,7 @@ def require_costs(facts: LoaderFacts[Any], costs: Cost) -> None:
             "ahead, and after a break the rest of it would be lost. Give the loader a sampler that can be iterated "
             "again, such as a list."
         )
-    if costs.function is not None and costs.of_batch == "padded" and facts.level is not Level.SAMPLE:
+    if costs.function is not None and costs.of_batch == "padded" and facts.unit is not ShardedUnit.SAMPLE:
         raise InvalidOptionError(
             f"Cost(..., of='padded') does not work with a function if each item of {name} is sharded as a whole: the "
             "function already says what it costs. Leave of= out, or pass one number for each index."
@@ -141,7 +141,7 @@ def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, objec
 def _of_some_samples(facts: LoaderFacts[Any], costs: Cost, *, divides: bool) -> list[float] | None:
     """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
     n, source = facts.dataset_length or 0, facts.stream.source
-    takes_batches = (facts.level is Level.BATCH or is_torch_batch_sampler(type(source))) and not divides
+    takes_batches = (facts.unit is ShardedUnit.BATCH or is_torch_batch_sampler(type(source))) and not divides
     some = evenly_spread(n, _COSTS_COMPARED)
     try:
         found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
@@ -184,7 +184,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
     if found is None:
         _require_copyable(facts)
         _require_processes(facts)
-        if facts.level is Level.ITERABLE:
+        if facts.unit is ShardedUnit.ITERABLE:
             _require_iterable_options(facts, options)
             if options.by_worker:
                 _require_hand_over(facts, options, world)
@@ -192,8 +192,9 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             require_costs(facts, options.costs)
         require_length(options, world, facts.stream)
         # With "by_worker", the dataset decides what each rank reads.
-        if facts.level is not Level.ITERABLE or not options.by_worker:
-            require_steps_known(options, world, facts.stream, facts.batching, in_batches=facts.level is Level.SAMPLE)
+        if facts.unit is not ShardedUnit.ITERABLE or not options.by_worker:
+            in_batches = facts.unit is ShardedUnit.SAMPLE
+            require_steps_known(options, world, facts.stream, facts.batching, in_batches=in_batches)
 
 
 def _require_copyable(facts: LoaderFacts[Any]) -> None:
@@ -247,7 +248,7 @@ def _require_processes(facts: LoaderFacts[Any]) -> None:
 def _require_readable(facts: LoaderFacts[Any]) -> None:
     """Refuse a webdataset that raises when ranks read it, which its workers would do in the middle of a training."""
     _, ranks = webdataset_world()
-    if facts.level is not Level.ITERABLE or ranks == 1:
+    if facts.unit is not ShardedUnit.ITERABLE or ranks == 1:
         return
     for dataset in nested_datasets(facts.dataset):
         if is_single_node_only(stored(dataset)):

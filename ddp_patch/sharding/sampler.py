@@ -16,7 +16,7 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.fingerprint import PassFingerprint
-from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators, unmoved
+from ddp_patch.orders.generators import RandomGenerator, generators_restored, random_generators, torch_generators
 from ddp_patch.orders.orders import (
     InOrder,
     ScalableShuffle,
@@ -31,12 +31,12 @@ from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
-from ddp_patch.sharding.balancing import Balancer, Division
-from ddp_patch.sharding.drawing import EpochDrawing, require_sure_length
+from ddp_patch.sharding.balancing import Balancer, BatchDivider
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass, SamplerPass
-from ddp_patch.sharding.sampler_generators import AttributeProxy, SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
+from ddp_patch.sharding.sampler_stream import EpochDrawing, require_sure_length
 from ddp_patch.sharding.saved_position import Position, split_consumed
 
 __all__ = ["ShardedSampler"]
@@ -137,14 +137,14 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     @property
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
-        epoch, before, skip = self._measured()
+        epoch, before, skip = self._counted_by_len()
         left = self.plan.rest(self._stream_length(epoch), before)
         return max(0, self.plan.total(len(left)) - skip * self.plan.num_replicas)
 
     @property
     def num_samples(self) -> int:  # type: ignore[override]  # as total_size
         """How many items this rank takes in an epoch, or in the rest of a resumed one."""
-        epoch, before, skip = self._measured()
+        epoch, before, skip = self._counted_by_len()
         return self.plan.remaining(self._stream_length(epoch), before, skip)
 
     def __len__(self) -> int:
@@ -170,11 +170,11 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             yield
             return
         states = epoch_states(self.agreed.options, self.agreed.seed, epoch)
-        with states, unmoved(drawn_from()) as was_moved:
+        with states, generators_restored(drawn_from()) as was_moved:
             installs = GlobalState.installs
             yield
             draws_nothing = not was_moved() and GlobalState.installs == installs
-        if draws_nothing and not (isinstance(states, PrivateRNG) and not states.is_unmoved):
+        if draws_nothing and not (isinstance(states, PrivateRNG) and not states.drew_nothing):
             self._draws_nothing_at = now
 
     def _loader_facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
@@ -258,8 +258,8 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             start,
             self._pass_context(self._batching),
             source,
-            sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._division is not None else None,
-            divide=None if self._division is None else Division(self._division, self._name, options.costs),
+            sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._batch_plan is not None else None,
+            divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, options.costs),
             at_end=partial(self._require_steps, start),
             note=None if fingerprint is None else partial(self._notes, fingerprint),
         )
@@ -322,7 +322,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     def _chosen_source(self, start: Position, fingerprint: PassFingerprint | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
-        private = epoch_generator(options, self.agreed.seed, start.epoch)
+        private_generator = epoch_generator(options, self.agreed.seed, start.epoch)
         states = epoch_states(options, self.agreed.seed, start.epoch)
         entered = partial(self._counting, start.epoch) if self._order_is_drawn else lambda: states
         epoch = EpochDrawing(
@@ -331,16 +331,16 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             number=start.epoch,
             plan=self.plan,
             consumed_before=split_consumed(start.consumed, self.plan.num_replicas)[0],
-            rng=ReentrantContext(entered, self._sampler_states.drawing),
-            private=private,
+            random_context=ReentrantContext(entered, self._sampler_states.drawing),
+            private_generator=private_generator,
             draws_ahead=options.order != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             at_end=partial(self._compare_length, start.epoch),
             has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
-            verify=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
-            keeps_sizes=self._keeps_sizes and self._division is None,
+            compare_end=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
+            keeps_sizes=self._keeps_sizes and self._batch_plan is None,
             balancer=self._balancer,
             # With verify=True, all of it is compared at the end, where every rank raises.
             fingerprint=fingerprint if leader is None and not options.verify else None,
@@ -350,7 +350,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
         is_drawn_whole = has_rest if is_looked_up else draws_alone
         if is_drawn_whole:  # from what nobody else draws from
-            epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private))
+            epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private_generator))
         if leader is not None:
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
             has_length = leader.is_leader and self._length_if_any(start.epoch) is not None
@@ -381,7 +381,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             # Ranks come to the stream's end at different steps, the last one while it has items to give.
             self._known_end = {"drawn in the epoch before": drawn, "order of the epoch before": order}
         else:
-            self.agreed.check("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order})
+            self.agreed.verify("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order})
 
     def _compare_length(self, epoch: int, drawn: int, assumed: int) -> None:
         """Raise if runs were cut from a wrong length; otherwise warn once about a wrong length."""

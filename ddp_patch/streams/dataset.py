@@ -20,7 +20,7 @@ from ddp_patch.orders.generators import generator_states, random_generators, set
 from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.schedule import made_in_turn, turn_after
-from ddp_patch.sharding.sampler_generators import AttributeProxy
+from ddp_patch.sharding.sampler_states import AttributeProxy
 from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
@@ -90,7 +90,7 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
                 "persistent workers advance copies of it. Use persistent_workers=False."
             )
 
-    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what workers note of them."""
         return partial(_collate_noted, self._worker, collate_fn)
 
@@ -160,7 +160,7 @@ class StreamWorker(Generic[T]):
         seed: The seed in force.
         batching: How workers make batches.
         shared: What the main process and the workers report to each other.
-        division: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
+        batch_plan: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
         first_items: Where to record what is read first, for the ranks to compare; None if nobody does.
         marks: Where to mark what is read to the end, as above.
         is_kept: Whether the next pass reads the same dataset, not a new copy of it.
@@ -179,7 +179,7 @@ class StreamWorker(Generic[T]):
         batching: Batching,
         shared: SharedWorkerState,
         *,
-        division: Plan | None = None,
+        batch_plan: Plan | None = None,
         first_items: FirstItems | None = None,
         marks: MarksInMemory | None = None,
         is_kept: bool = False,
@@ -190,7 +190,7 @@ class StreamWorker(Generic[T]):
         self.seed: Seed = seed
         self.batching: Batching = batching
         self.shared: SharedWorkerState = shared
-        self.division: Plan | None = division
+        self.batch_plan: Plan | None = batch_plan
         self.first_items: FirstItems | None = first_items
         self.marks: MarksInMemory | None = marks
         self.is_kept: bool = is_kept

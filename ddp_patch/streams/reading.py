@@ -271,7 +271,7 @@ class DatasetStateTracker:
         A dataset that drew from random states may have to draw the same again when it begins, or to continue with what
         comes next: its own state does not say which, so its stream is read again. At the end many start again.
         """
-        if self._states is None or self._is_over or not self._states.is_unmoved:
+        if self._states is None or self._is_over or not self._states.drew_nothing:
             return None
         try:
             if generator_states([self._dataset]) != self._generators:

@@ -13,7 +13,7 @@ from ddp_patch.errors import StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.sampler_generators import SamplerSnapshot
+from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.sharding.saved_position import BatchNote, PartsConsumed, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker

@@ -18,7 +18,7 @@ from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.stream_monitor import StreamMonitor
 from ddp_patch.sharding.epoch_sampler import EpochSampler
-from ddp_patch.sharding.sampler_generators import SamplerStates
+from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
 from ddp_patch.streams.reading import can_snapshot
@@ -95,7 +95,7 @@ class StreamSampler(EpochSampler[None]):
             agreed.seed,
             given.batching,
             shared,
-            division=agreed.division,
+            batch_plan=agreed.batch_plan,
             first_items=first_items,
             marks=marks,
             is_kept=is_kept,
@@ -103,7 +103,7 @@ class StreamSampler(EpochSampler[None]):
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         self._dataset_epoch = DatasetEpoch(given.dataset)
-        self._has_advised = self._division is not None  # which by_worker cannot do
+        self._has_advised = self._batch_plan is not None  # which by_worker cannot do
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -111,14 +111,14 @@ class StreamSampler(EpochSampler[None]):
             raise TypeError("the dataset decides how many items each worker reads")
         return self.worker.stream_length()
 
-    def noting(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what their workers note; see ``EpochSampler``."""
-        return self.dataset.noting(collate_fn)
+        return self.dataset.collate_with_notes(collate_fn)
 
     def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
         self._follow_dataset()
-        return super().beginning(loader)
+        return super().iterator_context(loader)
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one."""
@@ -130,7 +130,7 @@ class StreamSampler(EpochSampler[None]):
     def __iter__(self) -> Iterator[None]:
         self._follow_dataset()
         self._iterated = self.epochs.upcoming
-        return self._indices() if self._division is None else compress(self._indices(), cycle(self._takes))
+        return self._indices() if self._batch_plan is None else compress(self._indices(), cycle(self._takes))
 
     @property
     def indices_per_batch(self) -> int:
@@ -144,7 +144,7 @@ class StreamSampler(EpochSampler[None]):
         Only the last ones of a batch, as many as this rank gets, so that taking them counts the whole batch.
         """
         size = self._batching.size
-        taken = size if self._division is None else sum(map(len, self._division.divide(size)))
+        taken = size if self._batch_plan is None else sum(map(len, self._batch_plan.divide(size)))
         return [False] * (size - taken) + [True] * taken
 
     def _indices(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ class StreamSampler(EpochSampler[None]):
     def _finish(self, start: Position, number: int, began_s: float) -> None:
         """Compare what workers drew, with ``verify=True``; say once what would be faster."""
         if self.plan.uneven != "keep":  # the loops of all ranks see the end at the same step
-            self.agreed.check("Ending an epoch", {"epoch": start.epoch}, self.worker.shared.facts(number))
+            self.agreed.verify("Ending an epoch", {"epoch": start.epoch}, self.worker.shared.facts(number))
         if not self._has_advised and self.rank == 0 and start.is_at_epoch_start:
             self._has_advised = True
             if (advice := self._advice(number, perf_counter() - began_s)) is not None:

@@ -14,8 +14,8 @@ from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import PrivateRNG, epoch_states, reader_seed
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import require_steps
-from ddp_patch.sharding.balancing import Division
-from ddp_patch.sharding.drawing import require_sure_length, share
+from ddp_patch.sharding.balancing import BatchDivider
+from ddp_patch.sharding.sampler_stream import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import LARGEST
@@ -185,9 +185,9 @@ class WorkerPass(Generic[T]):
             worker.shared.end(start.number, start.part, drawn, order, worker.reader.spent_s - spent_s)
             self._require_ends(drawn, len(rest))
 
-        of_rank = (item for (part,) in share([plan], chunks, len(rest), at_end, skipped) for item in part)
+        of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), at_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
-        yield from mine if worker.division is None else _divided(mine, worker, worker.division)
+        yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         self._is_over = True
         worker.end(start.number, start.part)
 
@@ -390,9 +390,9 @@ def pickled(state: object) -> bytes | None:
     return None
 
 
-def _divided(items: Iterator[T], worker: "StreamWorker[T]", division: Plan) -> Iterator[T]:
+def _divided(items: Iterator[T], worker: "StreamWorker[T]", batch_plan: Plan) -> Iterator[T]:
     """Yield a rank's samples of each batch that is made of some items."""
-    batching, divide = worker.batching, Division(division, worker.name)
+    batching, divide = worker.batching, BatchDivider(batch_plan, worker.name)
     while batch := list(islice(items, batching.size)):
         if len(batch) == batching.size or not batching.drop_last:
             yield from divide(batch)

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from ddp_patch.evaluation.places import keys_of, placed, placed_samples
+from ddp_patch.evaluation.row_order import keys_of, placed, placed_samples
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.schedule import BatchRecord, Part, Schedule, Sizes, ready_in_turn
@@ -109,7 +109,7 @@ def test_parts_of_divided_batches_are_all_samples_once(
 ) -> None:
     one_part, batching = [Part(0, len(sizes))], Batching(1, drop_last=False)
     schedules = [
-        Schedule(Plan(0, 1), batching, one_part, recorded(sizes), division=Plan(rank, ranks, uneven, layout))
+        Schedule(Plan(0, 1), batching, one_part, recorded(sizes), batch_plan=Plan(rank, ranks, uneven, layout))
         for rank in range(ranks)
     ]
     keys = [list(chain.from_iterable(schedule.keys(schedule.records()))) for schedule in schedules]

@@ -39,7 +39,7 @@ def killed_after_its_record(rank: int) -> None:
 
 def first_rank_killed_while_it_compares_the_records(rank: int) -> None:
     if rank == 0:
-        agreement.judge = lambda _: die()  # type: ignore[assignment]  # where agree() looks it up
+        agreement.judge_reports = lambda _: die()  # type: ignore[assignment]  # where agree() looks it up
     patch_dataloader_to_ddp(loader(), timeout=TIMEOUT)
 
 

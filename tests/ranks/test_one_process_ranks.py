@@ -22,8 +22,8 @@ from zoo import seed_ambient
 from ddp_patch import autopatch, leave_alone
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError, WorldError
 from ddp_patch.running.context import running
+from ddp_patch.running.loader_reports import LEFT_ALONE, Patterns
 from ddp_patch.running.one_process import Mode, OneProcessOptions
-from ddp_patch.running.records import LEFT_ALONE, Patterns
 
 
 def results(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

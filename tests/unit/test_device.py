@@ -43,7 +43,7 @@ from ddp_patch.devices import checked_device, device_here
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, UnsupportedLoaderError
 from ddp_patch.evaluation import gather
 from ddp_patch.evaluation.outputs import Form
-from ddp_patch.evaluation.places import Placed
+from ddp_patch.evaluation.row_order import Placed
 from ddp_patch.evaluation.send import Column, Connection, LocalColumn, Members, gathered
 from ddp_patch.options import Options
 

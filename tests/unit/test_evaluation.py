@@ -49,7 +49,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.evaluation.places import keys_of, placed
+from ddp_patch.evaluation.row_order import keys_of, placed
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.ranks.exchange import packed

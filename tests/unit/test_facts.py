@@ -19,7 +19,7 @@ from zoo import ALL_KINDS, Indices, Kind, Source
 import ddp_patch
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.loaders import copying
-from ddp_patch.loaders.facts import Level, StreamFacts, look_at
+from ddp_patch.loaders.facts import ShardedUnit, StreamFacts, look_at
 
 ROOT = Path(ddp_patch.__path__[0])
 
@@ -71,25 +71,26 @@ class OwnBatches(BatchSampler):
 
 
 # What the look says of each way to build a loader: level, class of the stream's source, batch_size, drop_last.
-LOOKS: list[tuple[DataLoader[Any], tuple[Level, type, int | None, bool]]] = [
-    (DataLoader(Indices(10), 4), (Level.SAMPLE, SequentialSampler, 4, False)),
-    (DataLoader(Indices(10), 4, shuffle=True, drop_last=True), (Level.SAMPLE, RandomSampler, 4, True)),
-    (over(BatchSampler(SequentialSampler(range(10)), 3, True)), (Level.SAMPLE, SequentialSampler, 3, True)),
-    (over(OwnBatches(SequentialSampler(range(10)), 3, True)), (Level.BATCH, OwnBatches, None, False)),
-    (over([[0, 1], [2]]), (Level.BATCH, list, None, False)),
-    (DataLoader(Indices(10), batch_size=None), (Level.UNBATCHED, SequentialSampler, None, False)),
-    (DataLoader(Source(), 4, drop_last=True), (Level.ITERABLE, Source, 4, True)),
-    (DataLoader(Source(), batch_size=None), (Level.ITERABLE, Source, None, False)),
+Told = tuple[ShardedUnit, type, int | None, bool]
+LOOKS: list[tuple[DataLoader[Any], Told]] = [
+    (DataLoader(Indices(10), 4), (ShardedUnit.SAMPLE, SequentialSampler, 4, False)),
+    (DataLoader(Indices(10), 4, shuffle=True, drop_last=True), (ShardedUnit.SAMPLE, RandomSampler, 4, True)),
+    (over(BatchSampler(SequentialSampler(range(10)), 3, True)), (ShardedUnit.SAMPLE, SequentialSampler, 3, True)),
+    (over(OwnBatches(SequentialSampler(range(10)), 3, True)), (ShardedUnit.BATCH, OwnBatches, None, False)),
+    (over([[0, 1], [2]]), (ShardedUnit.BATCH, list, None, False)),
+    (DataLoader(Indices(10), batch_size=None), (ShardedUnit.UNBATCHED, SequentialSampler, None, False)),
+    (DataLoader(Source(), 4, drop_last=True), (ShardedUnit.ITERABLE, Source, 4, True)),
+    (DataLoader(Source(), batch_size=None), (ShardedUnit.ITERABLE, Source, None, False)),
 ]
 
 
 @pytest.mark.parametrize(("loader", "told"), LOOKS)
-def test_one_look_tells_what_is_sharded(loader: DataLoader[Any], told: tuple[Level, type, int | None, bool]) -> None:
+def test_one_look_tells_what_is_sharded(loader: DataLoader[Any], told: Told) -> None:
     facts = look_at(loader)
-    assert (facts.level, type(facts.stream.source), facts.batch_size, facts.drop_last) == told
+    assert (facts.unit, type(facts.stream.source), facts.batch_size, facts.drop_last) == told
     assert facts.sharded_by is None
     with pytest.raises(AttributeError):
-        facts.level = Level.SAMPLE  # type: ignore[misc]  # it is frozen
+        facts.unit = ShardedUnit.SAMPLE  # type: ignore[misc]  # it is frozen
 
 
 @pytest.mark.parametrize(("workers", "ahead"), [(0, 0), (2, 4)])
@@ -134,11 +135,11 @@ def test_what_has_no_length_is_told_to_have_none() -> None:
 
 
 @pytest.mark.parametrize(("loader", "told"), LOOKS)
-def test_it_tells_what_the_loader_iterates(loader: DataLoader[Any], told: tuple[Level, type, int | None, bool]) -> None:
+def test_it_tells_what_the_loader_iterates(loader: DataLoader[Any], told: Told) -> None:
     facts = look_at(loader)
     assert facts.iterated is (loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
     assert facts.samplers[0] is facts.iterated
-    if told[0] is not Level.ITERABLE:
+    if told[0] is not ShardedUnit.ITERABLE:
         assert facts.samplers[-len(facts.stream.samplers) :] == facts.stream.samplers
 
 

@@ -23,10 +23,10 @@ from ddp_patch.errors import InvalidOptionError, MissingRanksError, UnsupportedL
 from ddp_patch.running.command import is_rank, take_slurm
 from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
+from ddp_patch.running.loader_reports import Patterns
 from ddp_patch.running.lockstep import Counts
 from ddp_patch.running.one_process import Mode, OneProcessOptions
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
-from ddp_patch.running.records import Patterns
 from ddp_patch.running.replicas import Replicas, batch_norms, models_of, sync_batch_norms
 from ddp_patch.running.voice import saved_once
 

@@ -17,7 +17,7 @@ from zoo import Indices, N, as_it_is
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.chunks import IterationState
-from ddp_patch.orders.orders import Order, order_of
+from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.histories import PassState
 from ddp_patch.sharding import item_sources
 
@@ -81,8 +81,8 @@ def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: Ite
 def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[weakref.ref[torch.Tensor]] = []
 
-    def watched(sampler: Any, epoch: int, private: Any) -> Order:
-        order = order_of(sampler, epoch, private)  # not that of ``sources``, which this replaces
+    def watched(sampler: Any, epoch: int, private_generator: Any) -> EpochOrder:
+        order = order_of(sampler, epoch, private_generator)  # not that of ``sources``, which this replaces
         at: Any = order.at
         drawn.append(weakref.ref(at.args[0]))
         return order

@@ -32,7 +32,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
 )
 from ddp_patch.loaders.copying import repeater_in
-from ddp_patch.loaders.facts import Level, look_at
+from ddp_patch.loaders.facts import ShardedUnit, look_at
 
 N = 21
 
@@ -364,7 +364,7 @@ def test_what_does_not_just_repeat_is_no_repeater(kind: Any) -> None:
 def test_in_an_ordinary_loader_a_repeater_is_one_endless_stream() -> None:
     endless: Any = RepeatSampler(BatchSampler(range(8), 2, drop_last=False))
     loader: DataLoader[Any] = DataLoader(Indices(8), batch_sampler=endless)
-    assert look_at(loader).level is Level.BATCH
+    assert look_at(loader).unit is ShardedUnit.BATCH
     shares = [iter(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)) for rank in range(2)]
     taken = [next(shares[step % 2]).tolist() for step in range(10)]
     assert taken == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3]]

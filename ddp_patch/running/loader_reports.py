@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError
-from ddp_patch.loaders.facts import Level, LoaderFacts
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.hooks import Made, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan
 from ddp_patch.schedule import Schedule
-from ddp_patch.sharding.batches import patched_sampler, require_batches
+from ddp_patch.sharding.batches import batches_of, patched_sampler
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 
 __all__ = [
@@ -247,8 +247,10 @@ class UsedLoader:
         self.steps, self.ranks, self.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
         if sampler.agreed.options.divides_batches:
             self.samples = "a part of each batch"
-        elif n is not None and (facts.level is not Level.ITERABLE or facts.num_workers < 2):  # else workers have shares
-            self._note_shares(sampler.plan, [n], "batch" if facts.level is Level.BATCH else "sample")
+        elif n is not None and not (
+            facts.unit is ShardedUnit.ITERABLE and facts.num_workers > 1
+        ):  # workers have shares
+            self._note_shares(sampler.plan, [n], _unit(facts))
         if sampler.agreed.leader is not None:
             self.note = "rank 0 draws for all"
 
@@ -256,7 +258,7 @@ class UsedLoader:
         """Fill in what a rank gets of a loader that is whole on every rank."""
         self.fate, self.steps = fate, length_of(patched, ())
         if fate == "whole" and facts.stream.length is not None:
-            self.samples = _counted(facts.stream.length, "batch" if facts.level is Level.BATCH else "sample")
+            self.samples = _counted(facts.stream.length, _unit(facts))
 
     def _note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
         """Fill in what a rank gets of streams of these lengths."""
@@ -279,10 +281,14 @@ class UsedLoader:
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 
 
+def _unit(facts: LoaderFacts[Any]) -> str:
+    return "batch" if facts.unit is ShardedUnit.BATCH else "sample"
+
+
 def what_it_is(facts: LoaderFacts[Any]) -> str:
     """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
     n = facts.stream.length if facts.sharded_by is None else None
-    length = "" if n is None else f", {_counted(n, 'batch' if facts.level is Level.BATCH else 'sample')}"
+    length = "" if n is None else f", {_counted(n, _unit(facts))}"
     source = facts.stream.source
     order = "in order" if type(source) is SequentialSampler else type(source).__name__
     if type(source) is RandomSampler:
@@ -299,7 +305,7 @@ def _counted(number: int, unit: str) -> str:
 def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
     """Return the batches of a loader's latest pass, if it came to its end."""
     try:
-        batches = require_batches("autopatch", loader)
+        batches = batches_of("autopatch", loader)
     except DDPPatchError:
         return None
     sampler = batches.sampler

@@ -22,7 +22,7 @@ from ddp_patch.sharding.balancing import Balancer, balanced_stream
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EpochDrawing", "Origins", "Stream", "require_sure_length", "share"]
+__all__ = ["EpochDrawing", "Origins", "Stream", "require_sure_length", "split_chunks"]
 
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Origins:
         >>> origins = Origins()
         >>> origins.add(np.array([1002, 1000]))
         >>> origins.add(np.array([1007]))
-        >>> origins.places().tolist()
+        >>> origins.positions().tolist()
         [1002, 1000, 1007]
     """
 
@@ -51,21 +51,21 @@ class Origins:
         self._packed: list[tuple[int, NDArray[np.unsignedinteger]]] = []
         self._latest: list[NDArray[np.int64]] = []
 
-    def add(self, places: NDArray[np.int64]) -> None:
+    def add(self, positions: NDArray[np.int64]) -> None:
         """Add the positions of the next items."""
-        self._latest.append(places)
+        self._latest.append(positions)
         if len(self._latest) >= _PACKED_AT_ONCE or sum(map(len, self._latest[-2:])) >= _PACKED_AT_ONCE:
             self._pack()
 
     def _pack(self) -> None:
-        places = np.concatenate([np.empty(0, np.int64), *self._latest])
+        positions = np.concatenate([np.empty(0, np.int64), *self._latest])
         self._latest = []
-        if len(places):
-            first = int(places.min())
-            apart = places - first
+        if len(positions):
+            first = int(positions.min())
+            apart = positions - first
             self._packed.append((first, apart.astype(np.min_scalar_type(int(apart.max())))))
 
-    def places(self) -> NDArray[np.int64]:
+    def positions(self) -> NDArray[np.int64]:
         """Return the positions of all items except the skipped ones."""
         self._pack()
         found = [np.empty(0, np.int64), *(first + apart.astype(np.int64) for first, apart in self._packed)]
@@ -82,14 +82,14 @@ class EpochDrawing(Generic[T]):
         number: The epoch's number.
         plan: Which positions are this rank's.
         consumed_before: What other numbers of ranks have taken; the pass is over the rest.
-        rng: Entered while the sampler draws.
-        private: What torch's own samplers draw from; None for the global generator.
+        random_context: Entered while the sampler draws.
+        private_generator: What torch's own samplers draw from; None for the global generator.
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
         has_earlier_pass: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
         at_end: Called with how many items the whole stream had and how many were assumed.
-        verify: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
+        compare_end: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
         balancer: How to balance the stream by cost; None if it is sharded as it comes.
         fingerprint: The fingerprint of the pass; None if nobody compares it.
@@ -100,14 +100,14 @@ class EpochDrawing(Generic[T]):
     number: int
     plan: Plan
     consumed_before: Consumed
-    rng: AbstractContextManager[None]
-    private: torch.Generator | None
+    random_context: AbstractContextManager[None]
+    private_generator: torch.Generator | None
     draws_ahead: bool
     shuffle_seed: int | None
     length: Callable[[], int]
     has_earlier_pass: Callable[[], bool]
     at_end: Callable[[int, int], None]
-    verify: Callable[[int, str], None] | None
+    compare_end: Callable[[int, str], None] | None
     keeps_sizes: bool
     balancer: Balancer | None
     fingerprint: PassFingerprint | None
@@ -155,12 +155,12 @@ class Stream(Generic[T]):
             stream = self._sizes.recording(stream)
         chunks = self._chunked(stream, plans, len(rest))
         running = Fingerprint()
-        if epoch.verify is not None:
+        if epoch.compare_end is not None:
             chunks = running.watching(chunks)
 
         def at_end(drawn: int) -> None:
-            if epoch.verify is not None:
-                epoch.verify(drawn, running.hexdigest())
+            if epoch.compare_end is not None:
+                epoch.compare_end(drawn, running.hexdigest())
             if epoch.fingerprint is not None:
                 epoch.fingerprint.end(drawn)
             found(drawn)
@@ -173,21 +173,26 @@ class Stream(Generic[T]):
             # Items before the rest were drawn too.
             epoch.at_end(drawn + rest.n - len(rest), rest.n)
 
-        yield from share(plans, chunks, len(rest), at_end)
+        yield from split_chunks(plans, chunks, len(rest), at_end)
 
     def _chunked(self, stream: Iterator[T], plans: Sequence[Plan], length: int) -> Iterator[Chunk[T]]:
         """Draw a stream in chunks, of a length as far as that is needed, and keep what these plans take."""
         epoch, plan = self._epoch, self._epoch.plan
         # After a break, the next pass over an iterator continues where this one stopped.
         ahead = epoch.draws_ahead and not epoch.is_one_shot
-        keeps_all = epoch.verify is not None or len(plans) > 1
+        keeps_all = epoch.compare_end is not None or len(plans) > 1
 
         def kept(start: int, size: int) -> slice:
             # The first round is for padding.
             return slice(None) if keeps_all or not start else plan.slice_of_chunk(start, size, length)
 
         chunked = draw(
-            stream, epoch.rng, round_size=plan.num_replicas, ahead=ahead, selection=kept, fingerprint=epoch.fingerprint
+            stream,
+            epoch.random_context,
+            round_size=plan.num_replicas,
+            ahead=ahead,
+            selection=kept,
+            fingerprint=epoch.fingerprint,
         )
         self._chunks = _ReadAhead(chunked)
         must_give = epoch.is_one_shot and epoch.has_earlier_pass()
@@ -198,7 +203,7 @@ class Stream(Generic[T]):
         return self._chunks is not None and self._chunks.ends_within(self._epoch.plan, items)
 
 
-def share(
+def split_chunks(
     plans: Sequence[Plan],
     chunks: Iterable[Chunk[T]],
     length: int,

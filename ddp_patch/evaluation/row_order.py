@@ -7,13 +7,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Keys", "Place", "Placed", "array_of", "joined", "keys_of", "placed", "placed_samples"]
+__all__ = ["Place", "Placed", "RowKeys", "array_of", "joined", "keys_of", "placed", "placed_samples"]
 
 # Numbers that follow each other in a rank's rows: keys, or places.
 Place: TypeAlias = "range | np.ndarray[Any, Any]"
 
 # The keys of a rank's rows, in order: few ascending runs, or one array. No two rows of any ranks have the same.
-Keys: TypeAlias = Sequence[Place]
+RowKeys: TypeAlias = Sequence[Place]
 
 _MOST_RUNS = 64  # an array needs less memory than many more
 _BLOCK = 2**20  # how many keys are compared at once
@@ -38,7 +38,7 @@ def joined(runs: Iterable[range]) -> Iterator[range]:
     yield from filter(None, [latest])
 
 
-def keys_of(runs: Iterable[range]) -> Keys:
+def keys_of(runs: Iterable[range]) -> RowKeys:
     """Return keys that come in runs: as few runs, or as an array.
 
     Examples:
@@ -79,7 +79,7 @@ class Placed:
         return sum(self.counts)
 
 
-def placed(keys: Sequence[Keys]) -> Placed:
+def placed(keys: Sequence[RowKeys]) -> Placed:
     """Return where rows with these keys go, share by share.
 
     Examples:
@@ -97,7 +97,7 @@ def placed(keys: Sequence[Keys]) -> Placed:
 class _KeyOrder:
     """Tells how many of some keys are smaller than another one."""
 
-    def __init__(self, runs: Keys) -> None:
+    def __init__(self, runs: RowKeys) -> None:
         rows = sum(map(len, runs))
         ends = [(run[0], run[-1]) if isinstance(run, range) else (int(run.min()), int(run.max())) for run in runs]
         self._first = min((first for first, _ in ends), default=0)
