@@ -26,7 +26,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     message_of,
 )
-from ddp_patch.loaders.copying import OWN_METHODS, copies_plainly
+from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.to_device import Mover
@@ -96,7 +96,6 @@ class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
         """Make the next pass resume where a state was taken; see also ``restore_loader``."""
 
 
-_COPY, _SELF = "__getstate__", "_ddp_patch_methods"
 _STATEFUL = ("state_dict", "load_state_dict")
 
 
@@ -131,12 +130,12 @@ class OwnMethods:
         kind = type(loader)
         is_plain = copies_plainly(kind)
         if is_plain:
-            yield from (_COPY, _SELF)
+            yield from (COPY, METHODS)
         iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
         self._counts = self._make_iterator is not None or (iterates_by_torch and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.has_one_iterator)
-        self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "noting")
+        self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "collate_with_notes")
         if self._counts or self._takes_notes or self._make_mover is not None:
             yield MAKE_ITERATOR
         if self._counts and self._is_resumable(loader):
@@ -154,8 +153,8 @@ class OwnMethods:
             MAKE_ITERATOR: self.make_iterator,
             "state_dict": self.state_dict,
             "load_state_dict": self.load_state_dict,
-            _COPY: self.copied,
-            _SELF: self,
+            COPY: self.copied,
+            METHODS: self,
         }
         vars(loader).update({name: methods[name] for name in self._names})
         show_loaders(describe_share)
@@ -237,7 +236,7 @@ class OwnMethods:
         state: Any = object.__getstate__(loader)
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
-        kept |= {_SELF: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
+        kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
         if self._make_iterator is not None or self._make_mover is not None:
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept

@@ -173,13 +173,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
             "epoch to resume in": position.epoch,
             "done": json.dumps(position.consumed),
             "done of each part": None if parts is None else json.dumps([parts.first, *parts.consumed]),
-            "held": fingerprint(
-                [
-                    position.sampler_snapshot.generators,
-                    position.sampler_snapshot.samplers,
-                    position.sampler_snapshot.attributes,
-                ]
-            ),
+            "samplers": fingerprint([position.sampler_snapshot]),
         },
     )
     sampler.resume_at(position, counts_rest=counts_rest)

@@ -24,6 +24,8 @@ from ddp_patch.loaders.samples import iterated_by
 from ddp_patch.validation import check_flag
 
 __all__ = [
+    "COPY",
+    "METHODS",
     "OWN_METHODS",
     "OneIterator",
     "change_loader",
@@ -131,7 +133,8 @@ class _Trial:
 
 
 # A patched loader has methods that its class lacks: the attributes that hold them, and the object they belong to.
-OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", "__getstate__", "_ddp_patch_methods"})
+COPY, METHODS = "__getstate__", "_ddp_patch_methods"
+OWN_METHODS: Final = frozenset({MAKE_ITERATOR, "state_dict", "load_state_dict", COPY, METHODS})
 
 # A class that defines one of these copies its loaders in its own way.
 _COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")

@@ -289,14 +289,14 @@ class History:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
-    def begin(self, epoch: int, progress: Callable[[], PassProgress], long_look: LongLook | None = None) -> None:
+    def begin(self, epoch: int, progress: Callable[[], PassProgress], long_look: LongLook) -> None:
         """Add a pass.
 
         Args:
             epoch: The epoch that it is over.
             progress: Tells how far it has come.
             long_look: Returns how many items a look takes at most that is still no attempt at an epoch that
-                nobody chose. Default: as many as a look.
+                nobody chose.
         """
         chosen, self._is_chosen = self._is_chosen, False
         states = [before.entry.state for before in self._passes]
@@ -324,12 +324,12 @@ class History:
         passes = {known.epoch: known.entry for known in self._passes}
         return PassRecord(passes, self._since, share, notes, tuple(self._past_attempts))
 
-    def _go_back_to(self, epoch: int, long_look: LongLook | None) -> None:
+    def _go_back_to(self, epoch: int, long_look: LongLook) -> None:
         """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
         entries = [known.entry for known in self._passes if known.epoch > self._furthest]
         made = [entry for entry in entries if entry.is_more_than(self._look_items)]
         # What nobody chose may have been a look.
-        most = long_look() if long_look and any(not entry.chosen for entry in made) else self._look_items
+        most = long_look() if any(not entry.chosen for entry in made) else self._look_items
         trained = [entry.epoch for entry in made if entry.chosen or entry.is_longer_than(most)]
         self._furthest = max(trained, default=self._furthest)
         if self._furthest >= epoch:
@@ -356,7 +356,7 @@ class PassMismatch(NamedTuple):
 
 
 def pass_mismatch(
-    mine: PassRecord, theirs: PassRecord, look_items: int, slack: int = 0, long_look: LongLook | None = None
+    mine: PassRecord, theirs: PassRecord, look_items: int, slack: int, long_look: LongLook
 ) -> PassMismatch | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
@@ -367,17 +367,16 @@ def pass_mismatch(
             follow.
         slack: How many items more one rank's share may have.
         long_look: Returns how many items a look takes at most where the other rank has chosen an epoch, so that
-            this one may be about to. Default: as many as a look.
+            this one may be about to.
     """
-    at_most = (lambda: look_items) if long_look is None else long_look
     found = []
     mine, theirs = mine.as_seen_by(theirs), theirs.as_seen_by(mine)
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
         for entry in further.passes.values():
             # Most passes went alike on both.
             if entry.items > look_items and behind.passes.get(entry.epoch) != entry:
-                less = _went_on(behind, further, entry, look_items, slack, at_most)
-                less = less or _gone_back(behind, entry, at_most)
+                less = _went_on(behind, further, entry, look_items, slack, long_look)
+                less = less or _gone_back(behind, entry, long_look)
                 found += [] if less is None else [PassMismatch(*less, is_mine)]
     return min(found, default=None)
 

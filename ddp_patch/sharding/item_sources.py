@@ -259,7 +259,7 @@ class FromLeader(ItemSource[T]):
         self._piece_sizes = _piece_sizes(epoch, has_length)
         self._queued_origins: list[list[int]] = [[] for _ in plans]
         # Begun with its first item: then the leader can report an error to the others.
-        self._stream = Stream(epoch, chain(epoch.sampler), note_origins=partial(_queue_origins, self._queued_origins))
+        self._stream = Stream(epoch, chain(epoch.sampler), None, partial(_queue_origins, self._queued_origins))
         self.snapshot_before = snapshot_before
         self.origins = None if epoch.balancer is None else Origins()
 

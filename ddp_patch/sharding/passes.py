@@ -391,10 +391,10 @@ class SamplerPass(Pass[T]):
         context: PassContext,
         source: ItemSource[T],
         *,
-        sizes: Sizes | None = None,
-        divide: BatchDivider | None = None,
-        at_end: Callable[[int], object] = lambda length: None,
-        note: Callable[["Pass[T]"], PassNotes] | None = None,
+        sizes: Sizes | None,
+        divide: BatchDivider | None,
+        at_end: Callable[[int], object],
+        note: Callable[["Pass[T]"], PassNotes] | None,
     ) -> None:
         super().__init__(start, context, note)
         self.source: ItemSource[T] = source

@@ -155,7 +155,7 @@ class SamplerStates:
             yield
             return
         with one_at_a_time():
-            self._seeded |= {id(one.generator): native_state(one.generator) for one in self._own if one.is_seeded}
+            self._note_seeded()
             for one in self._own:
                 one.enter()
             self._put_back()
@@ -167,6 +167,10 @@ class SamplerStates:
                 self._attributes_before = None
                 for one in self._own:
                     one.leave()
+
+    def _note_seeded(self) -> None:
+        """Note the states of the generators that somebody else has seeded."""
+        self._seeded |= {id(one.generator): native_state(one.generator) for one in self._own if one.is_seeded}
 
     def _find(self) -> None:
         """Look for generators that samplers were given, or made, since."""
@@ -214,7 +218,7 @@ class SamplerStates:
         if epoch is not None:
             beginning = self._beginning(epoch)
             # Whoever seeded a generator chose what comes next, even if somebody looked at that meanwhile.
-            self._seeded |= {id(one.generator): native_state(one.generator) for one in self._own if one.is_seeded}
+            self._note_seeded()
             states = {id(generator): state for generator, state in beginning.generators} | self._seeded
             known = [(one, states[id(one.generator)]) for one in self._own if id(one.generator) in states]
             for one, state in known:
@@ -265,17 +269,13 @@ class SamplerStates:
             for holder, first in zip(self.holders, self._at_first, strict=True)
         ]
         changed = attributes if any(attributes) else ()
-        states = self.generators()
+        with self.drawing():
+            states = generator_states(self.holders)
         try:
             return SamplerSnapshot(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
         except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
             why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
             return SamplerSnapshot(states, (), changed, why)
-
-    def generators(self) -> Sequence[Any]:
-        """Return the states of their random generators."""
-        with self.drawing():
-            return generator_states(self.holders)
 
     def restore_states(self, snapshot: SamplerSnapshot) -> None:
         """Make them hold what they held before."""
@@ -293,7 +293,7 @@ class SamplerStates:
         self._note_changes()
 
     def restore_generators(self, states: Sequence[Any]) -> None:
-        """Put their random generators into states that ``generators`` returned."""
+        """Put their random generators into the states of a snapshot."""
         set_generator_states(self.holders, states)
         self._find()
         if self._attributes_before is None:

@@ -128,8 +128,8 @@ class Stream(Generic[T]):
         self,
         epoch: EpochDrawing[T],
         stream: Iterator[T],
-        sizes: Sizes | None = None,
-        note_origins: Callable[[Sequence[np.ndarray[Any, Any]]], object] = lambda origins: None,
+        sizes: Sizes | None,
+        note_origins: Callable[[Sequence[np.ndarray[Any, Any]]], object],
     ) -> None:
         self._epoch, self._stream, self._sizes, self._note_origins = epoch, stream, sizes, note_origins
         self._chunks: _ReadAhead[T] | None = None

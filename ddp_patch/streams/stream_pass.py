@@ -49,7 +49,7 @@ class StreamPass(Pass[None]):
         worker: StreamWorker[Any],
         number: int,
         ahead: int,
-        at_end: Callable[[], object] = lambda: None,
+        at_end: Callable[[], object],
     ) -> None:
         super().__init__(start, context)
         self._at_end = at_end

@@ -57,7 +57,7 @@ class StreamSampler(EpochSampler[None]):
     latest: StreamPass | None
     position: Position | None
 
-    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int = 2) -> None:
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
             "split": "by_worker" if agreed.options.by_worker else "exact",

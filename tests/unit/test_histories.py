@@ -92,8 +92,8 @@ def test_what_contradicts_what(
 
 def test_unequal_shares_may_differ_by_a_batch() -> None:
     mine, theirs = record((AUTO, 0, 8, LEFT), (AUTO, 1, 8, OPEN)), record((AUTO, 0, 12, ENDED))
-    assert pass_mismatch(mine, theirs, SIZE) is not None
-    assert pass_mismatch(mine, theirs, SIZE, slack=SIZE) is None
+    assert pass_mismatch(mine, theirs, SIZE, 0, half) is not None
+    assert pass_mismatch(mine, theirs, SIZE, SIZE, half) is None
 
 
 def test_of_a_thousand_epochs_the_latest_are_told() -> None:
