@@ -3,7 +3,8 @@
     python benchmarks/steps.py --before FOLDER
 
 Two gloo ranks take the same batches of 10 at once, over torch's ``DistributedSampler`` and over patched loaders, one
-after the other, again and again; the fastest pass of rank 0 counts. Whole batches stand beside a loader that gives each
+after the other, again and again; the fastest pass of rank 0 counts. A sampler of the user's stands beside every
+second index of it, taken by hand, as ``DistributedSampler`` has none; whole batches beside a loader that gives each
 rank all of them: nobody else shards these. ``--before`` measures another tree as well, which has a folder
 ``ddp_patch``. ``nox -s bench`` puts the table into ``docs/benchmarks.md``, and two of its rows into ``README.md``.
 """
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ STEPS = {0: 2000, 2: 300}  # of a pass, by workers
 CASES = {"samples": "a shuffled loader", "sampler": "a sampler of the user's", "batches": "whole batches"}
 
 
+class Every:
+    """Every so-manieth index of another sampler, as one writes it by hand."""
+
+    def __init__(self, sampler: OfTheUser, rank: int) -> None:
+        self.sampler, self.rank = sampler, rank
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self.sampler), self.rank, None, RANKS)
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.sampler), RANKS))
+
+
 def loaders(case: str, workers: int, n: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Return a loader that takes as many steps without this package, and a patched one."""
     data = Numbers(n)
@@ -47,6 +61,8 @@ def loaders(case: str, workers: int, n: int) -> tuple[DataLoader[Any], DataLoade
             data, batch_sampler=BatchSampler(RandomSampler(data), BATCH, drop_last=False), **options
         )
         return beside, patch_dataloader_to_ddp(given, share="batches")
+    if case == "sampler":
+        beside = DataLoader(data, BATCH, sampler=Every(OfTheUser(data), dist.get_rank()), **options)
     sampler = OfTheUser(data) if case == "sampler" else RandomSampler(data)
     return beside, patch_dataloader_to_ddp(DataLoader(data, BATCH, sampler=sampler, **options))
 
