@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -147,33 +148,14 @@ def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
     """
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
-    holders: dict[int, list[nn.Module]] = {}
-    for module in modules:
-        for child in module.children():
-            holders.setdefault(id(child), []).append(module)
-    outermost: dict[int, tuple[int, nn.Module]] = {}
-    for module in modules:
-        own = [numbers[id(each)] for each in module.parameters(recurse=False) if id(each) in numbers]
-        if own:
-            for top in _tops(module, holders):
-                first, _ = outermost.get(id(top), (own[0], top))
-                outermost[id(top)] = min(first, *own), top
-    return [module for _, module in sorted(outermost.values(), key=lambda pair: pair[0])]
+    inner = {id(child) for module in modules for child in module.children()}
 
+    def first(module: nn.Module) -> int:
+        """Return the number of the first parameter that it holds; a larger one if it holds none."""
+        return min((numbers[id(each)] for each in module.parameters() if id(each) in numbers), default=len(numbers))
 
-def _tops(module: nn.Module, holders: dict[int, list[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that hold a module, and are held by none."""
-    found: dict[int, nn.Module] = {}
-    seen, waiting = set[int](), [module]
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            above = holders.get(id(each), [])
-            waiting += above
-            if not above:
-                found[id(each)] = each
-    return list(found.values())
+    found = [(first(module), module) for module in modules if id(module) not in inner]
+    return [module for number, module in sorted(found, key=itemgetter(0)) if number < len(numbers)]
 
 
 def batch_norms(models: Iterable[nn.Module]) -> list[str]:
