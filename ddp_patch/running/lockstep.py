@@ -141,11 +141,6 @@ class Lockstep:
         """Return what the ranks have left under a name so far, by rank; it does not wait."""
         return already_in(self._store, {rank: f"{name}/{rank}" for rank in range(self.ranks)})
 
-    def forget(self, name: str) -> None:
-        """Remove what this rank has left under a name."""
-        with suppress(RuntimeError):  # a store that cannot
-            self._store.delete_key(f"{name}/{self.rank}")
-
     def leave(self, why: str) -> None:
         """Tell the others that this rank's script has ended on its own, and why."""
         self.stop()

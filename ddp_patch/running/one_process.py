@@ -173,7 +173,7 @@ class OneProcess:
             with unpatched():
                 known = self._look(loader)
                 if known.original is not None and not known.is_whole:
-                    self._meet_at_loader()
+                    self._replicas.meet(Act.LOADER)
                     self._divide(known, loader)
 
     def iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
@@ -356,12 +356,8 @@ class OneProcess:
         known.record.note_patched("whole and divided" if known.whole else "divided", facts, loader)
         self._log(known.record)
 
-    def _meet_at_loader(self) -> None:
-        if self._lockstep is not None:
-            self._lockstep.meet(Act.LOADER)
-
     def _divided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
-        self._meet_at_loader()
+        self._replicas.meet(Act.LOADER)
         self._divide(known, loader)
         key = self._numbers.enter(own=True)
         steps = steps_of("autopatch", loader, batches_of("autopatch", loader), iterator := iter(loader))
@@ -378,7 +374,7 @@ class OneProcess:
                 step.take(weights, self._ranks * part, batch)
             yield batch
         step.end(weights)
-        self._replicas.compare()
+        self._replicas.may_have_changed = True
 
     def _tell_unused(self, weights: PassWeights) -> None:
         self._tell(
@@ -421,9 +417,7 @@ class OneProcess:
         """End together, and compare the parameters once more."""
         if self._lockstep is not None:
             try:
-                self._replicas.post()
-                self._lockstep.meet(Act.END)
-                self._replicas.compare_posted()
+                self._replicas.meet(Act.END)
             finally:
                 self._lockstep.stop()
 

@@ -1,7 +1,6 @@
 """The models that every rank has a copy of: found, made equal, and compared."""
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -29,15 +28,16 @@ class Replicas:
         gradients: Knows the parameters of the script's optimizers.
         counts: What the script has done so far.
         tell: Tells the user something, once.
+
+    Attributes:
+        may_have_changed: Whether a pass in which the script may have trained has ended since parameters were compared.
     """
 
     def __init__(
         self, lockstep: Lockstep | None, gradients: Gradients, counts: Counts, tell: Callable[[str], object]
     ) -> None:
         self._lockstep, self._gradients, self._counts, self._tell = lockstep, gradients, counts, tell
-        self._posted = 0
-        self._compared_after = 0  # calls of backward()
-        self._names: list[str] = []  # of the parameters whose checksums were left last
+        self.may_have_changed: bool = False
         self._known: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
 
     def models(self) -> list[nn.Module]:
@@ -90,46 +90,37 @@ class Replicas:
     def _held(self) -> list[torch.Tensor]:
         return [*self._gradients.parameters, *self.buffers()]
 
-    def compare(self) -> None:
-        """Leave checksums of the parameters for the other ranks, and compare those before, without waiting.
+    def meet(self, act: Act) -> None:
+        """Meet, and compare the parameters if the script may have trained them since the last time.
 
-        It is done if the ranks have met in a ``backward()`` since the last time, so that none is ahead by two.
+        Raises:
+            RankMismatchError: The parameters differ; every rank raises it. Or as ``Lockstep.meet``.
+            MissingRanksError: As ``Lockstep.meet``.
         """
-        if self._lockstep is None or self._compared_after == self._counts.backwards:
+        if self._lockstep is None:
             return
-        self._compared_after = self._counts.backwards
-        before = self._posted
-        self.post()
-        self._compare(before)
-        self._lockstep.forget(f"sums/{before - 1}")
-
-    def post(self) -> None:
-        """Leave checksums of the parameters for the other ranks, if the script has some optimizer still."""
-        if self._lockstep is not None and self._gradients.parameters:
-            trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
-            parameters = list({id(each): each for each in (*self._gradients.parameters, *trained)}.values())
-            self._posted, self._names = self._posted + 1, self._named(parameters)
-            self._lockstep.put(f"sums/{self._posted}", json.dumps(checksums(parameters)).encode())
-
-    def compare_posted(self) -> None:
-        """Compare the checksums that were left last; all ranks have left theirs."""
-        self._compare(self._posted)
-
-    def _compare(self, number: int) -> None:
-        left = {} if self._lockstep is None or number < 1 else self._lockstep.left(f"sums/{number}")
-        if self._lockstep is None or len(left) < self._lockstep.ranks or len(set(left.values())) < 2:
+        parameters = self._trained() if self.may_have_changed or act is Act.END else []
+        self.may_have_changed = False
+        sums = checksums(parameters)
+        if self._lockstep.meet(act, usual=hash(tuple(sums)) >> 2):
             return
-        sums: dict[int, list[int]] = {rank: json.loads(of_rank) for rank, of_rank in left.items()}
-        place = next((at for at, found in enumerate(zip(*sums.values(), strict=False)) if len(set(found)) > 1), None)
-        if place is None or len({len(own) for own in sums.values()}) > 1:  # some have not collected all garbage yet
+        of_ranks = self._lockstep.gathered(sums)
+        if len(set(map(len, of_ranks))) > 1:  # some have not collected all garbage yet
             return
-        which, parties = self._names[place], by_value({rank: own[place] for rank, own in sums.items()}).values()
+        place, found = next((at, found) for at, found in enumerate(zip(*of_ranks, strict=True)) if len(set(found)) > 1)
+        which, parties = self._named(parameters)[place], by_value(dict(enumerate(found))).values()
         raise RankMismatchError(
             f"The ranks no longer train the same model: the parameters differ first in {which}, between "
             f"{' and '.join(map(ranks_text, parties))}, {self._counts}. Change "
             "parameters only by an optimizer's step, or alike on every rank: in loops over divided loaders, random "
             "numbers and losses differ between the ranks."
         )
+
+    def _trained(self) -> list[torch.Tensor]:
+        """Return what is trained, if the script has some optimizer still: its optimizers' and models' parameters."""
+        given = self._gradients.parameters
+        trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
+        return list({id(each): each for each in (*given, *trained)}.values()) if given else []
 
     def _named(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         names = {id(each): name for model in self.models() for name, each in model.named_parameters()}
