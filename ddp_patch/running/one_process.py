@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.devices import device_here
 from ddp_patch.errors import InvalidOptionError, WorldError
@@ -87,10 +88,9 @@ class OneProcessOptions:
 
 @dataclass
 class _Loader:
-    """A loader of the script.
+    """What is known of a loader of the script, which becomes the divided one when that is first asked for.
 
     Attributes:
-        loader: The loader itself. It becomes the divided one when that is first asked for.
         record: What is reported of it.
         seed: What its order follows from.
         original: A copy of it as the script made it; None if it is left as it is.
@@ -99,7 +99,6 @@ class _Loader:
         is_divided: Whether the loader itself is divided by now.
     """
 
-    loader: "weakref.ref[DataLoader[Any]]"
     record: UsedLoader
     seed: int
     original: DataLoader[Any] | None = None
@@ -125,7 +124,8 @@ class OneProcess:
         self.mode: Mode = Mode.UNDECIDED
         self.records: list[UsedLoader] = []
         self._session, self._options, self._chosen = session, options, chosen
-        self._known: dict[int, _Loader] = {}
+        # What is known of a loader holds copies of it, with its data, so it goes with the loader.
+        self._known: MutableMapping[DataLoader[Any], _Loader] = WeakIdKeyDictionary()
         self._stack = ExitStack()
         self._process = os.getpid()
         self._told: set[str] = set()
@@ -322,16 +322,13 @@ class OneProcess:
 
     def _look(self, loader: DataLoader[Any]) -> _Loader:
         """Return what is known of a loader."""
-        known = self._known.get(id(loader))
-        if known is not None and known.loader() is loader:
+        if (known := self._known.get(loader)) is not None:
             return known
         facts = look_at(loader)
         record = UsedLoader(shown(loader), what_it_is(facts), "left alone", ranks=self._ranks)
         self.records.append(record)
-        number, drop = id(loader), self._known.pop  # what is known of a loader holds copies of it, with its data
-        ref = weakref.ref(loader, lambda gone: drop(number, None))
-        known = _Loader(ref, record, loader_seed(self._seed, digest(record.what), len(self.records)))
-        self._known[number] = known
+        known = _Loader(record, loader_seed(self._seed, digest(record.what), len(self.records)))
+        self._known[loader] = known
         if facts.sharded_by is not None:
             record.fate, record.note = "shards itself", type(facts.sharded_by).__name__
         elif (why := self._session.why_left(facts)) is not None:
