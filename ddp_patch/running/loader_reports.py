@@ -234,7 +234,7 @@ class UsedLoader:
     def note_pass(self) -> None:
         """Fill in what its latest pass has shown of a loader without a length, if that came to its end."""
         loader = None if self.loader is None else self.loader()
-        schedule = None if loader is None or self.samples else _whole_pass(loader)
+        schedule = None if loader is None or self.samples else _schedule_of_latest(loader)
         if schedule is not None:
             lengths = [part.length or 0 for part in schedule.parts]
             self.steps = schedule.count
@@ -302,7 +302,7 @@ def _counted(number: int, unit: str) -> str:
     return f"{number:,} {unit if number == 1 else plural}"
 
 
-def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
+def _schedule_of_latest(loader: DataLoader[Any]) -> Schedule | None:
     """Return the batches of a loader's latest pass, if it came to its end."""
     try:
         batches = batches_of("autopatch", loader)
