@@ -119,7 +119,6 @@ class PassWeights:
         given: How many batches it gave.
         fetches_ahead: Whether it gave several before the first call of ``backward()``.
         is_over: Whether it came to its end.
-        latest: The weights of its latest two batches.
         weights: All weights that its batches had.
         first: The first tensor of its first batch, while that is alive.
     """
@@ -130,7 +129,6 @@ class PassWeights:
     given: int = 0
     fetches_ahead: bool = False
     is_over: bool = False
-    latest: list[float] = field(default_factory=list)
     weights: set[float] = field(default_factory=set)
     first: Callable[[], torch.Tensor | None] = lambda: None
 
@@ -173,7 +171,6 @@ class StepWeight:
         of.given += 1
         if of.given == 1 and (first := _first_tensor(batch)) is not None:
             of.first = weakref.ref(first)
-        of.latest = [*of.latest[-1:], weight]
         of.weights.add(weight)
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._last = weight, of
@@ -217,25 +214,22 @@ class StepWeight:
         counted = [(of, weight) for of, weight in taken if of is self._last or of.given > 1]  # not mere looks
         if len({weight for _, weight in counted}) > 1:
             names = " and ".join(dict.fromkeys(of.name for of, _ in counted))
-            self._refuse(f"several batches of {names} were taken since the last backward()", counted)
+            why = f"several batches of {names} were taken since the last backward()"
+            self._refuse(why, [weight for _, weight in counted])
         last = self._last
-        if last is not None and last.is_over and not taken:
-            if last.fetches_ahead and len(set(last.latest)) > 1:
-                why = f"the batches of {last.name} are fetched ahead of backward()"
-                self._refuse(why, [(last, each) for each in last.latest])
-            if len(last.weights) > 1 and last.first() is not None:  # as itertools.cycle() keeps them
+        if last is not None and last.is_over and not taken and len(last.weights) > 1:
+            if last.fetches_ahead:
+                self._refuse(f"the batches of {last.name} are fetched ahead of backward()", last.weights)
+            if last.first() is not None:  # as itertools.cycle() keeps them
                 why = f"the batches of {last.name} are kept, and used again after its pass"
-                way = "iterate the loader again instead"
-                self._refuse(why, [(last, each) for each in sorted(last.weights)], way)
+                self._refuse(why, last.weights, "iterate the loader again instead")
         return self._weight
 
-    def _refuse(
-        self, why: str, taken: Sequence[tuple[PassWeights, float]], way: str = "call backward() for each batch"
-    ) -> None:
-        weights = ", ".join(f"{weight:.4g}" for weight in dict.fromkeys(weight for _, weight in taken))
+    def _refuse(self, why: str, weights: Iterable[float], way: str = "call backward() for each batch") -> None:
+        listed = ", ".join(f"{weight:.4g}" for weight in sorted(set(weights)))
         raise UnsupportedLoaderError(
             f"The gradient cannot be that of one process: {why}, and this rank's parts of them have different weights "
-            f"({weights}), because not all ranks have equally many samples of each. Use batches of a multiple of the "
+            f"({listed}), because not all ranks have equally many samples of each. Use batches of a multiple of the "
             f"number of ranks, and drop_last=True; or {way}."
         )
 
