@@ -1,11 +1,11 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +25,6 @@ __all__ = ["Gradients", "PassWeights", "StepWeight", "average", "broadcast", "ch
 
 # As many bytes are averaged at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
-# So many buckets are under way at once, which bounds the memory that copies take.
-_UNDER_WAY = 2
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,47 +34,27 @@ def average(tensors: Sequence[torch.Tensor], ranks: int) -> int:
     The tensors have the same shapes, dtypes and order on every rank. What is equal on all ranks stays as it is, but for
     rounding.
     """
-    return _in_buckets(
-        tensors,
-        flattened=lambda bucket: torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(ranks),
-        sent=lambda flat: dist.all_reduce(flat, async_op=True),
-    )
+    sent_bytes = 0
+    for flat in _flattened(tensors):
+        dist.all_reduce(flat.div_(ranks))
+        sent_bytes += flat.nbytes
+    return sent_bytes
 
 
 def broadcast(tensors: Sequence[torch.Tensor]) -> None:
     """Make tensors of any dtypes those of rank 0. They have the same shapes, dtypes and order on every rank."""
-    _in_buckets(
-        tensors,
-        flattened=lambda bucket: torch.cat([tensor.reshape(-1) for tensor in bucket]),
-        sent=lambda flat: dist.broadcast(flat.view(torch.uint8), 0, async_op=True),
-    )
+    for flat in _flattened(tensors):
+        dist.broadcast(flat.view(torch.uint8), 0)
 
 
-def _in_buckets(
-    tensors: Sequence[torch.Tensor],
-    flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-    sent: Callable[[torch.Tensor], Any],
-) -> int:
-    """Communicate tensors in flat buckets, and copy back what comes of it; return how many bytes these had."""
-    under_way: deque[tuple[Any, torch.Tensor, Sequence[torch.Tensor]]] = deque()
-    sent_bytes = 0
-
-    def finish() -> None:
-        work, flat, bucket = under_way.popleft()
-        work.wait()
-        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+@torch.no_grad()
+def _flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield flat copies of several tensors each, and put what becomes of each into these tensors."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        yield flat
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-    with torch.no_grad():
-        for bucket in _buckets(tensors):
-            if len(under_way) == _UNDER_WAY:
-                finish()
-            flat = flattened(bucket)
-            sent_bytes += flat.numel() * flat.element_size()
-            under_way.append((sent(flat), flat, bucket))
-        while under_way:
-            finish()
-    return sent_bytes
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -85,9 +63,8 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
-        ends = np.cumsum([tensor.numel() * tensor.element_size() for tensor in alike])
-        numbered = zip((ends - 1) // _BUCKET, alike, strict=True)
-        for _, bucket in groupby(numbered, key=lambda pair: pair[0]):
+        ends = np.cumsum([tensor.nbytes for tensor in alike])
+        for _, bucket in groupby(zip((ends - 1) // _BUCKET, alike, strict=True), key=itemgetter(0)):
             yield [tensor for _, tensor in bucket]
 
 
@@ -387,7 +364,7 @@ class Gradients:
         parts = lockstep.gathered((own.indices().cpu(), own.values().cpu()))
         indices = torch.cat([part for part, _ in parts], dim=1).to(own.device)
         values = torch.cat([part for _, part in parts]).to(own.device)
-        self.sent_bytes += own.values().numel() * own.values().element_size()
+        self.sent_bytes += own.values().nbytes
         return torch.sparse_coo_tensor(indices, values / lockstep.ranks, own.shape).coalesce()
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
