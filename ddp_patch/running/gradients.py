@@ -53,7 +53,7 @@ def _flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         yield flat
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
@@ -318,10 +318,10 @@ class Gradients:
                 "nothing is, pass --whole with the line that makes the loader."
             )
         weight = self.weight.of_backward()
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        given = [gradients] if gradients is None or isinstance(gradients, torch.Tensor) else list(gradients)
-        given += [None] * (len(roots) - len(given))
-        run(tensors, [_weighed(root, gradient, weight) for root, gradient in zip(roots, given, strict=False)])
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        with torch.enable_grad():
+            weighed = [root * weight if isinstance(root, torch.Tensor) else root for root in roots]
+        run(weighed, gradients)
         began_s = perf_counter()
         self._average(self._lockstep)
         self.averaging_s += perf_counter() - began_s
@@ -332,7 +332,7 @@ class Gradients:
         if not lockstep.meet(Act.BACKWARD, usual=hash(kinds) >> 2, state=self._loaded_state()):
             lockstep.meet_alike(Act.BACKWARD, lambda: {"parameters": len(self.parameters)})
             parameters = self.parameters
-            kinds = tuple(lockstep.largest(_kinds(parameters)))
+            kinds = tuple(map(max, zip(*lockstep.gathered(_kinds(parameters)), strict=True)))
         for parameter, kind in zip(parameters, kinds, strict=True):
             if parameter.grad is None and kind != _NONE:
                 parameter.grad = torch.zeros_like(parameter) if kind == _DENSE else _no_rows(parameter)
@@ -413,13 +413,3 @@ def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sparse gradient of an embedding of which no row was used."""
     rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(rows, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
-
-
-def _weighed(root: torch.Tensor, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
-    """Return the gradient of a root of ``backward()``, times a weight."""
-    if weight == 1.0 or not isinstance(root, torch.Tensor):
-        return gradient
-    if gradient is not None:
-        return gradient * weight
-    # torch refuses a root of several elements without a gradient, in its own words.
-    return torch.full_like(root, weight) if root.numel() == 1 else None

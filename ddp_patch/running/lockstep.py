@@ -3,7 +3,7 @@
 import gc
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -120,12 +120,6 @@ class Lockstep:
         if not self.meet(act, usual=hash(tuple(facts().values())) >> 2):
             gc.collect()
             self.meet(act, **facts())
-
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest that any rank has of each of some numbers below 256."""
-        found = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
-        self._together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
-        return [int(number) for number in found]
 
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
