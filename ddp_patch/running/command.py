@@ -14,14 +14,13 @@ from typing import Any, cast, get_args
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
 from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions
+from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions, group_made
 from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.session import logger
 from ddp_patch.running.voice import Voice, errors_reported
@@ -147,12 +146,8 @@ def process_group(backend: str) -> Iterator[None]:
         )
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # so that "cuda" is this rank's own
-    dist.init_process_group(backend)
-    try:
+    with group_made(backend):
         yield
-    finally:
-        if dist.is_initialized():  # the script may have destroyed it already
-            dist.destroy_process_group()
 
 
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."

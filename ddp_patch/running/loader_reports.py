@@ -27,11 +27,11 @@ __all__ = [
     "Patterns",
     "UsedLoader",
     "compared",
+    "counted",
     "is_off",
     "leave_alone",
     "shown",
     "unpatched",
-    "what_it_is",
 ]
 
 
@@ -217,11 +217,16 @@ class UsedLoader:
     passes: int = 0
     loader: "weakref.ref[DataLoader[Any]] | None" = None
 
+    @classmethod
+    def of(cls, facts: LoaderFacts[Any]) -> "UsedLoader":
+        """Return what is known of a loader with which nothing was done."""
+        return cls(shown(facts.loader), _what_it_is(facts), "left alone")
+
     @property
     def row(self) -> tuple[str, ...]:
         """What a summary says, by its headings."""
         fate = f"{self.fate} ({self.note})" if self.note else self.fate
-        steps = "" if self.steps is None else _counted(self.steps, "step")
+        steps = "" if self.steps is None else counted(self.steps, "step")
         share = ", ".join(filter(None, (self.samples, steps)))
         return self.place, self.what, fate, str(self.passes), share, self.padding
 
@@ -258,25 +263,25 @@ class UsedLoader:
         """Fill in what a rank gets of a loader that is whole on every rank."""
         self.fate, self.steps = fate, length_of(patched, ())
         if fate == "whole" and facts.stream.length is not None:
-            self.samples = _counted(facts.stream.length, _unit(facts))
+            self.samples = counted(facts.stream.length, _unit(facts))
 
     def _note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
         """Fill in what a rank gets of streams of these lengths."""
-        self.samples = _counted(sum(len(plan.share(n)) for n in lengths), unit)
+        self.samples = counted(sum(len(plan.share(n)) for n in lengths), unit)
         more = sum(plan.total(n) - n for n in lengths)
         self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
 
     @property
     def line(self) -> str:
         """What the log says."""
-        steps = "unknown steps" if self.steps is None else _counted(self.steps, "step")
+        steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
         share = f"{self.ranks} ranks x {steps}"
         told = {
             "patched": share,
             "would be patched": f"would be {share}",
-            "divided": f"each batch divided over {_counted(self.ranks, 'rank')}, {steps}",
+            "divided": f"each batch divided over {counted(self.ranks, 'rank')}, {steps}",
             "whole": f"whole on every rank, {steps}",
-            "whole and divided": f"whole under no_grad, else divided over {_counted(self.ranks, 'rank')}, {steps}",
+            "whole and divided": f"whole under no_grad, else divided over {counted(self.ranks, 'rank')}, {steps}",
         }.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 
@@ -285,10 +290,10 @@ def _unit(facts: LoaderFacts[Any]) -> str:
     return "batch" if facts.unit is ShardedUnit.BATCH else "sample"
 
 
-def what_it_is(facts: LoaderFacts[Any]) -> str:
+def _what_it_is(facts: LoaderFacts[Any]) -> str:
     """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
     n = facts.stream.length if facts.sharded_by is None else None
-    length = "" if n is None else f", {_counted(n, _unit(facts))}"
+    length = "" if n is None else f", {counted(n, _unit(facts))}"
     source = facts.stream.source
     order = "in order" if type(source) is SequentialSampler else type(source).__name__
     if type(source) is RandomSampler:
@@ -296,7 +301,7 @@ def what_it_is(facts: LoaderFacts[Any]) -> str:
     return f"{type(facts.loader).__name__}, {order}{length}"
 
 
-def _counted(number: int, unit: str) -> str:
+def counted(number: int, unit: str) -> str:
     """Return a number of things, in words."""
     plural = {"batch": "batches"}.get(unit, f"{unit}s")
     return f"{number:,} {unit if number == 1 else plural}"

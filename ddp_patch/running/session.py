@@ -32,7 +32,6 @@ from ddp_patch.running.loader_reports import (
     is_off,
     shown,
     unpatched,
-    what_it_is,
 )
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import unit_shared
@@ -106,7 +105,7 @@ class Session:
                 record = self._done(loader, world, use)
             else:
                 by = f"{type(user).__name__}, which holds it"
-                record = UsedLoader(shown(loader), what_it_is(look_at(loader)), "shards itself", by)
+                record = replace(UsedLoader.of(look_at(loader)), fate="shards itself", note=by)
         self._known[loader] = record
         self.records.append(record)
         if world.rank == 0:
@@ -125,11 +124,11 @@ class Session:
         self.early.add(shown(loader))
         if self._options.device is not None and user_of(loader) is None and not is_too_soon(loader, None):
             facts = look_at(loader)
-            self._moved(UsedLoader(shown(loader), what_it_is(facts), "left alone"), facts, use=Use.ITERATED)
+            self._moved(UsedLoader.of(facts), facts, use=Use.ITERATED)
 
     def _done(self, loader: DataLoader[Any], world: World, use: Use) -> UsedLoader:
         facts = look_at(loader)
-        record = UsedLoader(shown(loader), what_it_is(facts), "left alone")
+        record = UsedLoader.of(facts)
         if facts.sharded_by is not None:
             self._moved(record, facts, use, is_one_of_several=True)
             by = facts.sharded_by
