@@ -176,20 +176,21 @@ def run(arguments: Sequence[str]) -> None:
         sys.exit(_started(given.ranks, handed_on, arguments))
     if handed_on:
         parser.error(f"{', '.join(handed_on)}: a launcher's options need -n, and that no launcher has started this.")
-    one_process, voice = None, None
-    may_be_one = given.mode == "one" or (given.mode == "auto" and is_rank())
-    if may_be_one and not given.dry_run and given.backend is None:
-        voice = Voice(int(os.environ.get("RANK", "0")), given.log_dir)
-        one_process = _one_process(given, voice)
-    elif unused := [name for name in _OF_ONE_PROCESS if getattr(given, name) != parser.get_default(name)]:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-        parser.error(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
-    with errors_reported(voice), ExitStack() as stack:
+    with ExitStack() as stack:
         try:
+            one_process, seed = None, given.manual_seed
+            may_be_one = given.mode == "one" or (given.mode == "auto" and is_rank())
+            if may_be_one and not given.dry_run and given.backend is None:
+                voice = Voice(int(os.environ.get("RANK", "0")), given.log_dir)
+                stack.enter_context(errors_reported(voice))
+                one_process = _one_process(given, voice)
+                seed = _drawn_seed() if seed is None else seed
+            elif unused := [name for name in _OF_ONE_PROCESS if getattr(given, name) != parser.get_default(name)]:
+                listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+                parser.error(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
             if given.backend is not None:
                 stack.enter_context(process_group(given.backend))
             stack.enter_context(_told_on_stderr())
-            seed = _drawn_seed() if one_process is not None and given.manual_seed is None else given.manual_seed
             if seed is not None:
                 seed_all(seed)
             patterns = Patterns(given.only, given.excepted)

@@ -86,11 +86,8 @@ def _redirect(out: int, err: int) -> None:
 
 
 @contextmanager
-def errors_reported(voice: Voice | None) -> Iterator[None]:
+def errors_reported(voice: Voice) -> Iterator[None]:
     """Show what ends this rank, with its number, and end it with the exit code that Python would give."""
-    if voice is None:
-        yield
-        return
     try:
         yield
     except KeyboardInterrupt:
