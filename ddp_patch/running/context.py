@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -113,7 +114,6 @@ class Models:
 
 
 HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
-_PASSES = HEADINGS.index("passes")
 # What follows from training as one process.
 _DECIDED = {"share", "uneven", "rank", "num_replicas", "process_group", "device_mesh"}
 
@@ -138,12 +138,13 @@ class Summary:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """A row of the table for each; one for those that a script makes alike in each epoch."""
-        alike: dict[tuple[str, ...], int] = {}
+        passes = Counter[tuple[str, str, str, str, str]]()
         for record in self.records:
             record.note_pass()
-            before, after = record.row[:_PASSES], record.row[_PASSES + 1 :]
-            alike[*before, *after] = alike.get((*before, *after), 0) + record.passes
-        return [(*row[:_PASSES], str(passes), *row[_PASSES:]) for row, passes in alike.items()]
+            passes[record.row] += record.passes
+        return [
+            (place, what, fate, str(n), share, padding) for (place, what, fate, share, padding), n in passes.items()
+        ]
 
     @property
     def notes(self) -> list[str]:
@@ -161,8 +162,7 @@ class Summary:
             f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
             for place in sorted(session.early)
         ]
-        unused = sorted(session.patterns.unused)
-        found += [f"The pattern {pattern!r} matched no loader that was used." for pattern in unused]
+        found += session.patterns.notes()
         if not self._models.seen:
             found.append(
                 "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "

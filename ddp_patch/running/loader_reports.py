@@ -155,6 +155,10 @@ class Patterns:
         # Each is looked at, so that each is seen to be used.
         return any([self._matches(where, pattern) for pattern in self.only])  # noqa: C419 - as said
 
+    def notes(self, option: str = "") -> list[str]:
+        """Return what to say of patterns that matched nothing; the option is named if they are not of autopatch's."""
+        return [f"The pattern {each!r}{option} matched no loader that was used." for each in sorted(self.unused)]
+
     def _matches(self, where: Made | None, pattern: str) -> bool:
         if where is None:
             return False
@@ -223,12 +227,12 @@ class UsedLoader:
         return cls(shown(facts.loader), _what_it_is(facts), "left alone")
 
     @property
-    def row(self) -> tuple[str, ...]:
-        """What a summary says, by its headings."""
+    def row(self) -> tuple[str, str, str, str, str]:
+        """What a summary says beside the passes: where, what, what became of it, each rank's share, padding."""
         fate = f"{self.fate} ({self.note})" if self.note else self.fate
         steps = "" if self.steps is None else counted(self.steps, "step")
         share = ", ".join(filter(None, (self.samples, steps)))
-        return self.place, self.what, fate, str(self.passes), share, self.padding
+        return self.place, self.what, fate, share, self.padding
 
     def count_pass(self) -> None:
         """Note that it is iterated once more."""

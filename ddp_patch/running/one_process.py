@@ -251,9 +251,7 @@ class OneProcess:
                 found.append(f"To spend less of it: {_TWO_LINES}.")
             if not any("divided" in record.fate for record in self.records):
                 found.append("No loader was divided: every rank computed all of each batch, and no time was saved.")
-        unused = [*(f"{each!r} of --whole" for each in sorted(self._chosen.whole.unused))]
-        unused += map(repr, sorted(self._session.patterns.unused))
-        found += [f"The pattern {pattern} matched no loader that was used." for pattern in unused]
+        found += [*self._chosen.whole.notes(" of --whole"), *self._session.patterns.notes()]
         return [f"{counted(self._world.num_replicas, 'rank')} trained as one process: {done}.", *found]
 
     def _decide(self) -> None:
