@@ -1,7 +1,7 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,13 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
+from ddp_patch.walks import nested
 
 __all__ = ["Gradients", "PassWeights", "StepWeight", "average", "broadcast", "checksums"]
 
 
 # As many bytes are averaged at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def average(tensors: Sequence[torch.Tensor], ranks: int) -> int:
@@ -73,11 +74,10 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     sums = []
     with torch.no_grad():
         for tensor in tensors:
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            if real.layout != torch.strided:
-                real = real.to_dense()
-            flat = real.detach().contiguous().reshape(-1)
-            sums.append(flat.view(_WHOLE_NUMBERS[flat.element_size()]).sum(dtype=torch.int64))
+            dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+            flat = dense.detach().contiguous().reshape(-1)
+            numbers = flat.view(_WHOLE_NUMBERS.get(flat.element_size(), torch.int64))
+            sums.append(numbers.sum(dtype=torch.int64))
     return [int(value) for value in torch.stack([value.cpu() for value in sums])] if sums else []
 
 
@@ -146,8 +146,9 @@ class StepWeight:
     def take(self, of: PassWeights, weight: float, batch: Any = None) -> None:
         """Note that the script took a batch of a pass."""
         of.given += 1
-        if of.given == 1 and (first := _first_tensor(batch)) is not None:
-            of.first = weakref.ref(first)
+        if of.given == 1:
+            tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
+            of.first = next(map(weakref.ref, tensors), of.first)
         of.weights.add(weight)
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._last = weight, of
@@ -293,7 +294,7 @@ class Gradients:
         """The parameters of all optimizers, in the order in which the script gave them."""
         alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         groups = [group["params"] for optimizer in alive for group in optimizer.param_groups]
-        return list({id(each): each for group in groups for each in group}.values())
+        return list(dict.fromkeys(each for group in groups for each in group))
 
     def _note_loaded(self, optimizer: Optimizer) -> None:
         self._was_loaded = True
@@ -392,16 +393,6 @@ class Gradients:
         self._counts.steps += 1
         if self._counts.steps == 1:
             self._on_first_step()
-
-
-def _first_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor of a batch, as far as that is easily found."""
-    while not isinstance(batch, torch.Tensor):
-        values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-        if not values:
-            return None
-        batch = next(iter(values))
-    return batch
 
 
 def _kinds(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:

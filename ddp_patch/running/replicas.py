@@ -52,8 +52,7 @@ class Replicas:
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the models' buffers, each once."""
-        found = (buffer for model in self.models() for buffer in model.buffers())
-        return list({id(buffer): buffer for buffer in found}.values())
+        return list(dict.fromkeys(buffer for model in self.models() for buffer in model.buffers()))
 
     @property
     def are_evaluated(self) -> bool:
@@ -108,24 +107,21 @@ class Replicas:
         if len(set(map(len, of_ranks))) > 1:  # some have not collected all garbage yet
             return
         place, found = next((at, found) for at, found in enumerate(zip(*of_ranks, strict=True)) if len(set(found)) > 1)
-        which, parties = self._named(parameters)[place], by_value(dict(enumerate(found))).values()
+        names = {each: name for model in self.models() for name, each in model.named_parameters()}
+        which, shape = names.get(parameters[place], f"parameter {place}"), tuple(parameters[place].shape)
+        parties = by_value(dict(enumerate(found))).values()
         raise RankMismatchError(
-            f"The ranks no longer train the same model: the parameters differ first in {which}, between "
-            f"{' and '.join(map(ranks_text, parties))}, {self._counts}. Change "
-            "parameters only by an optimizer's step, or alike on every rank: in loops over divided loaders, random "
-            "numbers and losses differ between the ranks."
+            f"The ranks no longer train the same model: the parameters differ first in {which}, of shape {shape}, "
+            f"between {' and '.join(map(ranks_text, parties))}, {self._counts}. Change parameters only by an "
+            "optimizer's step, or alike on every rank: in loops over divided loaders, random numbers and losses differ "
+            "between the ranks."
         )
 
     def _trained(self) -> list[torch.Tensor]:
         """Return what is trained, if the script has some optimizer still: its optimizers' and models' parameters."""
         given = self._gradients.parameters
         trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
-        return list({id(each): each for each in (*given, *trained)}.values()) if given else []
-
-    def _named(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        names = {id(each): name for model in self.models() for name, each in model.named_parameters()}
-        found = [names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)]
-        return [f"{name}, of shape {tuple(each.shape)}" for name, each in zip(found, parameters, strict=True)]
+        return list(dict.fromkeys([*given, *trained])) if given else []
 
 
 def _sizes(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -137,13 +133,13 @@ def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
 
     Modules are found by the garbage collector: no hook of torch sees those that were copied or unpickled.
     """
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
     inner = {id(child) for module in modules for child in module.children()}
 
     def first(module: nn.Module) -> int:
         """Return the number of the first parameter that it holds; a larger one if it holds none."""
-        return min((numbers[id(each)] for each in module.parameters() if id(each) in numbers), default=len(numbers))
+        return min((numbers[each] for each in module.parameters() if each in numbers), default=len(numbers))
 
     found = [(first(module), module) for module in modules if id(module) not in inner]
     return [module for number, module in sorted(found, key=itemgetter(0)) if number < len(numbers)]
