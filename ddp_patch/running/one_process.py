@@ -297,7 +297,7 @@ class OneProcess:
                 backend = "cpu:gloo,cuda:nccl"
             self._stack.enter_context(group_made(backend, timeout=timedelta(seconds=timeout)))
         self._world = find_world() or World(0, 1)
-        self._lockstep = Lockstep(dist.get_rank(), dist.get_world_size(), timeout, self._counts)
+        self._lockstep = Lockstep(timeout, self._counts)
         seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))
         if len(set(seeds)) > 1:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
