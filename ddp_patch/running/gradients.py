@@ -244,13 +244,12 @@ class Gradients:
         self._lockstep, self._counts, self._tell, self._on_first_step = lockstep, counts, tell, on_first_step
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._was_loaded = False
-        self._is_in_backward: Callable[[], bool] = bool
+        self._is_in_backward = backward_in_progress()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook ``backward()``, ``torch.autograd.grad`` and the steps of optimizers while entered."""
         before, grad = torch.autograd.backward, torch.autograd.grad
-        self._is_in_backward = is_in_backward = backward_in_progress()
         as_it_is: Callable[[Any], Any] = torch.compiler.disable  # a compiled step would trace what communicates
 
         def backward(
@@ -264,13 +263,13 @@ class Gradients:
             def run(roots: Any, gradients: Any) -> None:
                 before(roots, gradients, retain_graph, create_graph, grad_variables, inputs=inputs)
 
-            if is_in_backward():  # as checkpointing calls it
+            if self._is_in_backward():  # as checkpointing calls it
                 run(tensors, grad_tensors)
             else:
                 self._backward(run, tensors, grad_tensors, create_graph=create_graph)
 
         def telling_grad(*args: Any, **options: Any) -> Any:
-            if self._lockstep is not None and not is_in_backward():
+            if self._lockstep is not None and not self._is_in_backward():
                 self._tell(
                     "torch.autograd.grad() is used: what it returns is of this rank's part of a batch, and is not "
                     "averaged."

@@ -107,7 +107,8 @@ class Replicas:
         if len(set(map(len, of_ranks))) > 1:  # some have not collected all garbage yet
             return
         place, found = next((at, found) for at, found in enumerate(zip(*of_ranks, strict=True)) if len(set(found)) > 1)
-        names = {each: name for model in self.models() for name, each in model.named_parameters()}
+        named = (pair for model in self.models() for pair in model.named_parameters())
+        names: dict[torch.Tensor, str] = {each: name for name, each in named}
         which, shape = names.get(parameters[place], f"parameter {place}"), tuple(parameters[place].shape)
         parties = by_value(dict(enumerate(found))).values()
         raise RankMismatchError(

@@ -173,16 +173,11 @@ class _Rank:
     def receive(self) -> None:
         """Receive the rank's result or traceback, or note that it ended without one."""
         try:
-            self.fate, content = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child's
+            self.fate, self.result, self.report = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child's
         except EOFError:
             self.process.join()
             self.fate, code = "died", self.process.exitcode or 0
             self.report = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return
-        if self.fate == "returned":
-            self.result = content
-        else:
-            self.report = content
 
     def ask_where(self) -> None:
         """Make a rank that hangs write its stack."""
@@ -320,9 +315,9 @@ def _rank_main(task: _Task, sender: Connection) -> None:
     with task.stack.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
-            message = pickle.dumps(("returned", _result(task)))
+            message = pickle.dumps(("returned", _result(task), ""))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
-            message = pickle.dumps(("raised", traceback.format_exc()))
+            message = pickle.dumps(("raised", None, traceback.format_exc()))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have put anything there
                 stream.flush()  # the parent ends this process once it has the message
