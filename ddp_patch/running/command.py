@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
@@ -120,16 +121,12 @@ def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[
         The global names of what ran.
     """
     folder = Path.cwd() if is_module else Path(target).resolve().parent
-    before = sys.argv, sys.path
-    sys.argv = [target, *arguments]
     # What started this process has put the current folder, or that of its own script, first; unless it was told not to.
-    sys.path = [str(folder), *sys.path[not sys.flags.safe_path :]]
-    try:
+    path = [str(folder), *sys.path[not sys.flags.safe_path :]]
+    with patch.object(sys, "argv", [target, *arguments]), patch.object(sys, "path", path):
         if is_module:
             return runpy.run_module(target, run_name="__main__", alter_sys=True)
         return runpy.run_path(target, run_name="__main__")
-    finally:
-        sys.argv, sys.path = before
 
 
 @contextmanager

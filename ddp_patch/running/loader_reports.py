@@ -236,8 +236,7 @@ class UsedLoader:
 
     def count_pass(self) -> None:
         """Note that it is iterated once more."""
-        if self.passes == 1:
-            self.note_pass()
+        self.note_pass()
         self.passes += 1
 
     def note_pass(self) -> None:

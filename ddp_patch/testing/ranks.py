@@ -246,11 +246,9 @@ def _kill(process: BaseProcess) -> None:
 
 def _exists(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.getpgid(pid)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
-        pass
     return True
 
 
