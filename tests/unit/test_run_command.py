@@ -94,6 +94,7 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         (["--share", "within_batches", "--uneven", "drop", "script.py"], "within_batches"),
         (["--device", "gpu", "script.py"], "device='gpu'"),
         (["--only", "", "script.py"], "only="),
+        (["--mode", "one", "--whole", "", "script.py"], "names no file"),
         (["--init-process-group", "gloo", "script.py"], "RANK, WORLD_SIZE"),
         (["absent.py"], "absent.py"),
         (["--loss", "sum", "--log-dir", "logs", "script.py"], "--loss, --log-dir"),
