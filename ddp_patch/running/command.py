@@ -1,38 +1,36 @@
 """The command that runs a script as it is: it starts the ranks, or takes those that a launcher has started."""
 
 import argparse
-import dataclasses
 import logging
 import os
 import runpy
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args
+from unittest.mock import patch
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, WorldError
-from ddp_patch.options import Options
+from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
 from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions
+from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions, group_made
 from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.session import logger
 from ddp_patch.running.voice import Voice, errors_reported
 
-__all__ = ["DESCRIPTION", "HANDED_ON", "OF_RANK", "is_rank", "process_group", "run", "started", "take_slurm"]
+__all__ = ["DESCRIPTION", "is_rank", "process_group", "run", "take_slurm"]
 
 
 # Options of torchrun that are handed on to it as they are.
-HANDED_ON = (
+_HANDED_ON = (
     "nnodes",
     "node-rank",
     "rdzv-backend",
@@ -44,12 +42,12 @@ HANDED_ON = (
     "max-restarts",
     "local-addr",
 )
-OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_rank() -> bool:
     """Return whether a launcher has started this process as one of several, or as the only one."""
-    return all(name in os.environ for name in OF_RANK)
+    return all(name in os.environ for name in _OF_RANK)
 
 
 def take_slurm() -> None:
@@ -78,7 +76,7 @@ def take_slurm() -> None:
     told.setdefault("MASTER_PORT", str(20_000 + crc32(told.get("SLURM_JOB_ID", "0").encode()) % 10_000))
 
 
-def started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> int:
+def _started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> int:
     """Start ranks that run ``ddp-patch run`` with these arguments, and wait for them.
 
     Args:
@@ -123,16 +121,12 @@ def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[
         The global names of what ran.
     """
     folder = Path.cwd() if is_module else Path(target).resolve().parent
-    before = sys.argv, sys.path
-    sys.argv = [target, *arguments]
     # What started this process has put the current folder, or that of its own script, first; unless it was told not to.
-    sys.path = [str(folder), *sys.path[not sys.flags.safe_path :]]
-    try:
+    path = [str(folder), *sys.path[not sys.flags.safe_path :]]
+    with patch.object(sys, "argv", [target, *arguments]), patch.object(sys, "path", path):
         if is_module:
             return runpy.run_module(target, run_name="__main__", alter_sys=True)
         return runpy.run_path(target, run_name="__main__")
-    finally:
-        sys.argv, sys.path = before
 
 
 @contextmanager
@@ -142,19 +136,15 @@ def process_group(backend: str) -> Iterator[None]:
     Raises:
         WorldError: The environment does not say which rank this is.
     """
-    if missing := [name for name in OF_RANK if name not in os.environ]:
+    if missing := [name for name in _OF_RANK if name not in os.environ]:
         raise WorldError(
             f"--init-process-group {backend} makes a process group from torchrun's environment, which lacks "
             f"{', '.join(missing)}. Start with torchrun --nproc-per-node N -m ddp_patch run ..."
         )
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # so that "cuda" is this rank's own
-    dist.init_process_group(backend)
-    try:
+    with group_made(backend):
         yield
-    finally:
-        if dist.is_initialized():  # the script may have destroyed it already
-            dist.destroy_process_group()
 
 
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
@@ -171,32 +161,33 @@ def run(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     if not given.is_module and not Path(given.target).exists():
         parser.error(f"there is no {given.target}. Pass the path of a script, or -m and the name of a module.")
-    options = {name: getattr(given, name) for name, _ in _switches() if getattr(given, name) is not None}
+    options = {name: getattr(given, name) for name in _SWITCHES if getattr(given, name) is not None}
     try:
         take_slurm()
         Options(**options)  # before ranks are started
     except (InvalidOptionError, WorldError) as error:
         parser.error(str(error))
-    handed_on = [f"--{name}={value}" for name in HANDED_ON if (value := getattr(given, name.replace("-", "_")))]
+    handed_on = [f"--{name}={value}" for name in _HANDED_ON if (value := getattr(given, name.replace("-", "_")))]
     if given.ranks is not None and not is_rank():
         os.environ.setdefault(_SEED, str(secrets.randbelow(2**31)))
-        sys.exit(started(given.ranks, handed_on, arguments))
+        sys.exit(_started(given.ranks, handed_on, arguments))
     if handed_on:
         parser.error(f"{', '.join(handed_on)}: a launcher's options need -n, and that no launcher has started this.")
-    one_process, voice = None, None
-    if not _may_be_one_process(given):
-        if unused := [name for name in _OF_ONE_PROCESS if getattr(given, name) != parser.get_default(name)]:
-            listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-            parser.error(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
-    else:
-        voice = Voice(int(os.environ.get("RANK", "0")), given.log_dir)
-        one_process = _one_process(given, voice)
-    with errors_reported(voice), ExitStack() as stack:
+    with ExitStack() as stack:
         try:
+            one_process, seed = None, given.manual_seed
+            may_be_one = given.mode == "one" or (given.mode == "auto" and is_rank())
+            if may_be_one and not given.dry_run and given.backend is None:
+                voice = Voice(int(os.environ.get("RANK", "0")), given.log_dir)
+                stack.enter_context(errors_reported(voice))
+                one_process = _one_process(given, voice)
+                seed = _drawn_seed() if seed is None else seed
+            elif unused := [name for name in _OF_ONE_PROCESS if getattr(given, name) != parser.get_default(name)]:
+                listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+                parser.error(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
             if given.backend is not None:
                 stack.enter_context(process_group(given.backend))
             stack.enter_context(_told_on_stderr())
-            seed = _drawn_seed() if one_process is not None and given.manual_seed is None else given.manual_seed
             if seed is not None:
                 seed_all(seed)
             patterns = Patterns(given.only, given.excepted)
@@ -222,14 +213,6 @@ def _drawn_seed() -> int:
     return int(os.environ.get(_SEED, crc32(":".join(named).encode())))
 
 
-def _may_be_one_process(given: argparse.Namespace) -> bool:
-    """Return whether the ranks may train as one process."""
-    is_started = given.ranks is not None or is_rank()
-    return (
-        not given.dry_run and given.backend is None and (given.mode == "one" or (given.mode == "auto" and is_started))
-    )
-
-
 def _one_process(given: argparse.Namespace, voice: Voice) -> OneProcessOptions:
     def decided(mode: Mode) -> None:
         if mode is Mode.ONE_PROCESS:
@@ -250,6 +233,19 @@ def _one_process(given: argparse.Namespace, voice: Voice) -> OneProcessOptions:
         all_ranks_write=given.all_ranks_write,
         on_decision=decided,
     )
+
+
+# The options of sharding that a command line can give, each with its arguments for argparse.
+_SWITCHES: Mapping[str, Mapping[str, Any]] = {
+    "share": {"choices": get_args(Share)},
+    "uneven": {"choices": get_args(Uneven)},
+    "seed": {"type": int, "metavar": "INT"},
+    "device": {"metavar": "STR"},
+    "order": {"choices": get_args(Order)},
+    "layout": {"choices": get_args(Layout)},
+    "verify": {"action": "store_true"},
+    "timeout": {"type": float, "metavar": "FLOAT"},
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -293,30 +289,14 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--all-ranks-write", action="store_true", help="Let torch.save write files on every rank.")
     one.add_argument("--log-dir", type=Path, metavar="FOLDER", help="Keep there what ranks other than 0 print.")
     several = parser.add_argument_group("several machines", "Options of torchrun, which -n hands on to it.")
-    for name in HANDED_ON:
+    for name in _HANDED_ON:
         several.add_argument(f"--{name}", metavar="...")
     group = parser.add_argument_group("how to share", "The options of patch_dataloader_to_ddp(), for all loaders.")
-    for name, how in _switches():
+    for name, how in _SWITCHES.items():
         group.add_argument(f"--{name.replace('_', '-')}", default=None, **how)
     parser.add_argument("target", metavar="TARGET", help="The script's path, or with -m the module's name.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="The script's own arguments.")
     return parser
-
-
-def _switches() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the options that a command line can give, each with its arguments for argparse."""
-    kinds = get_type_hints(Options)
-    for field in dataclasses.fields(Options):
-        kind = kinds[field.name]
-        if get_origin(kind) is not Literal and NoneType in get_args(kind):
-            kinds_taken = [each for each in get_args(kind) if each is not NoneType]
-            kind = str if str in kinds_taken else kinds_taken[0]
-        if get_origin(kind) is Literal:
-            yield field.name, {"choices": get_args(kind)}
-        elif kind is bool:
-            yield field.name, {"action": "store_true"}
-        elif kind in {int, float, str}:
-            yield field.name, {"type": kind, "metavar": kind.__name__.upper()}
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Unpack
 from unittest.mock import patch
 
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -84,49 +87,33 @@ class Frameworks:
 
 
 class Models:
-    """Sees whether a ``DistributedDataParallel`` or an FSDP model is made.
+    """Sees whether a ``DistributedDataParallel`` or an FSDP model is made: such a model registers the one it wraps.
 
     Args:
-        about_to_make: Called with the name of its class before one is made.
+        about_to_make: Called with the name of its class before one is finished.
         stack: Closes when it sees no more.
     """
 
     def __init__(self, about_to_make: Callable[[str], object], stack: ExitStack) -> None:
         self._about_to_make = about_to_make
         self._made = False
-        self._stack = stack
-        self._knows_fsdp = False
-        self._monitor(DistributedDataParallel)
-        self.find()
+        stack.callback(register_module_module_registration_hook(self._note).remove)
 
     @property
     def seen(self) -> bool:
         """Whether a model was seen."""
-        fsdp = imported_fsdp()
         # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
-        derived = getattr(fsdp, "FSDPModule", None)
+        derived = getattr(imported_fsdp(), "FSDPModule", None)
         return self._made or (derived is not None and bool(derived.__subclasses__()))
 
-    def find(self, loader: object = None) -> None:
-        """Hook FSDP's wrapper if it was imported since; importing it takes long, so it is not imported here."""
-        fsdp = imported_fsdp()
-        if not self._knows_fsdp and hasattr(fsdp, "FullyShardedDataParallel"):
-            self._knows_fsdp = True
-            self._monitor(fsdp.FullyShardedDataParallel)
-
-    def _monitor(self, kind: Any) -> None:
-        begin = kind.__init__
-
-        def init(model: Any, *args: Any, **options: Any) -> None:
-            self._about_to_make(kind.__name__)
+    def _note(self, model: nn.Module, name: str, part: nn.Module | None) -> None:
+        fsdp = getattr(imported_fsdp(), "FullyShardedDataParallel", DistributedDataParallel)
+        if isinstance(model, DistributedDataParallel | fsdp):
+            self._about_to_make(type(model).__name__)
             self._made = True
-            begin(model, *args, **options)
-
-        self._stack.enter_context(patch.object(kind, "__init__", init))
 
 
 HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
-_PASSES = HEADINGS.index("passes")
 # What follows from training as one process.
 _DECIDED = {"share", "uneven", "rank", "num_replicas", "process_group", "device_mesh"}
 
@@ -151,12 +138,13 @@ class Summary:
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """A row of the table for each; one for those that a script makes alike in each epoch."""
-        alike: dict[tuple[str, ...], int] = {}
+        passes = Counter[tuple[str, str, str, str, str]]()
         for record in self.records:
             record.note_pass()
-            before, after = record.row[:_PASSES], record.row[_PASSES + 1 :]
-            alike[*before, *after] = alike.get((*before, *after), 0) + record.passes
-        return [(*row[:_PASSES], str(passes), *row[_PASSES:]) for row, passes in alike.items()]
+            passes[record.row] += record.passes
+        return [
+            (place, what, fate, str(n), share, padding) for (place, what, fate, share, padding), n in passes.items()
+        ]
 
     @property
     def notes(self) -> list[str]:
@@ -174,8 +162,7 @@ class Summary:
             f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
             for place in sorted(session.early)
         ]
-        unused = sorted(session.patterns.unused)
-        found += [f"The pattern {pattern!r} matched no loader that was used." for pattern in unused]
+        found += session.patterns.notes()
         if not self._models.seen:
             found.append(
                 "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
@@ -266,8 +253,7 @@ def running(
         models = Models(lambda name: None if one is None else one.require_no_wrapper(name), stack)
         frameworks = Frameworks(session, used, stack)
         stack.enter_context(places_recorded())
-        for seer in (frameworks, models):  # imported by now, if the script uses them
-            stack.enter_context(called_before("__init__", seer.find))
+        stack.enter_context(called_before("__init__", frameworks.find))  # imported by now, if the script uses them
         stack.enter_context(called_before("__init__", session.made))
         stack.enter_context(told_of_uses(used))
         stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))

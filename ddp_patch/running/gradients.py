@@ -1,11 +1,11 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -19,15 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
+from ddp_patch.walks import nested
 
 __all__ = ["Gradients", "PassWeights", "StepWeight", "average", "broadcast", "checksums"]
 
 
 # As many bytes are averaged at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
-# So many buckets are under way at once, which bounds the memory that copies take.
-_UNDER_WAY = 2
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def average(tensors: Sequence[torch.Tensor], ranks: int) -> int:
@@ -36,47 +35,27 @@ def average(tensors: Sequence[torch.Tensor], ranks: int) -> int:
     The tensors have the same shapes, dtypes and order on every rank. What is equal on all ranks stays as it is, but for
     rounding.
     """
-    return _in_buckets(
-        tensors,
-        flattened=lambda bucket: torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(ranks),
-        sent=lambda flat: dist.all_reduce(flat, async_op=True),
-    )
+    sent_bytes = 0
+    for flat in _flattened(tensors):
+        dist.all_reduce(flat.div_(ranks))
+        sent_bytes += flat.nbytes
+    return sent_bytes
 
 
 def broadcast(tensors: Sequence[torch.Tensor]) -> None:
     """Make tensors of any dtypes those of rank 0. They have the same shapes, dtypes and order on every rank."""
-    _in_buckets(
-        tensors,
-        flattened=lambda bucket: torch.cat([tensor.reshape(-1) for tensor in bucket]),
-        sent=lambda flat: dist.broadcast(flat.view(torch.uint8), 0, async_op=True),
-    )
+    for flat in _flattened(tensors):
+        dist.broadcast(flat.view(torch.uint8), 0)
 
 
-def _in_buckets(
-    tensors: Sequence[torch.Tensor],
-    flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-    sent: Callable[[torch.Tensor], Any],
-) -> int:
-    """Communicate tensors in flat buckets, and copy back what comes of it; return how many bytes these had."""
-    under_way: deque[tuple[Any, torch.Tensor, Sequence[torch.Tensor]]] = deque()
-    sent_bytes = 0
-
-    def finish() -> None:
-        work, flat, bucket = under_way.popleft()
-        work.wait()
+@torch.no_grad()
+def _flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield flat copies of several tensors each, and put what becomes of each into these tensors."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        yield flat
         for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-    with torch.no_grad():
-        for bucket in _buckets(tensors):
-            if len(under_way) == _UNDER_WAY:
-                finish()
-            flat = flattened(bucket)
-            sent_bytes += flat.numel() * flat.element_size()
-            under_way.append((sent(flat), flat, bucket))
-        while under_way:
-            finish()
-    return sent_bytes
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -85,9 +64,8 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
-        ends = np.cumsum([tensor.numel() * tensor.element_size() for tensor in alike])
-        numbered = zip((ends - 1) // _BUCKET, alike, strict=True)
-        for _, bucket in groupby(numbered, key=lambda pair: pair[0]):
+        ends = np.cumsum([tensor.nbytes for tensor in alike])
+        for _, bucket in groupby(zip((ends - 1) // _BUCKET, alike, strict=True), key=itemgetter(0)):
             yield [tensor for _, tensor in bucket]
 
 
@@ -96,11 +74,10 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     sums = []
     with torch.no_grad():
         for tensor in tensors:
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            if real.layout != torch.strided:
-                real = real.to_dense()
-            flat = real.detach().contiguous().reshape(-1)
-            sums.append(flat.view(_WHOLE_NUMBERS[flat.element_size()]).sum(dtype=torch.int64))
+            dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+            flat = dense.detach().contiguous().reshape(-1)
+            numbers = flat.view(_WHOLE_NUMBERS.get(flat.element_size(), torch.int64))
+            sums.append(numbers.sum(dtype=torch.int64))
     return [int(value) for value in torch.stack([value.cpu() for value in sums])] if sums else []
 
 
@@ -119,7 +96,6 @@ class PassWeights:
         given: How many batches it gave.
         fetches_ahead: Whether it gave several before the first call of ``backward()``.
         is_over: Whether it came to its end.
-        latest: The weights of its latest two batches.
         weights: All weights that its batches had.
         first: The first tensor of its first batch, while that is alive.
     """
@@ -130,7 +106,6 @@ class PassWeights:
     given: int = 0
     fetches_ahead: bool = False
     is_over: bool = False
-    latest: list[float] = field(default_factory=list)
     weights: set[float] = field(default_factory=set)
     first: Callable[[], torch.Tensor | None] = lambda: None
 
@@ -171,9 +146,9 @@ class StepWeight:
     def take(self, of: PassWeights, weight: float, batch: Any = None) -> None:
         """Note that the script took a batch of a pass."""
         of.given += 1
-        if of.given == 1 and (first := _first_tensor(batch)) is not None:
-            of.first = weakref.ref(first)
-        of.latest = [*of.latest[-1:], weight]
+        if of.given == 1:
+            tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
+            of.first = next(map(weakref.ref, tensors), of.first)
         of.weights.add(weight)
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._last = weight, of
@@ -217,25 +192,22 @@ class StepWeight:
         counted = [(of, weight) for of, weight in taken if of is self._last or of.given > 1]  # not mere looks
         if len({weight for _, weight in counted}) > 1:
             names = " and ".join(dict.fromkeys(of.name for of, _ in counted))
-            self._refuse(f"several batches of {names} were taken since the last backward()", counted)
+            why = f"several batches of {names} were taken since the last backward()"
+            self._refuse(why, [weight for _, weight in counted])
         last = self._last
-        if last is not None and last.is_over and not taken:
-            if last.fetches_ahead and len(set(last.latest)) > 1:
-                why = f"the batches of {last.name} are fetched ahead of backward()"
-                self._refuse(why, [(last, each) for each in last.latest])
-            if len(last.weights) > 1 and last.first() is not None:  # as itertools.cycle() keeps them
+        if last is not None and last.is_over and not taken and len(last.weights) > 1:
+            if last.fetches_ahead:
+                self._refuse(f"the batches of {last.name} are fetched ahead of backward()", last.weights)
+            if last.first() is not None:  # as itertools.cycle() keeps them
                 why = f"the batches of {last.name} are kept, and used again after its pass"
-                way = "iterate the loader again instead"
-                self._refuse(why, [(last, each) for each in sorted(last.weights)], way)
+                self._refuse(why, last.weights, "iterate the loader again instead")
         return self._weight
 
-    def _refuse(
-        self, why: str, taken: Sequence[tuple[PassWeights, float]], way: str = "call backward() for each batch"
-    ) -> None:
-        weights = ", ".join(f"{weight:.4g}" for weight in dict.fromkeys(weight for _, weight in taken))
+    def _refuse(self, why: str, weights: Iterable[float], way: str = "call backward() for each batch") -> None:
+        listed = ", ".join(f"{weight:.4g}" for weight in sorted(set(weights)))
         raise UnsupportedLoaderError(
             f"The gradient cannot be that of one process: {why}, and this rank's parts of them have different weights "
-            f"({weights}), because not all ranks have equally many samples of each. Use batches of a multiple of the "
+            f"({listed}), because not all ranks have equally many samples of each. Use batches of a multiple of the "
             f"number of ranks, and drop_last=True; or {way}."
         )
 
@@ -272,13 +244,12 @@ class Gradients:
         self._lockstep, self._counts, self._tell, self._on_first_step = lockstep, counts, tell, on_first_step
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._was_loaded = False
-        self._is_in_backward: Callable[[], bool] = bool
+        self._is_in_backward = backward_in_progress()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook ``backward()``, ``torch.autograd.grad`` and the steps of optimizers while entered."""
         before, grad = torch.autograd.backward, torch.autograd.grad
-        self._is_in_backward = is_in_backward = backward_in_progress()
         as_it_is: Callable[[Any], Any] = torch.compiler.disable  # a compiled step would trace what communicates
 
         def backward(
@@ -292,13 +263,13 @@ class Gradients:
             def run(roots: Any, gradients: Any) -> None:
                 before(roots, gradients, retain_graph, create_graph, grad_variables, inputs=inputs)
 
-            if is_in_backward():  # as checkpointing calls it
+            if self._is_in_backward():  # as checkpointing calls it
                 run(tensors, grad_tensors)
             else:
                 self._backward(run, tensors, grad_tensors, create_graph=create_graph)
 
         def telling_grad(*args: Any, **options: Any) -> Any:
-            if self._lockstep is not None and not is_in_backward():
+            if self._lockstep is not None and not self._is_in_backward():
                 self._tell(
                     "torch.autograd.grad() is used: what it returns is of this rank's part of a batch, and is not "
                     "averaged."
@@ -322,7 +293,7 @@ class Gradients:
         """The parameters of all optimizers, in the order in which the script gave them."""
         alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         groups = [group["params"] for optimizer in alive for group in optimizer.param_groups]
-        return list({id(each): each for group in groups for each in group}.values())
+        return list(dict.fromkeys(each for group in groups for each in group))
 
     def _note_loaded(self, optimizer: Optimizer) -> None:
         self._was_loaded = True
@@ -347,10 +318,10 @@ class Gradients:
                 "nothing is, pass --whole with the line that makes the loader."
             )
         weight = self.weight.of_backward()
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        given = [gradients] if gradients is None or isinstance(gradients, torch.Tensor) else list(gradients)
-        given += [None] * (len(roots) - len(given))
-        run(tensors, [_weighed(root, gradient, weight) for root, gradient in zip(roots, given, strict=False)])
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        with torch.enable_grad():
+            weighed = [root * weight if isinstance(root, torch.Tensor) else root for root in roots]
+        run(weighed, gradients)
         began_s = perf_counter()
         self._average(self._lockstep)
         self.averaging_s += perf_counter() - began_s
@@ -361,7 +332,7 @@ class Gradients:
         if not lockstep.meet(Act.BACKWARD, usual=hash(kinds) >> 2, state=self._loaded_state()):
             lockstep.meet_alike(Act.BACKWARD, lambda: {"parameters": len(self.parameters)})
             parameters = self.parameters
-            kinds = tuple(lockstep.largest(_kinds(parameters)))
+            kinds = tuple(map(max, zip(*lockstep.gathered(_kinds(parameters)), strict=True)))
         for parameter, kind in zip(parameters, kinds, strict=True):
             if parameter.grad is None and kind != _NONE:
                 parameter.grad = torch.zeros_like(parameter) if kind == _DENSE else _no_rows(parameter)
@@ -393,7 +364,7 @@ class Gradients:
         parts = lockstep.gathered((own.indices().cpu(), own.values().cpu()))
         indices = torch.cat([part for part, _ in parts], dim=1).to(own.device)
         values = torch.cat([part for _, part in parts]).to(own.device)
-        self.sent_bytes += own.values().numel() * own.values().element_size()
+        self.sent_bytes += own.values().nbytes
         return torch.sparse_coo_tensor(indices, values / lockstep.ranks, own.shape).coalesce()
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
@@ -423,16 +394,6 @@ class Gradients:
             self._on_first_step()
 
 
-def _first_tensor(batch: Any) -> torch.Tensor | None:
-    """Return the first tensor of a batch, as far as that is easily found."""
-    while not isinstance(batch, torch.Tensor):
-        values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-        if not values:
-            return None
-        batch = next(iter(values))
-    return batch
-
-
 def _kinds(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Return what gradient each parameter has."""
     return tuple(_NONE if each.grad is None else _SPARSE if each.grad.is_sparse else _DENSE for each in parameters)
@@ -442,13 +403,3 @@ def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sparse gradient of an embedding of which no row was used."""
     rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(rows, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
-
-
-def _weighed(root: torch.Tensor, gradient: torch.Tensor | None, weight: float) -> torch.Tensor | None:
-    """Return the gradient of a root of ``backward()``, times a weight."""
-    if weight == 1.0 or not isinstance(root, torch.Tensor):
-        return gradient
-    if gradient is not None:
-        return gradient * weight
-    # torch refuses a root of several elements without a gradient, in its own words.
-    return torch.full_like(root, weight) if root.numel() == 1 else None

@@ -27,11 +27,11 @@ __all__ = [
     "Patterns",
     "UsedLoader",
     "compared",
+    "counted",
     "is_off",
     "leave_alone",
     "shown",
     "unpatched",
-    "what_it_is",
 ]
 
 
@@ -155,6 +155,10 @@ class Patterns:
         # Each is looked at, so that each is seen to be used.
         return any([self._matches(where, pattern) for pattern in self.only])  # noqa: C419 - as said
 
+    def notes(self, option: str = "") -> list[str]:
+        """Return what to say of patterns that matched nothing; the option is named if they are not of autopatch's."""
+        return [f"The pattern {each!r}{option} matched no loader that was used." for each in sorted(self.unused)]
+
     def _matches(self, where: Made | None, pattern: str) -> bool:
         if where is None:
             return False
@@ -217,24 +221,28 @@ class UsedLoader:
     passes: int = 0
     loader: "weakref.ref[DataLoader[Any]] | None" = None
 
+    @classmethod
+    def of(cls, facts: LoaderFacts[Any]) -> "UsedLoader":
+        """Return what is known of a loader with which nothing was done."""
+        return cls(shown(facts.loader), _what_it_is(facts), "left alone")
+
     @property
-    def row(self) -> tuple[str, ...]:
-        """What a summary says, by its headings."""
+    def row(self) -> tuple[str, str, str, str, str]:
+        """What a summary says beside the passes: where, what, what became of it, each rank's share, padding."""
         fate = f"{self.fate} ({self.note})" if self.note else self.fate
-        steps = "" if self.steps is None else _counted(self.steps, "step")
+        steps = "" if self.steps is None else counted(self.steps, "step")
         share = ", ".join(filter(None, (self.samples, steps)))
-        return self.place, self.what, fate, str(self.passes), share, self.padding
+        return self.place, self.what, fate, share, self.padding
 
     def count_pass(self) -> None:
         """Note that it is iterated once more."""
-        if self.passes == 1:
-            self.note_pass()
+        self.note_pass()
         self.passes += 1
 
     def note_pass(self) -> None:
         """Fill in what its latest pass has shown of a loader without a length, if that came to its end."""
         loader = None if self.loader is None else self.loader()
-        schedule = None if loader is None or self.samples else _whole_pass(loader)
+        schedule = None if loader is None or self.samples else _schedule_of_latest(loader)
         if schedule is not None:
             lengths = [part.length or 0 for part in schedule.parts]
             self.steps = schedule.count
@@ -258,25 +266,25 @@ class UsedLoader:
         """Fill in what a rank gets of a loader that is whole on every rank."""
         self.fate, self.steps = fate, length_of(patched, ())
         if fate == "whole" and facts.stream.length is not None:
-            self.samples = _counted(facts.stream.length, _unit(facts))
+            self.samples = counted(facts.stream.length, _unit(facts))
 
     def _note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
         """Fill in what a rank gets of streams of these lengths."""
-        self.samples = _counted(sum(len(plan.share(n)) for n in lengths), unit)
+        self.samples = counted(sum(len(plan.share(n)) for n in lengths), unit)
         more = sum(plan.total(n) - n for n in lengths)
         self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
 
     @property
     def line(self) -> str:
         """What the log says."""
-        steps = "unknown steps" if self.steps is None else _counted(self.steps, "step")
+        steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
         share = f"{self.ranks} ranks x {steps}"
         told = {
             "patched": share,
             "would be patched": f"would be {share}",
-            "divided": f"each batch divided over {_counted(self.ranks, 'rank')}, {steps}",
+            "divided": f"each batch divided over {counted(self.ranks, 'rank')}, {steps}",
             "whole": f"whole on every rank, {steps}",
-            "whole and divided": f"whole under no_grad, else divided over {_counted(self.ranks, 'rank')}, {steps}",
+            "whole and divided": f"whole under no_grad, else divided over {counted(self.ranks, 'rank')}, {steps}",
         }.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 
@@ -285,10 +293,10 @@ def _unit(facts: LoaderFacts[Any]) -> str:
     return "batch" if facts.unit is ShardedUnit.BATCH else "sample"
 
 
-def what_it_is(facts: LoaderFacts[Any]) -> str:
+def _what_it_is(facts: LoaderFacts[Any]) -> str:
     """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
     n = facts.stream.length if facts.sharded_by is None else None
-    length = "" if n is None else f", {_counted(n, _unit(facts))}"
+    length = "" if n is None else f", {counted(n, _unit(facts))}"
     source = facts.stream.source
     order = "in order" if type(source) is SequentialSampler else type(source).__name__
     if type(source) is RandomSampler:
@@ -296,13 +304,13 @@ def what_it_is(facts: LoaderFacts[Any]) -> str:
     return f"{type(facts.loader).__name__}, {order}{length}"
 
 
-def _counted(number: int, unit: str) -> str:
+def counted(number: int, unit: str) -> str:
     """Return a number of things, in words."""
     plural = {"batch": "batches"}.get(unit, f"{unit}s")
     return f"{number:,} {unit if number == 1 else plural}"
 
 
-def _whole_pass(loader: DataLoader[Any]) -> Schedule | None:
+def _schedule_of_latest(loader: DataLoader[Any]) -> Schedule | None:
     """Return the batches of a loader's latest pass, if it came to its end."""
     try:
         batches = batches_of("autopatch", loader)

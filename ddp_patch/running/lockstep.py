@@ -3,11 +3,11 @@
 import gc
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
+from enum import Enum
 from itertools import count
 from typing import Any
 
@@ -22,23 +22,16 @@ from ddp_patch.ranks.exchange import already_in, by_value, ranks_text
 __all__ = ["Act", "Counts", "Lockstep"]
 
 
-class Act(IntEnum):
+class Act(Enum):
     """What a script does that all ranks do together."""
 
-    OPTIMIZER = 0
-    LOADER = 1
-    BACKWARD = 2
-    EVALUATION = 3
-    END = 4
+    OPTIMIZER = "makes an optimizer"
+    LOADER = "begins to iterate a loader that is divided"
+    BACKWARD = "calls backward()"
+    EVALUATION = "begins to iterate a loader that is whole on every rank"
+    END = "has come to its end"
 
 
-_WORDS = {
-    Act.OPTIMIZER: "makes an optimizer",
-    Act.LOADER: "begins to iterate a loader that is divided",
-    Act.BACKWARD: "calls backward()",
-    Act.EVALUATION: "begins to iterate a loader that is whole on every rank",
-    Act.END: "has come to its end",
-}
 # Each script that a process runs has keys of its own in the store.
 _numbers = count()
 # How often a rank writes down where its script is, for the others to read if they miss it.
@@ -66,15 +59,17 @@ class Lockstep:
     """Compares what the ranks do next, each time before they communicate.
 
     Args:
-        rank: This rank.
-        ranks: How many there are.
         timeout: How many seconds a rank waits for the others.
         counts: What the script has done so far.
+
+    Attributes:
+        rank: This rank.
+        ranks: How many there are.
     """
 
-    def __init__(self, rank: int, ranks: int, timeout: float, counts: Counts) -> None:
-        self.rank: int = rank
-        self.ranks: int = ranks
+    def __init__(self, timeout: float, counts: Counts) -> None:
+        self.rank: int = dist.get_rank()
+        self.ranks: int = dist.get_world_size()
         self._timeout, self._counts = timeout, counts
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._store: Any = dist.PrefixStore(f"ddp_patch/lockstep/{next(_numbers)}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
@@ -98,8 +93,8 @@ class Lockstep:
             RankMismatchError: Another rank does something else; every rank raises it.
             MissingRanksError: Another rank did not come within the timeout, or has ended.
         """
-        done = self._counts.backwards, self._counts.steps
-        own = torch.tensor([act, *done, *(*facts.values(), 0, 0)[:2], usual], device="cpu")  # whatever is the default
+        done = [*Act].index(act), self._counts.backwards, self._counts.steps
+        own = torch.tensor([*done, *(*facts.values(), 0, 0)[:2], usual], device="cpu")  # whatever is the default
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
         differs = largest[: len(own)] != -largest[len(own) :]
@@ -121,12 +116,6 @@ class Lockstep:
             gc.collect()
             self.meet(act, **facts())
 
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest that any rank has of each of some numbers below 256."""
-        found = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
-        self._together(lambda: dist.all_reduce(found, dist.ReduceOp.MAX, self._group))
-        return [int(number) for number in found]
-
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
         values: list[Any] = [None] * self.ranks
@@ -141,11 +130,6 @@ class Lockstep:
         """Return what the ranks have left under a name so far, by rank; it does not wait."""
         return already_in(self._store, {rank: f"{name}/{rank}" for rank in range(self.ranks)})
 
-    def forget(self, name: str) -> None:
-        """Remove what this rank has left under a name."""
-        with suppress(RuntimeError):  # a store that cannot
-            self._store.delete_key(f"{name}/{self.rank}")
-
     def leave(self, why: str) -> None:
         """Tell the others that this rank's script has ended on its own, and why."""
         self.stop()
@@ -155,8 +139,7 @@ class Lockstep:
     def stop(self) -> None:
         """Write down no more where the script is."""
         self._is_over.set()
-        if self._writer is not threading.current_thread():
-            self._writer.join()
+        self._writer.join()
 
     def _together(self, communicate: Callable[[], object]) -> None:
         try:
@@ -181,7 +164,7 @@ class Lockstep:
         )
 
     def _refuse(self, act: Act, facts: Mapping[str, int]) -> None:
-        doing = f"{_WORDS[act]} at {script_line(sys._getframe(2))}"
+        doing = f"{act.value} at {script_line(sys._getframe(2))}"
         also = f" ({', '.join(f'{name}: {value}' for name, value in facts.items())})" if facts else ""
         rows = by_value(dict(enumerate(self.gathered(f"{doing}, {self._counts}{also}"))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
@@ -193,10 +176,6 @@ class Lockstep:
 
     def _write_places(self) -> None:
         while not self._is_over.wait(_PERIOD_S):
-            self._write_place()
-
-    def _write_place(self) -> None:
-        frame = sys._current_frames().get(self._script)
-        where = f"is at {script_line(frame)}, {self._counts}"
-        with suppress(RuntimeError):  # the store may be gone
-            self.put("place", where.encode())
+            where = f"is at {script_line(sys._current_frames().get(self._script))}, {self._counts}"
+            with suppress(RuntimeError):  # the store may be gone
+                self.put("place", where.encode())

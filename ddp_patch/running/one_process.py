@@ -1,8 +1,9 @@
 """Run a script of one process on several ranks as one: its batches are divided, its gradients averaged."""
 
+import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.devices import device_here
 from ddp_patch.errors import InvalidOptionError, WorldError
@@ -23,13 +25,14 @@ from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.loaders.hooks import Use
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.orders.random_states import loader_seed
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.gradients import Gradients, PassWeights
-from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, is_off, shown, unpatched, what_it_is
+from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, counted, is_off, unpatched
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas
@@ -37,7 +40,7 @@ from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon
 from ddp_patch.running.voice import saved_once
 from ddp_patch.sharding.batches import batches_of
 
-__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions"]
+__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "group_made"]
 
 
 Loss: TypeAlias = Literal["mean", "sum"]
@@ -52,6 +55,17 @@ _TWO_LINES = (
     "DistributedDataParallel averages while backward() still computes: torch.distributed.init_process_group() at the "
     "start, and model = torch.nn.parallel.DistributedDataParallel(model)"
 )
+
+
+@contextmanager
+def group_made(backend: str, **options: Any) -> Iterator[None]:
+    """Make a process group, and destroy it at the end."""
+    dist.init_process_group(backend, **options)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the script may have destroyed it already
+            dist.destroy_process_group()
 
 
 class Mode(Enum):
@@ -87,10 +101,9 @@ class OneProcessOptions:
 
 @dataclass
 class _Loader:
-    """A loader of the script.
+    """What is known of a loader of the script, which becomes the divided one when that is first asked for.
 
     Attributes:
-        loader: The loader itself. It becomes the divided one when that is first asked for.
         record: What is reported of it.
         seed: What its order follows from.
         original: A copy of it as the script made it; None if it is left as it is.
@@ -99,7 +112,6 @@ class _Loader:
         is_divided: Whether the loader itself is divided by now.
     """
 
-    loader: "weakref.ref[DataLoader[Any]]"
     record: UsedLoader
     seed: int
     original: DataLoader[Any] | None = None
@@ -125,16 +137,15 @@ class OneProcess:
         self.mode: Mode = Mode.UNDECIDED
         self.records: list[UsedLoader] = []
         self._session, self._options, self._chosen = session, options, chosen
-        self._known: dict[int, _Loader] = {}
+        # What is known of a loader holds copies of it, with its data, so it goes with the loader.
+        self._known: MutableMapping[DataLoader[Any], _Loader] = WeakIdKeyDictionary()
         self._stack = ExitStack()
         self._process = os.getpid()
         self._told: set[str] = set()
-        self._ranks = 1
         self._world = World(0, 1)
         self._seed = 0
         self._lockstep: Lockstep | None = None
         self._counts = Counts()
-        self._has_made_group = False
         self._prepare()
 
     @contextmanager
@@ -159,9 +170,6 @@ class OneProcess:
                 raise
             else:
                 self._finish()
-            finally:
-                if self._has_made_group and dist.is_initialized():  # the script may have destroyed it
-                    dist.destroy_process_group()
 
     def used(self, loader: DataLoader[Any], use: Use) -> None:
         """Note that a loader is about to be used."""
@@ -173,7 +181,7 @@ class OneProcess:
             with unpatched():
                 known = self._look(loader)
                 if known.original is not None and not known.is_whole:
-                    self._meet_at_loader()
+                    self._replicas.meet(Act.LOADER)
                     self._divide(known, loader)
 
     def iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
@@ -198,9 +206,9 @@ class OneProcess:
 
     def require_no_wrapper(self, name: str) -> None:
         """Refuse a model that averages gradients by itself."""
-        if self.mode is Mode.ONE_PROCESS and self._ranks > 1:
+        if self.mode is Mode.ONE_PROCESS and (ranks := self._world.num_replicas) > 1:
             raise WorldError(
-                f"The script wraps a model in {name} after {self._ranks} ranks have begun to train as one process, so "
+                f"The script wraps a model in {name} after {ranks} ranks have begun to train as one process, so "
                 "its gradients would be averaged twice, and its loaders are divided already. Leave the wrapper out; or "
                 "let the script make the process group before it uses a loader or an optimizer, or pass --mode ranks: "
                 "then each rank trains on its shard."
@@ -233,7 +241,7 @@ class OneProcess:
         if self.mode is Mode.UNDECIDED:
             return ["The script has used no loader, and made no optimizer."]
         gradients, counts = self._gradients, self._counts
-        done = f"{counts.steps:,} optimizer step{'' if counts.steps == 1 else 's'}"
+        done = counted(counts.steps, "optimizer step")
         found = []
         if gradients.began_s is not None:
             share = gradients.averaging_s / max(1e-9, perf_counter() - gradients.began_s)
@@ -243,10 +251,8 @@ class OneProcess:
                 found.append(f"To spend less of it: {_TWO_LINES}.")
             if not any("divided" in record.fate for record in self.records):
                 found.append("No loader was divided: every rank computed all of each batch, and no time was saved.")
-        unused = [*(f"{each!r} of --whole" for each in sorted(self._chosen.whole.unused))]
-        unused += map(repr, sorted(self._session.patterns.unused))
-        found += [f"The pattern {pattern} matched no loader that was used." for pattern in unused]
-        return [f"{_ranks(self._ranks)} trained as one process: {done}.", *found]
+        found += [*self._chosen.whole.notes(" of --whole"), *self._session.patterns.notes()]
+        return [f"{counted(self._world.num_replicas, 'rank')} trained as one process: {done}.", *found]
 
     def _decide(self) -> None:
         """Decide how the script is run, once: by whether it has made a process group by now."""
@@ -266,20 +272,13 @@ class OneProcess:
                 "group, so its ranks train as one process, which divides each batch. Leave them out, or pass --mode "
                 "ranks to a script that makes a group."
             )
-        self._ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         self._seed = (torch.initial_seed() if options.seed is None else options.seed) % 2**63
-        if self._ranks > 1:
+        if (dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             self._join()
         self._prepare()
         self._stack.enter_context(self._gradients.hooked())
-        if self._is_first:
-            trains = "trains" if self._ranks == 1 else "train"
-            logger.info(
-                "%s %s as one process; orders and random numbers follow from seed %d",
-                _ranks(self._ranks),
-                trains,
-                self._seed,
-            )
+        train = f"{counted(self._world.num_replicas, 'rank')} {'trains' if self._lockstep is None else 'train'}"
+        self._tell(f"{train} as one process; orders and random numbers follow from seed {self._seed}", logging.INFO)
 
     def _prepare(self) -> None:
         self._numbers = RandomNumbers(self._seed, self._world.rank)
@@ -296,10 +295,9 @@ class OneProcess:
             if device is not None and device.type == "cuda":
                 torch.cuda.set_device(device)
                 backend = "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-            self._has_made_group = True
+            self._stack.enter_context(group_made(backend, timeout=timedelta(seconds=timeout)))
         self._world = find_world() or World(0, 1)
-        self._lockstep = Lockstep(dist.get_rank(), self._ranks, timeout, self._counts)
+        self._lockstep = Lockstep(timeout, self._counts)
         seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))
         if len(set(seeds)) > 1:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
@@ -310,28 +308,21 @@ class OneProcess:
         if not self._chosen.all_ranks_write:
             self._stack.enter_context(saved_once(self._lockstep, self._tell, timeout))
 
-    @property
-    def _is_first(self) -> bool:
-        return self._world.rank == 0
-
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
-        if self._is_first and text not in self._told:
+        if self._world.rank == 0 and text not in self._told:
             self._told.add(text)
-            logger.warning("%s", text)
+            logger.log(level, "%s", text)
 
     def _look(self, loader: DataLoader[Any]) -> _Loader:
         """Return what is known of a loader."""
-        known = self._known.get(id(loader))
-        if known is not None and known.loader() is loader:
+        if (known := self._known.get(loader)) is not None:
             return known
         facts = look_at(loader)
-        record = UsedLoader(shown(loader), what_it_is(facts), "left alone", ranks=self._ranks)
+        record = UsedLoader.of(facts)
         self.records.append(record)
-        number, drop = id(loader), self._known.pop  # what is known of a loader holds copies of it, with its data
-        ref = weakref.ref(loader, lambda gone: drop(number, None))
-        known = _Loader(ref, record, loader_seed(self._seed, digest(record.what), len(self.records)))
-        self._known[number] = known
+        known = _Loader(record, loader_seed(self._seed, digest(record.what), len(self.records)))
+        self._known[loader] = known
         if facts.sharded_by is not None:
             record.fate, record.note = "shards itself", type(facts.sharded_by).__name__
         elif (why := self._session.why_left(facts)) is not None:
@@ -354,18 +345,14 @@ class OneProcess:
             patch_each("autopatch", {"": loader}, self._world, lambda: options, compared(loader), change_loader)
         known.is_divided = True
         known.record.note_patched("whole and divided" if known.whole else "divided", facts, loader)
-        self._log(known.record)
-
-    def _meet_at_loader(self) -> None:
-        if self._lockstep is not None:
-            self._lockstep.meet(Act.LOADER)
+        self._tell(known.record.line, logging.INFO)
 
     def _divided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
-        self._meet_at_loader()
+        self._replicas.meet(Act.LOADER)
         self._divide(known, loader)
         key = self._numbers.enter(own=True)
         steps = steps_of("autopatch", loader, batches_of("autopatch", loader), iterator := iter(loader))
-        weights = self._gradients.weight.begin(known.record.place, _length(iterator))
+        weights = self._gradients.weight.begin(known.record.place, length_of(iterator, ()))
         return _Pass(iterator, self._weighed(steps, weights), partial(self._numbers.leave, key))
 
     def _weighed(self, steps: Steps, weights: PassWeights) -> Iterator[Any]:
@@ -375,10 +362,10 @@ class OneProcess:
             if self._lockstep is not None:
                 whole = record.total or 1  # a divided batch's is known
                 part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
-                step.take(weights, self._ranks * part, batch)
+                step.take(weights, self._world.num_replicas * part, batch)
             yield batch
         step.end(weights)
-        self._replicas.compare()
+        self._replicas.may_have_changed = True
 
     def _tell_unused(self, weights: PassWeights) -> None:
         self._tell(
@@ -395,18 +382,12 @@ class OneProcess:
                 facts = look_at(known.whole)
                 patch_each("autopatch", {"": known.whole}, World(0, 1), lambda: options, place_share=change_loader)
             known.record.note_whole("whole and divided" if known.is_divided else "whole", known.whole, facts)
-            self._log(known.record)
+            self._tell(known.record.line, logging.INFO)
         self._replicas.share_buffers()
         self._gradients.weight.begin_whole()
         key = self._numbers.enter(own=False)
         iterator = iter(known.whole)
         return _Pass(iterator, iterator, partial(self._numbers.leave, key))
-
-    def _log(self, record: UsedLoader) -> None:
-        """Tell what becomes of a loader, once for those that a script makes alike in each epoch."""
-        if self._is_first and record.line not in self._told:
-            self._told.add(record.line)
-            logger.info("%s", record.line)
 
     def _note_optimizer(self, optimizer: Optimizer) -> None:
         if os.getpid() != self._process:
@@ -421,9 +402,7 @@ class OneProcess:
         """End together, and compare the parameters once more."""
         if self._lockstep is not None:
             try:
-                self._replicas.post()
-                self._lockstep.meet(Act.END)
-                self._replicas.compare_posted()
+                self._replicas.meet(Act.END)
             finally:
                 self._lockstep.stop()
 
@@ -432,18 +411,6 @@ class OneProcess:
         if self._lockstep is not None:
             why = f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
             self._lockstep.leave(why.splitlines()[0])
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"
-
-
-def _length(iterator: Iterator[Any]) -> int | None:
-    """Return how many batches the iterator of a loader gives; None if it does not know."""
-    try:
-        return len(iterator)  # type: ignore[arg-type]  # torch's has a length
-    except (TypeError, NotImplementedError):
-        return None
 
 
 class _Pass(Iterator[Any]):

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -37,8 +36,7 @@ class RandomNumbers:
 
     def __init__(self, seed: int, rank: int) -> None:
         self._sequence = np.random.SeedSequence([seed, rank])
-        self._passes: dict[int, bool] = {}  # those that run, the innermost last: whether the rank draws its own
-        self._keys = count()
+        self._passes: dict[object, bool] = {}  # those that run, the innermost last: whether the rank draws its own
         self._has_begun = self._draws_own = False
         self._other: Any = None  # the states that are not drawn from
 
@@ -50,14 +48,14 @@ class RandomNumbers:
         self._has_begun = True
         self._swap()
 
-    def enter(self, *, own: bool) -> int:
+    def enter(self, *, own: bool) -> object:
         """Note that a pass begins, and whether it is over a divided loader; return its key."""
-        key = next(self._keys)
+        key = object()
         self._passes[key] = own
         self._swap()
         return key
 
-    def leave(self, key: int) -> None:
+    def leave(self, key: object) -> None:
         """Note that a pass has ended, or was left."""
         self._passes.pop(key, None)
         self._swap()

@@ -1,9 +1,9 @@
 """The models that every rank has a copy of: found, made equal, and compared."""
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -28,15 +28,16 @@ class Replicas:
         gradients: Knows the parameters of the script's optimizers.
         counts: What the script has done so far.
         tell: Tells the user something, once.
+
+    Attributes:
+        may_have_changed: Whether a pass in which the script may have trained has ended since parameters were compared.
     """
 
     def __init__(
         self, lockstep: Lockstep | None, gradients: Gradients, counts: Counts, tell: Callable[[str], object]
     ) -> None:
         self._lockstep, self._gradients, self._counts, self._tell = lockstep, gradients, counts, tell
-        self._posted = 0
-        self._compared_after = 0  # calls of backward()
-        self._names: list[str] = []  # of the parameters whose checksums were left last
+        self.may_have_changed: bool = False
         self._known: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
 
     def models(self) -> list[nn.Module]:
@@ -51,8 +52,7 @@ class Replicas:
 
     def buffers(self) -> list[torch.Tensor]:
         """Return the models' buffers, each once."""
-        found = (buffer for model in self.models() for buffer in model.buffers())
-        return list({id(buffer): buffer for buffer in found}.values())
+        return list(dict.fromkeys(buffer for model in self.models() for buffer in model.buffers()))
 
     @property
     def are_evaluated(self) -> bool:
@@ -89,51 +89,40 @@ class Replicas:
     def _held(self) -> list[torch.Tensor]:
         return [*self._gradients.parameters, *self.buffers()]
 
-    def compare(self) -> None:
-        """Leave checksums of the parameters for the other ranks, and compare those before, without waiting.
+    def meet(self, act: Act) -> None:
+        """Meet, and compare the parameters if the script may have trained them since the last time.
 
-        It is done if the ranks have met in a ``backward()`` since the last time, so that none is ahead by two.
+        Raises:
+            RankMismatchError: The parameters differ; every rank raises it. Or as ``Lockstep.meet``.
+            MissingRanksError: As ``Lockstep.meet``.
         """
-        if self._lockstep is None or self._compared_after == self._counts.backwards:
+        if self._lockstep is None:
             return
-        self._compared_after = self._counts.backwards
-        before = self._posted
-        self.post()
-        self._compare(before)
-        self._lockstep.forget(f"sums/{before - 1}")
-
-    def post(self) -> None:
-        """Leave checksums of the parameters for the other ranks, if the script has some optimizer still."""
-        if self._lockstep is not None and self._gradients.parameters:
-            trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
-            parameters = list({id(each): each for each in (*self._gradients.parameters, *trained)}.values())
-            self._posted, self._names = self._posted + 1, self._named(parameters)
-            self._lockstep.put(f"sums/{self._posted}", json.dumps(checksums(parameters)).encode())
-
-    def compare_posted(self) -> None:
-        """Compare the checksums that were left last; all ranks have left theirs."""
-        self._compare(self._posted)
-
-    def _compare(self, number: int) -> None:
-        left = {} if self._lockstep is None or number < 1 else self._lockstep.left(f"sums/{number}")
-        if self._lockstep is None or len(left) < self._lockstep.ranks or len(set(left.values())) < 2:
+        parameters = self._trained() if self.may_have_changed or act is Act.END else []
+        self.may_have_changed = False
+        sums = checksums(parameters)
+        if self._lockstep.meet(act, usual=hash(tuple(sums)) >> 2):
             return
-        sums: dict[int, list[int]] = {rank: json.loads(of_rank) for rank, of_rank in left.items()}
-        place = next((at for at, found in enumerate(zip(*sums.values(), strict=False)) if len(set(found)) > 1), None)
-        if place is None or len({len(own) for own in sums.values()}) > 1:  # some have not collected all garbage yet
+        of_ranks = self._lockstep.gathered(sums)
+        if len(set(map(len, of_ranks))) > 1:  # some have not collected all garbage yet
             return
-        which, parties = self._names[place], by_value({rank: own[place] for rank, own in sums.items()}).values()
+        place, found = next((at, found) for at, found in enumerate(zip(*of_ranks, strict=True)) if len(set(found)) > 1)
+        named = (pair for model in self.models() for pair in model.named_parameters())
+        names: dict[torch.Tensor, str] = {each: name for name, each in named}
+        which, shape = names.get(parameters[place], f"parameter {place}"), tuple(parameters[place].shape)
+        parties = by_value(dict(enumerate(found))).values()
         raise RankMismatchError(
-            f"The ranks no longer train the same model: the parameters differ first in {which}, between "
-            f"{' and '.join(map(ranks_text, parties))}, {self._counts}. Change "
-            "parameters only by an optimizer's step, or alike on every rank: in loops over divided loaders, random "
-            "numbers and losses differ between the ranks."
+            f"The ranks no longer train the same model: the parameters differ first in {which}, of shape {shape}, "
+            f"between {' and '.join(map(ranks_text, parties))}, {self._counts}. Change parameters only by an "
+            "optimizer's step, or alike on every rank: in loops over divided loaders, random numbers and losses differ "
+            "between the ranks."
         )
 
-    def _named(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        names = {id(each): name for model in self.models() for name, each in model.named_parameters()}
-        found = [names.get(id(each), f"parameter {at}") for at, each in enumerate(parameters)]
-        return [f"{name}, of shape {tuple(each.shape)}" for name, each in zip(found, parameters, strict=True)]
+    def _trained(self) -> list[torch.Tensor]:
+        """Return what is trained, if the script has some optimizer still: its optimizers' and models' parameters."""
+        given = self._gradients.parameters
+        trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
+        return list(dict.fromkeys([*given, *trained])) if given else []
 
 
 def _sizes(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -145,35 +134,16 @@ def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
 
     Modules are found by the garbage collector: no hook of torch sees those that were copied or unpickled.
     """
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
-    holders: dict[int, list[nn.Module]] = {}
-    for module in modules:
-        for child in module.children():
-            holders.setdefault(id(child), []).append(module)
-    outermost: dict[int, tuple[int, nn.Module]] = {}
-    for module in modules:
-        own = [numbers[id(each)] for each in module.parameters(recurse=False) if id(each) in numbers]
-        if own:
-            for top in _tops(module, holders):
-                first, _ = outermost.get(id(top), (own[0], top))
-                outermost[id(top)] = min(first, *own), top
-    return [module for _, module in sorted(outermost.values(), key=lambda pair: pair[0])]
+    inner = {id(child) for module in modules for child in module.children()}
 
+    def first(module: nn.Module) -> int:
+        """Return the number of the first parameter that it holds; a larger one if it holds none."""
+        return min((numbers[each] for each in module.parameters() if each in numbers), default=len(numbers))
 
-def _tops(module: nn.Module, holders: dict[int, list[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that hold a module, and are held by none."""
-    found: dict[int, nn.Module] = {}
-    seen, waiting = set[int](), [module]
-    while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            above = holders.get(id(each), [])
-            waiting += above
-            if not above:
-                found[id(each)] = each
-    return list(found.values())
+    found = [(first(module), module) for module in modules if id(module) not in inner]
+    return [module for number, module in sorted(found, key=itemgetter(0)) if number < len(numbers)]
 
 
 def batch_norms(models: Iterable[nn.Module]) -> list[str]:

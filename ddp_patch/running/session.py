@@ -4,20 +4,20 @@ import logging
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.compat.packages import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.private_torch import RunningLoader
 from ddp_patch.devices import device_here
 from ddp_patch.errors import DDPPatchError, RankMismatchError, message_of
-from ddp_patch.loaders.copying import change_loader, copy_loader
+from ddp_patch.loaders.copying import change_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.hooks import Use
 from ddp_patch.options import Options
@@ -32,7 +32,6 @@ from ddp_patch.running.loader_reports import (
     is_off,
     shown,
     unpatched,
-    what_it_is,
 )
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import unit_shared
@@ -64,7 +63,7 @@ class Session:
         self.early: set[str] = set()
         self.had_world: bool = False
         self._where, self._options, self._dry_run = where, options, dry_run
-        self._known: dict[int, tuple[weakref.ref[DataLoader[Any]], UsedLoader]] = {}
+        self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -78,21 +77,17 @@ class Session:
         # A process that the script has forked has these hooks, too, but no part in the group.
         if is_off() or os.getpid() != self._process:
             return
-        record = self._record_of(loader)
+        record = self._known.get(loader)
         if record is None:
             with self._lock:
-                record = self._record_of(loader) or self._decided(loader, use)
+                record = self._known.get(loader) or self._decided(loader, use)
         if record is not None and use is Use.ITERATED:
             record.count_pass()
 
     def has_patched(self, loader: DataLoader[Any]) -> bool:
         """Return whether a loader was patched here."""
-        record = self._record_of(loader)
+        record = self._known.get(loader)
         return record is not None and record.fate == "patched"
-
-    def _record_of(self, loader: DataLoader[Any]) -> UsedLoader | None:
-        known = self._known.get(id(loader))
-        return known[1] if known is not None and known[0]() is loader else None
 
     def _decided(self, loader: DataLoader[Any], use: Use) -> UsedLoader | None:
         """Decide what to do with a loader; None if a later use decides."""
@@ -110,8 +105,8 @@ class Session:
                 record = self._done(loader, world, use)
             else:
                 by = f"{type(user).__name__}, which holds it"
-                record = UsedLoader(shown(loader), what_it_is(look_at(loader)), "shards itself", by)
-        self._known[id(loader)] = weakref.ref(loader), record
+                record = replace(UsedLoader.of(look_at(loader)), fate="shards itself", note=by)
+        self._known[loader] = record
         self.records.append(record)
         if world.rank == 0:
             logger.info(record.line)
@@ -129,11 +124,11 @@ class Session:
         self.early.add(shown(loader))
         if self._options.device is not None and user_of(loader) is None and not is_too_soon(loader, None):
             facts = look_at(loader)
-            self._moved(UsedLoader(shown(loader), what_it_is(facts), "left alone"), facts, use=Use.ITERATED)
+            self._moved(UsedLoader.of(facts), facts, use=Use.ITERATED)
 
     def _done(self, loader: DataLoader[Any], world: World, use: Use) -> UsedLoader:
         facts = look_at(loader)
-        record = UsedLoader(shown(loader), what_it_is(facts), "left alone")
+        record = UsedLoader.of(facts)
         if facts.sharded_by is not None:
             self._moved(record, facts, use, is_one_of_several=True)
             by = facts.sharded_by
@@ -148,7 +143,8 @@ class Session:
         """Put its share into the loader itself, so that all references to it have the patched one."""
         with as_it_was_if_refused(facts.loader, record, use):
             shared = unit_shared(facts, self._options.share)  # now, because the loader is another one after it
-            patched = self._shared(facts.loader, world, self._options, compared(facts.loader), change_loader)
+            nest = compared(facts.loader)
+            (patched,) = patch_each("autopatch", {"": facts.loader}, world, lambda: self._options, nest, change_loader)
         record.note_patched("patched", shared, patched)
         return record
 
@@ -182,18 +178,11 @@ class Session:
         order = "auto" if self._options.order == "leader" else self._options.order
         options = replace(self._options, verify=False, order=order)
         try:
-            patched = self._shared(facts.loader, alone, options, "", copy_loader)
+            (patched,) = patch_each("autopatch", {"": facts.loader}, alone, lambda: options)
         except DDPPatchError as error:
             return replace(record, fate="would be refused", note=message_of(error))
         record.note_patched("would be patched", unit_shared(facts, options.share), patched)
         return record
-
-    def _shared(
-        self, loader: DataLoader[Any], world: World, options: Options, nest: str, place: Callable[..., DataLoader[Any]]
-    ) -> DataLoader[Any]:
-        loaders: dict[str, DataLoader[Any]] = {"": loader}
-        (patched,) = patch_each("autopatch", loaders, world, lambda: options, nest, place)
-        return patched
 
 
 @contextmanager

@@ -86,11 +86,8 @@ def _redirect(out: int, err: int) -> None:
 
 
 @contextmanager
-def errors_reported(voice: Voice | None) -> Iterator[None]:
+def errors_reported(voice: Voice) -> Iterator[None]:
     """Show what ends this rank, with its number, and end it with the exit code that Python would give."""
-    if voice is None:
-        yield
-        return
     try:
         yield
     except KeyboardInterrupt:
@@ -145,14 +142,9 @@ def saved_once(lockstep: Lockstep, tell: Callable[[str], object], timeout: float
         tell("torch.save() writes files on rank 0 alone; pass --all-ranks-write to write them on all.")
 
     def loading(f: Any, *args: Any, **options: Any) -> Any:
-        path = _path(f)
-        if path is not None and saved[path] and lockstep.rank:
-            _wait_for(path, saved[path])
-        return load(f, *args, **options)
-
-    def _wait_for(path: str, times: int) -> None:
-        until = monotonic() + timeout
-        while int(lockstep.left(f"saved/{digest(path)}").get(0, b"0")) < times:
+        path, until = _path(f), monotonic() + timeout
+        times = 0 if path is None or lockstep.rank == 0 else saved[path]
+        while times and int(lockstep.left(f"saved/{digest(path)}").get(0, b"0")) < times:
             if monotonic() > until:
                 raise MissingRanksError(
                     f"Rank {lockstep.rank} would load {path}, which this script has saved {times} times here, and rank "
@@ -160,6 +152,7 @@ def saved_once(lockstep: Lockstep, tell: Callable[[str], object], timeout: float
                     "evaluations, so that every rank decides the same."
                 )
             sleep(_PERIOD_S)
+        return load(f, *args, **options)
 
     with (
         patch.object(torch, "save", saving),

@@ -166,23 +166,18 @@ class _Rank:
     process: BaseProcess
     connection: Connection
     stack: Path  # where the rank writes its stack when asked
-    fate: Literal["running", "returned", "raised", "died"] = "running"
+    fate: Literal["did not end", "returned", "raised", "died"] = "did not end"
     result: Any = None
     report: str = ""
 
     def receive(self) -> None:
         """Receive the rank's result or traceback, or note that it ended without one."""
         try:
-            self.fate, content = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child's
+            self.fate, self.result, self.report = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - our own child's
         except EOFError:
             self.process.join()
             self.fate, code = "died", self.process.exitcode or 0
             self.report = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return
-        if self.fate == "returned":
-            self.result = content
-        else:
-            self.report = content
 
     def ask_where(self) -> None:
         """Make a rank that hangs write its stack."""
@@ -251,17 +246,15 @@ def _kill(process: BaseProcess) -> None:
 
 def _exists(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.getpgid(pid)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
-        pass
     return True
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
     """Receive from the ranks until all have ended, the grace after a failure is over, or time is up."""
-    while running := {rank.connection: rank for rank in ranks if rank.fate == "running"}:
+    while running := {rank.connection: rank for rank in ranks if rank.fate == "did not end"}:
         for connection in (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
             running[connection].receive()  # type: ignore[index]  # wait() returns what it was given
         if not ready:
@@ -269,21 +262,16 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
         if any(running[connection].fate != "returned" for connection in ready):  # type: ignore[index]  # as above
             deadline = min(deadline, time.monotonic() + grace)
     for rank in ranks:
-        if rank.fate == "running":
+        if rank.fate == "did not end":
             rank.ask_where()
-
-
-_FATES = {"running": "did not end", "returned": "returned", "raised": "raised", "died": "died"}
 
 
 def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
     """Return the error message: how every rank ended, and what the ranks reported."""
     # All fates come first, because peers of a dead rank report errors that are not the cause.
-    fates = ", ".join(f"rank {number} {_FATES[rank.fate]}" for number, rank in enumerate(ranks))
+    fates = ", ".join(f"rank {number} {rank.fate}" for number, rank in enumerate(ranks))
     reports = [
-        f"--- rank {number} {_FATES[rank.fate]} ---\n{rank.report.strip()}"
-        for number, rank in enumerate(ranks)
-        if rank.report
+        f"--- rank {number} {rank.fate} ---\n{rank.report.strip()}" for number, rank in enumerate(ranks) if rank.report
     ]
     return "\n".join(
         [
@@ -325,9 +313,9 @@ def _rank_main(task: _Task, sender: Connection) -> None:
     with task.stack.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
-            message = pickle.dumps(("returned", _result(task)))
+            message = pickle.dumps(("returned", _result(task), ""))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
-            message = pickle.dumps(("raised", traceback.format_exc()))
+            message = pickle.dumps(("raised", None, traceback.format_exc()))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have put anything there
                 stream.flush()  # the parent ends this process once it has the message

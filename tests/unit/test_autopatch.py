@@ -134,7 +134,7 @@ def test_importing_it_hooks_nothing() -> None:
 
 
 def test_a_step_runs_nothing_of_it() -> None:
-    rooms = str(Path(ddp_patch.__file__).parent / "autopatching"), str(Path(ddp_patch.__file__).parent / "loaders")
+    rooms = str(Path(ddp_patch.__file__).parent / "running"), str(Path(ddp_patch.__file__).parent / "loaders")
     called = []
 
     def note(frame: Any, event: str, _: Any) -> None:

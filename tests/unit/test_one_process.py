@@ -19,12 +19,18 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import autopatch
-from ddp_patch.errors import InvalidOptionError, MissingRanksError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import (
+    InvalidOptionError,
+    MissingRanksError,
+    RankMismatchError,
+    UnsupportedLoaderError,
+    WorldError,
+)
 from ddp_patch.running.command import is_rank, take_slurm
 from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
 from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.lockstep import Counts
+from ddp_patch.running.lockstep import Act, Counts
 from ddp_patch.running.one_process import Mode, OneProcessOptions
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas, batch_norms, models_of, sync_batch_norms
@@ -90,37 +96,36 @@ def test_batches_that_are_kept_are_not_used_again_with_another_weight() -> None:
             assert step.of_backward() == 0.8  # all data at once
 
 
-class Alone:
-    """Stands for the ranks, of which there is one; it keeps what is left for others."""
+class Meeting:
+    """Stands for the ranks: it keeps what this one compares, and says what all have."""
 
-    ranks = 1
+    def __init__(self, of_ranks: list[list[int]]) -> None:
+        self.compared: list[int] = []
+        self.of_ranks = of_ranks
 
-    def __init__(self) -> None:
-        self.kept: dict[str, bytes] = {}
+    def meet(self, act: Act, usual: int) -> bool:
+        self.compared.append(usual)
+        return not self.of_ranks
 
-    def put(self, name: str, value: bytes) -> None:
-        self.kept[name] = value
-
-    def left(self, name: str) -> dict[int, bytes]:
-        return {0: self.kept[name]}
-
-    def forget(self, name: str) -> None:
-        self.kept.pop(name, None)
+    def gathered(self, value: object) -> list[list[int]]:
+        return self.of_ranks
 
 
-def test_parameters_are_compared_after_passes_that_the_ranks_met_in() -> None:
-    ranks, counts = Alone(), Counts()
-    gradients = Gradients(None, counts, print, print, print)
+def test_parameters_are_compared_after_passes_and_at_the_end() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    gradients = Gradients(None, Counts(), print, print, print)
     gradients.add(optimizer)
-    replicas = Replicas(cast(Any, ranks), gradients, counts, print)
-    found = []
-    for backwards in (0, 1, 1, 2, 3, 3):
-        counts.backwards = backwards
-        replicas.compare()
-        found.append(sorted(ranks.kept))
-    # A rank that is ahead by a pass finds what the others left, and removes nothing that they may read.
-    assert found == [[], *[["sums/1"]] * 2, ["sums/1", "sums/2"], *[["sums/2", "sums/3"]] * 2]
+    ranks = Meeting([])
+    replicas = Replicas(cast(Any, ranks), gradients, Counts(), print)
+    for has_ended, act in ((False, Act.LOADER), (True, Act.LOADER), (False, Act.LOADER), (False, Act.END)):
+        replicas.may_have_changed |= has_ended
+        replicas.meet(act)
+    nothing, sums = hash(()) >> 2, hash((0,)) >> 2
+    assert ranks.compared == [nothing, sums, nothing, sums]
+    # A rank that has not collected all garbage yet has more parameters.
+    Replicas(cast(Any, Meeting([[0], [1, 0]])), gradients, Counts(), print).meet(Act.END)
+    with pytest.raises(RankMismatchError, match=r"parameter 0, of shape \(1,\), between rank 0 and ranks 1, 2"):
+        Replicas(cast(Any, Meeting([[0], [1], [1]])), gradients, Counts(), print).meet(Act.END)
 
 
 def test_models_are_evaluated_when_all_are_in_evaluation_mode() -> None:
