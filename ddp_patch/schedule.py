@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice, repeat
+from itertools import chain, islice, repeat
 from sys import maxsize
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -23,7 +23,6 @@ __all__ = [
     "made_in_turn",
     "ready_in_turn",
     "require_steps",
-    "size_of",
     "turn_after",
 ]
 
@@ -77,11 +76,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _read(item: Any) -> Any:
-    return list(item) if isinstance(item, Iterator) else item
-
-
-def size_of(item: object) -> int:
+def _size_of(item: object) -> int:
     """Return how many samples an item of a stream has: a batch as many as it gives, a key one."""
     if type(item) is list:  # most batches: don't ask what else it may be
         return len(item)
@@ -118,23 +113,11 @@ class Sizes:
             self._sizes.append(size)
             self._ends.append(len(self) + batches)
 
-    def record(self, items: Iterable[T]) -> list[T]:
-        """Return some items, and add the size of each; a batch that is an iterator is read."""
-        own: list[Any] = list(items)
-        if all(type(item) is list for item in own):  # most batches
-            sizes: Iterable[int] = map(len, own)
-        else:
-            own = list(map(_read, own))
-            sizes = map(size_of, own)
-        for size, alike in groupby(sizes):
-            self.add(size, len(list(alike)))
-        return own
-
-    def recording(self, stream: Iterator[T]) -> Iterator[T]:
-        """Pass a stream's items on as they come, and add the size of each."""
+    def recording(self, stream: Iterable[T]) -> Iterator[T]:
+        """Pass a stream's items on as they come, and add the size of each; a batch that is an iterator is read."""
         for item in stream:
-            own: Any = _read(item)
-            self.add(size_of(own))
+            own: Any = list(item) if isinstance(item, Iterator) else item
+            self.add(_size_of(own))
             yield own
 
     def alike_until(self, number: int) -> int:
@@ -166,14 +149,13 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
         [1, 3, 2]
     """
     known = [batches if own is None else own for own in most]
-    low, rounds = 0, batches  # the most whole rounds that fit
-    while low < rounds:
-        middle = (low + rounds + 1) // 2
-        if sum(min(own, middle) for own in known) <= batches:
-            low = middle
-        else:
-            rounds = middle - 1
-    made = [min(own, rounds) for own in known]
+
+    def made_in(rounds: int) -> list[int]:
+        return [min(own, rounds) for own in known]
+
+    # The most whole rounds that fit.
+    rounds = bisect_right(range(batches + 1), batches, key=lambda number: sum(made_in(number))) - 1
+    made = made_in(rounds)
     over = batches - sum(made)
     for place, own in enumerate(known):
         if over and own > rounds:

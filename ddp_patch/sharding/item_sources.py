@@ -13,7 +13,7 @@ from ddp_patch.orders.fingerprint import evenly_spread, fingerprint
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.exchange import FIRST_PIECE, LARGEST_PIECE, Leader
-from ddp_patch.schedule import Sizes, size_of
+from ddp_patch.schedule import Sizes
 from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.sharding.sampler_stream import EpochDrawing, Origins, Stream
@@ -155,10 +155,8 @@ class Indexed(ItemSource[T]):
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
         sizes = cast(Sizes, self.sizes)
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length
-        everybodys = at(range(len(sizes), min(until, length)))
         first = len(sizes)
-        for item in everybodys:
-            sizes.add(size_of(item))
+        everybodys = list(sizes.recording(at(range(first, min(until, length)))))
         return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
