@@ -11,12 +11,13 @@ from ddp_patch.compat.packages import held_loaders
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
-    count_batches,
+    RunningLoader,
+    WrappedIterator,
     has_own_iteration,
     has_own_iterators,
-    move_batches,
     show_loaders,
     torchdata_batch_sampler,
+    watch_batches,
 )
 from ddp_patch.errors import (
     DDPPatchError,
@@ -177,10 +178,11 @@ class OwnMethods:
             iterator = make(loader)
         if self._make_mover is not None:
             _move(loader, iterator, self._make_mover())
-        if (self._counts or self._takes_notes) and self._sampler is not None:
+        is_uncounted = isinstance(iterator, RunningLoader | WrappedIterator) and not hasattr(iterator, "tally")
+        if is_uncounted and (self._counts or self._takes_notes) and self._sampler is not None:
             # It counts what comes to the loop, which a batch that is copied ahead has not.
             tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
-            count_batches(iterator, tally)
+            watch_batches(iterator, "tally", tally)
         return iterator
 
     @contextmanager
@@ -251,7 +253,7 @@ class OwnMethods:
 
 def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
     try:
-        move_batches(iterator, mover)
+        watch_batches(iterator, "mover", mover)
     except TypeError as error:
         raise UnsupportedLoaderError(
             f"device= does not work with a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "

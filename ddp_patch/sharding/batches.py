@@ -118,6 +118,22 @@ class Tally:
         if self._begins_ahead:
             self._find_pass()
 
+    def next(self, read: Callable[[], Any]) -> Any:
+        """Return the iterator's next batch alone, and record it.
+
+        Args:
+            read: Reads it.
+        """
+        try:
+            batch = read()
+        except StopIteration:
+            self.end()
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return self.count(batch)
+
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
         if not self._has_pass:
