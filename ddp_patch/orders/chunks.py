@@ -89,7 +89,7 @@ class Chunk(NamedTuple, Generic[T]):
 
 def draw(
     iterator: Iterator[T],
-    random_context: AbstractContextManager[None],
+    random_context: Callable[[], AbstractContextManager[object]],
     *,
     round_size: int,
     ahead: bool = False,
@@ -98,7 +98,7 @@ def draw(
     selection: Selection = lambda _start, _size: slice(None),
     fingerprint: "PassFingerprint | None" = None,
 ) -> Iterator[Chunk[T]]:
-    """Yield the iterator's items in chunks, entering ``random_context`` while drawing each.
+    """Yield the iterator's items in chunks, entering what ``random_context`` returns while drawing each.
 
     Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. Chunks
     depend only on the stream, so every rank draws the same ones at the same step.
@@ -106,7 +106,7 @@ def draw(
     Args:
         iterator: What to draw from, as ``start_iterating`` returns it. If it raises an exception, the whole rounds
             that came before are yielded first, and then the exception is raised unchanged.
-        random_context: Entered for each chunk.
+        random_context: Returns what to enter for each chunk.
         round_size: Items in a round: one for each rank.
         ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
             as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
@@ -124,7 +124,7 @@ def draw(
         start, size = source.drawn, now * round_size
         items: list[T] = []
         failure: Exception | None = None
-        with random_context:
+        with random_context():
             try:  # keep what comes before an exception
                 if looks := source.copies and (size > round_size or not start or fingerprint is not None):
                     source.inspect_round(items, selection(start, round_size), fingerprint)

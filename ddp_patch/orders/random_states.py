@@ -8,9 +8,8 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +25,6 @@ __all__ = [
     "EpochCounter",
     "GlobalState",
     "PrivateRNG",
-    "ReentrantContext",
     "Seed",
     "WorkerSeeding",
     "ambient_state",
@@ -367,28 +365,6 @@ def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextMan
         epoch: The epoch.
     """
     return nullcontext() if options.order == "ambient" else PrivateRNG(seed.value, epoch)
-
-
-class ReentrantContext(AbstractContextManager[None]):
-    """Several contexts as one that may be entered again and again, each made anew.
-
-    Args:
-        make: Make them, from the outside in.
-    """
-
-    def __init__(self, *make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for make in self._make:
-                stack.enter_context(make())
-            self._entered = stack.pop_all()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._entered.__exit__(kind, error, trace)
 
 
 def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator | None:

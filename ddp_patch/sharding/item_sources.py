@@ -130,7 +130,7 @@ class Indexed(ItemSource[T]):
 
     def _drawn_order(self) -> EpochOrder:
         epoch = self._epoch
-        with epoch.random_context:
+        with epoch.random_context():
             order = order_of(epoch.sampler, epoch.number, epoch.private_generator)
         self._draw_rest = order.finish
         if epoch.fingerprint is not None:
@@ -168,7 +168,7 @@ class Indexed(ItemSource[T]):
         """Draw, once, what the sampler draws after its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
-            with self._epoch.random_context:
+            with self._epoch.random_context():
                 draw_rest()
 
 
@@ -182,7 +182,7 @@ class Streamed(ItemSource[T]):
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
-        with epoch.random_context:
+        with epoch.random_context():
             stream = start_iterating(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None

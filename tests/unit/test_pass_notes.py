@@ -39,7 +39,7 @@ def drawn(items: list[Any], ranks: int = 3, rank: int = 0) -> PassFingerprint:
         return slice(rank, size, ranks) if start else slice(None)
 
     chunks = list(
-        draw(start_iterating(items), nullcontext(), round_size=ranks, ahead=True, selection=kept, fingerprint=noted)
+        draw(start_iterating(items), nullcontext, round_size=ranks, ahead=True, selection=kept, fingerprint=noted)
     )
     assert sum(chunk.length for chunk in chunks) == len(items)
     noted.end(len(items))
@@ -84,7 +84,7 @@ def test_a_rank_is_given_the_same_items_with_a_fingerprint_as_without(rank: int)
             return slice(rank, size, 3)
 
         chunks = draw(
-            start_iterating(range(10_000)), nullcontext(), round_size=3, ahead=True, selection=kept, fingerprint=noted
+            start_iterating(range(10_000)), nullcontext, round_size=3, ahead=True, selection=kept, fingerprint=noted
         )
         return [item for chunk in chunks for item in chunk.items]
 
