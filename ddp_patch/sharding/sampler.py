@@ -361,7 +361,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
-        """While entered, let the samplers draw an epoch from these states; where it is drawn here, only data may draw."""
+        """While entered, let the samplers draw an epoch: from these states, unless its order is drawn here."""
         with self._counting(epoch) if self._order_is_drawn else states, self._sampler_states.drawing():
             yield
 
