@@ -333,7 +333,7 @@ class Schedule:
         return next(((place, made) for place, made in enumerate(before) if after[place] > made), (0, 0))
 
     def _items(self, place: int, made: int) -> tuple[int, int, int]:
-        """Return the first item of a part's next batch after ``made`` others, how many it takes, and how many are real."""
+        """Return the first item of a part's batch after ``made`` others, how many it takes, and how many are real."""
         part, size = self.parts[place], self.batching.size
         first = part.skip + made * size
         if part.length is None:  # no padding comes before the end is found
