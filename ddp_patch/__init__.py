@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ddp_patch.costs import Cost
 from ddp_patch.errors import DDPPatchError, DDPPatchWarning
-from ddp_patch.loader import PatchedLoader
+from ddp_patch.loader import PatchedLoader, assert_loaders_patched, check_loaders_is_patched
 from ddp_patch.loaders.copying import extract_loader_parameters
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
@@ -14,33 +14,25 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper
 if TYPE_CHECKING:
     from ddp_patch.auditing import audit
     from ddp_patch.evaluation import gather_in_order, gather_step, iter_with_mask, iter_with_weights
-    from ddp_patch.loader import assert_loaders_patched, check_loaders_is_patched
     from ddp_patch.resume import loader_state, restore_loader
     from ddp_patch.running import autopatch, leave_alone, unpatched
 else:
     # Import late what the first patch does without.
     _LATER = {
-        "assert_loaders_patched": "ddp_patch.loader",
-        "audit": "ddp_patch.auditing",
-        "autopatch": "ddp_patch.running",
-        "check_loaders_is_patched": "ddp_patch.loader",
-        "gather_in_order": "ddp_patch.evaluation",
-        "gather_step": "ddp_patch.evaluation",
-        "iter_with_mask": "ddp_patch.evaluation",
-        "iter_with_weights": "ddp_patch.evaluation",
-        "leave_alone": "ddp_patch.running",
-        "loader_state": "ddp_patch.resume",
-        "restore_loader": "ddp_patch.resume",
-        "unpatched": "ddp_patch.running",
+        "ddp_patch.auditing": ["audit"],
+        "ddp_patch.evaluation": ["gather_in_order", "gather_step", "iter_with_mask", "iter_with_weights"],
+        "ddp_patch.resume": ["loader_state", "restore_loader"],
+        "ddp_patch.running": ["autopatch", "leave_alone", "unpatched"],
     }
 
     def __getattr__(name):
         """Import a late name on use."""
         if name == "samplers":  # some write `ddp_patch.samplers` without importing it
             return import_module("ddp_patch.samplers")
-        if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_LATER[name]), name)
+        for module, names in _LATER.items():
+            if name in names:
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

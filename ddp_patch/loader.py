@@ -1,6 +1,5 @@
 """What a patched loader has: its type, its position as a state, and the guard that finds loaders nobody patched."""
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -11,12 +10,13 @@ from ddp_patch.compat.packages import held_loaders
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
-    count_batches,
+    RunningLoader,
+    WrappedIterator,
     has_own_iteration,
     has_own_iterators,
-    move_batches,
     show_loaders,
     torchdata_batch_sampler,
+    watch_batches,
 )
 from ddp_patch.errors import (
     DDPPatchError,
@@ -26,7 +26,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     message_of,
 )
-from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, copies_plainly
+from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.to_device import Mover
@@ -99,7 +99,7 @@ class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
 _STATEFUL = ("state_dict", "load_state_dict")
 
 
-class OwnMethods:
+class OwnMethods(HeldByLoader):
     """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
 
     Its iterators count what they give, and put it on a device if asked to. ``state_dict`` and ``load_state_dict`` save
@@ -107,7 +107,7 @@ class OwnMethods:
     it would get the iterators of the original.
 
     Args:
-        loader: The loader. It is not kept alive, because it holds this.
+        loader: The loader.
         sampler: What shards it; None if it is not shared, and only moved to a device.
         make_iterator: Makes iterators of the loader. Default: its class does.
         make_mover: Makes what moves the batches of one iterator to a device.
@@ -120,6 +120,7 @@ class OwnMethods:
         make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
         make_mover: Callable[[], Mover] | None = None,
     ) -> None:
+        super().__init__(loader)
         self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
         self._counts = self._takes_notes = False
         self._names = tuple(self._found_names(loader))
@@ -148,7 +149,6 @@ class OwnMethods:
         return in_order and is_seeded and not any(hasattr(loader, name) for name in _STATEFUL)
 
     def _attach(self, loader: DataLoader[Any]) -> None:
-        self._loader = weakref.ref(loader)
         methods = {
             MAKE_ITERATOR: self.make_iterator,
             "state_dict": self.state_dict,
@@ -159,28 +159,20 @@ class OwnMethods:
         vars(loader).update({name: methods[name] for name in self._names})
         show_loaders(describe_share)
 
-    def _found(self) -> DataLoader[Any]:
-        loader = self._loader()
-        if loader is None:
-            raise UnsupportedLoaderError(
-                "A method of a patched loader was called after the loader itself is gone. Keep what "
-                "patch_dataloader_to_ddp() returned, and iterate that."
-            )
-        return loader
-
     def make_iterator(self) -> Any:
         """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
-        loader = self._found()
+        loader = self.loader()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
         with nullcontext() if self._sampler is None else self._sampler.iterator_context(loader), self._noting(loader):
             iterator = make(loader)
         if self._make_mover is not None:
             _move(loader, iterator, self._make_mover())
-        if (self._counts or self._takes_notes) and self._sampler is not None:
+        is_uncounted = isinstance(iterator, RunningLoader | WrappedIterator) and not hasattr(iterator, "tally")
+        if is_uncounted and (self._counts or self._takes_notes) and self._sampler is not None:
             # It counts what comes to the loop, which a batch that is copied ahead has not.
             tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
-            count_batches(iterator, tally)
+            watch_batches(iterator, "tally", tally)
         return iterator
 
     @contextmanager
@@ -198,7 +190,7 @@ class OwnMethods:
         """Return the loader's position, or why it is not known: the checkpoint may never be restored."""
         from ddp_patch.resume import state_on_this_rank  # most trainings do not need it
 
-        loader = self._found()
+        loader = self.loader()
         try:
             self._require_none_ahead(loader)
             return state_on_this_rank(loader)
@@ -215,7 +207,7 @@ class OwnMethods:
         """
         from ddp_patch.resume import resume_loader  # as above
 
-        resume_loader(self._found(), state_dict, counts_rest=False)
+        resume_loader(self.loader(), state_dict, counts_rest=False)
 
     def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
         """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
@@ -232,7 +224,7 @@ class OwnMethods:
 
     def copied(self) -> Any:
         """Return what a copy of the loader has for attributes: deep copies then attach methods of their own."""
-        loader = self._found()
+        loader = self.loader()
         state: Any = object.__getstate__(loader)
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
@@ -241,17 +233,14 @@ class OwnMethods:
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loader": self._loader()}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        super().__setstate__(state)
         self._attach(state["_loader"])
 
 
 def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
     try:
-        move_batches(iterator, mover)
+        watch_batches(iterator, "mover", mover)
     except TypeError as error:
         raise UnsupportedLoaderError(
             f"device= does not work with a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "

@@ -7,8 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice, repeat
-from sys import maxsize
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ddp_patch.errors import NoStepsError
@@ -23,7 +22,6 @@ __all__ = [
     "made_in_turn",
     "ready_in_turn",
     "require_steps",
-    "size_of",
     "turn_after",
 ]
 
@@ -77,11 +75,7 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _read(item: Any) -> Any:
-    return list(item) if isinstance(item, Iterator) else item
-
-
-def size_of(item: object) -> int:
+def _size_of(item: object) -> int:
     """Return how many samples an item of a stream has: a batch as many as it gives, a key one."""
     if type(item) is list:  # most batches: don't ask what else it may be
         return len(item)
@@ -118,23 +112,11 @@ class Sizes:
             self._sizes.append(size)
             self._ends.append(len(self) + batches)
 
-    def record(self, items: Iterable[T]) -> list[T]:
-        """Return some items, and add the size of each; a batch that is an iterator is read."""
-        own: list[Any] = list(items)
-        if all(type(item) is list for item in own):  # most batches
-            sizes: Iterable[int] = map(len, own)
-        else:
-            own = list(map(_read, own))
-            sizes = map(size_of, own)
-        for size, alike in groupby(sizes):
-            self.add(size, len(list(alike)))
-        return own
-
-    def recording(self, stream: Iterator[T]) -> Iterator[T]:
-        """Pass a stream's items on as they come, and add the size of each."""
+    def recording(self, stream: Iterable[T]) -> Iterator[T]:
+        """Pass a stream's items on as they come, and add the size of each; a batch that is an iterator is read."""
         for item in stream:
-            own: Any = _read(item)
-            self.add(size_of(own))
+            own: Any = list(item) if isinstance(item, Iterator) else item
+            self.add(_size_of(own))
             yield own
 
     def alike_until(self, number: int) -> int:
@@ -166,14 +148,13 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
         [1, 3, 2]
     """
     known = [batches if own is None else own for own in most]
-    low, rounds = 0, batches  # the most whole rounds that fit
-    while low < rounds:
-        middle = (low + rounds + 1) // 2
-        if sum(min(own, middle) for own in known) <= batches:
-            low = middle
-        else:
-            rounds = middle - 1
-    made = [min(own, rounds) for own in known]
+
+    def made_in(rounds: int) -> list[int]:
+        return [min(own, rounds) for own in known]
+
+    # The most whole rounds that fit.
+    rounds = bisect_right(range(batches + 1), batches, key=lambda number: sum(made_in(number))) - 1
+    made = made_in(rounds)
     over = batches - sum(made)
     for place, own in enumerate(known):
         if over and own > rounds:
@@ -334,15 +315,15 @@ class Schedule:
     def record(self, number: int) -> BatchRecord:
         """Return batch ``number``, from 0."""
         place, made = self._part_of(number)
-        record = self._record(number, *self._items(place, made))
+        record = self._record(number, place, made)
         return record if self.batch_plan is not None else record._replace(total=self._total(number, place, made))
 
     def records(self) -> Iterator[BatchRecord]:
         """Yield all batches, as far as ends are known; without totals, which take long, unless they are divided."""
-        most, ends = [own or 0 for own in self._batches], list(map(self._share, self.parts))
+        most = [own or 0 for own in self._batches]
         turns = ((place, made) for made in range(max(most, default=0)) for place, own in enumerate(most) if own > made)
         for number, (place, made) in enumerate(turns):
-            yield self._record(number, *self._items(place, made, ends[place]))
+            yield self._record(number, place, made)
 
     def _part_of(self, number: int) -> tuple[int, int]:
         """Return which part makes batch ``number``, and how many batches it has made before."""
@@ -351,20 +332,18 @@ class Schedule:
         before, after = self.made(number), self.made(number + 1)
         return next(((place, made) for place, made in enumerate(before) if after[place] > made), (0, 0))
 
-    def _share(self, part: Part) -> tuple[int, int]:
-        """Return how many items the rank's share of a part has, and how many of them are not padding."""
-        if part.length is None:  # no padding comes before the end is found
-            return maxsize, maxsize
-        share = len(self.plan.share(part.length))
-        return share, share - len(self.plan.padding(part.length))
-
-    def _items(self, place: int, made: int, share: tuple[int, int] | None = None) -> tuple[int, int, int, int]:
-        """Return the first four fields of the record of the batch that a part makes after ``made`` others."""
+    def _items(self, place: int, made: int) -> tuple[int, int, int]:
+        """Return the first item of a part's batch after ``made`` others, how many it takes, and how many are real."""
         part, size = self.parts[place], self.batching.size
-        first, (items, real) = part.skip + made * size, share or self._share(part)
-        return place, first, max(0, min(size, items - first)), max(0, min(size, real - first))
+        first = part.skip + made * size
+        if part.length is None:  # no padding comes before the end is found
+            return first, size, size
+        share, padding = self.plan.share(part.length), self.plan.padding(part.length)
+        left = len(share) - first
+        return first, max(0, min(size, left)), max(0, min(size, left - len(padding)))
 
-    def _record(self, number: int, place: int, first: int, items: int, real: int) -> BatchRecord:
+    def _record(self, number: int, place: int, made: int) -> BatchRecord:
+        first, items, real = self._items(place, made)
         samples = items if self.sizes is None else self.sizes[number]
         if self.batch_plan is not None:
             own, repeated = self.batch_plan.divide(samples)
@@ -395,7 +374,7 @@ class Schedule:
         if part.length is None or made < self._alike(part):
             return size * len(ranks)
         of_ranks = (self._on_rank(rank)._items(place, made) for rank in ranks)
-        return sum(real for _, _, items, real in of_ranks if items == size or not self.batching.drop_last)
+        return sum(real for _, items, real in of_ranks if items == size or not self.batching.drop_last)
 
     def _total_of_whole(self, round_: int, sizes: Sizes) -> int | None:
         """Return how many samples the whole batches of a round have that are not padding, if their sizes are known."""

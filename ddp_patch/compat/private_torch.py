@@ -34,7 +34,6 @@ __all__ = [
     "WorkerInfo",
     "WrappedIterator",
     "backward_in_progress",
-    "count_batches",
     "default_store",
     "forget_iterator",
     "gather_in_background",
@@ -46,7 +45,6 @@ __all__ = [
     "is_torch_batch_sampler",
     "lacking",
     "made_worker_info",
-    "move_batches",
     "noted_worker_info",
     "pinned_by",
     "private",
@@ -57,6 +55,7 @@ __all__ = [
     "show_loaders",
     "thread_workers",
     "torchdata_batch_sampler",
+    "watch_batches",
     "worker_info_told",
 ]
 
@@ -270,85 +269,44 @@ class WrappedIterator(KeptIterator):
         self.wrapped._reset(loader)
 
 
-class _Counted:
-    """Base of the classes whose iterators report to a tally what they give."""
-
-
 @cache
-def _counted(kind: Any, next_of_kind: Callable[[Any], Any]) -> type:
-    """Return a class of iterators that is what another one is, but that each reports to its ``tally``.
+def _watched(kind: Any, next_of_kind: Callable[[Any], Any], name: str) -> type:
+    """Return a class of iterators that is what another one is, but gets each batch through an object of the iterator.
 
     Args:
         kind: The other one.
         next_of_kind: Its ``__next__``, which a profiler may replace. In each step, super() would be a detour.
+        name: The attribute that holds the object.
     """
 
     def give(self: Any) -> Any:
-        try:
-            batch = next_of_kind(self)
-        except StopIteration:
-            self.tally.end()
-            raise
-        except BaseException as error:
-            self.tally.fail(error)
-            raise
-        return self.tally.count(batch)
+        return getattr(self, name).next(partial(next_of_kind, self))
 
     def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
         kind._reset(self, loader, first_iter)
-        self.tally.begin()
+        getattr(self, name).begin()
 
-    return _derived(kind, _Counted, __next__=give, _reset=reset)
-
-
-@cache
-def _moved(kind: Any, next_of_kind: Callable[[Any], Any]) -> type:
-    """Return a class of iterators that is what another one is, but whose ``mover`` puts on a device what they give.
-
-    Args:
-        kind: As above, and ``next_of_kind``.
-        next_of_kind: As above.
-    """
-
-    def give(self: Any) -> Any:
-        return self.mover.next(partial(next_of_kind, self))
-
-    def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        kind._reset(self, loader, first_iter)
-        self.mover.begin()
-
-    return _derived(kind, __next__=give, _reset=reset)
-
-
-def _derived(kind: type, *bases: type, **methods: Callable[..., Any]) -> type:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (*bases, kind), methods | names)
+    return type(kind.__name__, (kind,), {"__next__": give, "_reset": reset, **names})
 
 
-def move_batches(iterator: Any, mover: Any) -> None:
-    """Let a mover put on a device what an iterator gives, and reset the mover when the iterator is reset.
-
-    As in ``count_batches``, the iterator gets a derived class.
-
-    Raises:
-        TypeError: Its class cannot be subclassed, such as a generator's.
-    """
-    kind: Any = type(iterator)
-    vars(iterator)["mover"] = mover
-    iterator.__class__ = _moved(kind, kind.__next__)
-
-
-def count_batches(iterator: Any, tally: Any) -> None:
-    """Report to a tally when an iterator gives a batch, fails to, is reset for another pass, or has no more.
+def watch_batches(iterator: Any, name: str, watcher: Any) -> None:
+    """Let an iterator get each batch by ``watcher.next(read)``, and call ``watcher.begin()`` when it is reset.
 
     torch counts in the iterator itself, which is gone after a ``break``, and calls none of our code. So the iterator
-    gets a class that is derived from its own; no wrapper has to refer to it. Iterators that are not torch's, nor around
-    one of torch's, stay as they are.
+    gets a class that is derived from its own; no wrapper has to refer to it.
+
+    Args:
+        iterator: The iterator.
+        name: Its attribute that holds the watcher.
+        watcher: Has the two methods.
+
+    Raises:
+        TypeError: The iterator's class cannot be subclassed, such as a generator's.
     """
-    if isinstance(iterator, RunningLoader | WrappedIterator) and not isinstance(iterator, _Counted):
-        vars(iterator)["tally"] = tally
-        kind: Any = type(iterator)
-        iterator.__class__ = _counted(kind, kind.__next__)
+    vars(iterator)[name] = watcher
+    kind: Any = type(iterator)
+    iterator.__class__ = _watched(kind, kind.__next__, name)
 
 
 # The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.

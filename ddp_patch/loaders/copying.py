@@ -27,6 +27,7 @@ __all__ = [
     "COPY",
     "METHODS",
     "OWN_METHODS",
+    "HeldByLoader",
     "OneIterator",
     "change_loader",
     "copies_plainly",
@@ -69,38 +70,54 @@ def with_repeated(repeater: Any, sampler: object) -> Any:
     return clone
 
 
-class OneIterator(KeptIterator, Iterator[Any]):
-    """The one iterator of a loader that is not shared: torch's own, which begins when its first batch is asked for.
+class HeldByLoader:
+    """Base of what a patched loader holds and is made for it. Copies of the loader have copies of their own.
 
     Args:
-        loader: The loader. It is not kept alive, because it holds this iterator.
+        loader: The loader. It is not kept alive, because it holds this.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = weakref.ref(loader)
-        self.drop_pass()
+
+    def loader(self) -> DataLoader[Any]:
+        """Return the loader.
+
+        Raises:
+            UnsupportedLoaderError: It is gone, and a shallow copy of it or one of its methods is left.
+        """
+        loader = self._loader()
+        if loader is None:
+            raise UnsupportedLoaderError(
+                "A patched loader was used after the loader itself is gone, by a method or a shallow copy of it: its "
+                "iterators and methods were that loader's. Keep what patch_dataloader_to_ddp() returned, and use that."
+            )
+        return loader
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": self._loader()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._loader = weakref.ref(state["_loader"])
+
+
+class OneIterator(HeldByLoader, KeptIterator, Iterator[Any]):
+    """The one iterator of a loader that is not shared: torch's own, which begins when its first batch is asked for."""
+
+    _begun: Iterator[Any] | None = None
 
     def drop_pass(self) -> None:
         """Leave what has begun."""
-        self._begun: Iterator[Any] | None = None
+        self._begun = None
 
     def __next__(self) -> Any:
         if self._begun is None:
-            loader = self._loader()
-            if loader is None:
-                raise UnsupportedLoaderError(
-                    "A copy of a patched loader cannot be iterated after the loader itself is gone: it has one "
-                    "iterator for all epochs, and that was the loader's. Keep what patch_dataloader_to_ddp() returned."
-                )
-            self._begun = DataLoader.__iter__(loader)
+            self._begun = DataLoader.__iter__(self.loader())
         return next(self._begun)
 
-    def __getstate__(self) -> DataLoader[Any] | None:
-        return self._loader()
-
-    def __setstate__(self, loader: DataLoader[Any]) -> None:
-        self._loader = weakref.ref(loader)
-        self.drop_pass()
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_begun": None}
 
 
 def _repeats(sampler: object) -> bool:

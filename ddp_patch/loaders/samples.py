@@ -3,7 +3,7 @@
 import copy
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
@@ -14,7 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint
-from ddp_patch.orders.generators import generators_restored, plain_attributes, random_generators, torch_generators
+from ddp_patch.orders.generators import (
+    changed_attributes,
+    generators_restored,
+    plain_attributes,
+    random_generators,
+    torch_generators,
+)
 from ddp_patch.orders.orders import has_order, order_of, order_parameters
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.walks import held, walk
@@ -209,9 +215,11 @@ def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = 
             if has_order(drawn):
                 order = order_of(drawn, epoch=0)
                 return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
-            before = _attributes(drawn)
+            before = list(map(plain_attributes, nested_samplers(drawn)))
             items = list(map(copy_item, islice(start_iterating(drawn), _TRIED if is_one_shot else COMPARED)))
-            return FirstOrder(None if is_one_shot else fingerprint(items), _changed(before, _attributes(drawn)))
+            after = enumerate(zip(nested_samplers(drawn), before, strict=True))
+            counted = ((place, name) for place, (nested, was) in after for name in changed_attributes(nested, was))
+            return FirstOrder(None if is_one_shot else fingerprint(items), frozenset(counted))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         if not is_one_shot:
             logger.info(
@@ -221,19 +229,6 @@ def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = 
                 error,
             )
         return FirstOrder(None)
-
-
-def _attributes(sampler: object) -> list[dict[str, Any]]:
-    return list(map(plain_attributes, nested_samplers(sampler)))
-
-
-def _changed(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> frozenset[tuple[int, str]]:
-    return frozenset(
-        (place, name)
-        for place, (was, now) in enumerate(zip(before, after, strict=True))
-        for name, value in now.items()
-        if name not in was or was[name] != value
-    )
 
 
 @contextmanager
@@ -262,8 +257,7 @@ def is_one_shot(sampler: object, dataset: object = None) -> bool:
     if returns_itself(sampler):
         return True
     try:
-        with PrivateRNG(seed=0, epoch=0), generators_restored(random_generators(nested_samplers(sampler))):
-            tried = _copied(sampler, dataset)
+        with copy_to_draw(sampler, dataset) as tried:
             with generators_restored(random_generators(nested_samplers(tried))):
                 first = _first_items(tried)
             return not first or first != _first_items(tried)

@@ -89,7 +89,7 @@ class Chunk(NamedTuple, Generic[T]):
 
 def draw(
     iterator: Iterator[T],
-    random_context: AbstractContextManager[None],
+    random_context: Callable[[], AbstractContextManager[object]],
     *,
     round_size: int,
     ahead: bool = False,
@@ -98,7 +98,7 @@ def draw(
     selection: Selection = lambda _start, _size: slice(None),
     fingerprint: "PassFingerprint | None" = None,
 ) -> Iterator[Chunk[T]]:
-    """Yield the iterator's items in chunks, entering ``random_context`` while drawing each.
+    """Yield the iterator's items in chunks, entering what ``random_context`` returns while drawing each.
 
     Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. Chunks
     depend only on the stream, so every rank draws the same ones at the same step.
@@ -106,7 +106,7 @@ def draw(
     Args:
         iterator: What to draw from, as ``start_iterating`` returns it. If it raises an exception, the whole rounds
             that came before are yielded first, and then the exception is raised unchanged.
-        random_context: Entered for each chunk.
+        random_context: Returns what to enter for each chunk.
         round_size: Items in a round: one for each rank.
         ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
             as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
@@ -117,19 +117,19 @@ def draw(
         selection: Tells which of some items to keep, by the position of the first and their number.
         fingerprint: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
     """
-    source = _CountingIterator(iterator, round_size, copies=copies)
+    source = _CountingIterator(iterator, round_size, selection, fingerprint, copies=copies)
     sizes = iter(rounds)
     now = 1 if ahead else next(sizes)
     while not source.is_ended:
         start, size = source.drawn, now * round_size
-        items: list[T] = []
+        items = source.kept = list[T]()
         failure: Exception | None = None
-        with random_context:
+        with random_context():
             try:  # keep what comes before an exception
                 if looks := source.copies and (size > round_size or not start or fingerprint is not None):
-                    source.inspect_round(items, selection(start, round_size), fingerprint)
+                    source.inspect_round()
                     size = min(size, source.rounds_ahead() * round_size)
-                source.draw_to(start + size, items, selection, fingerprint, is_begun=looks)
+                source.draw_to(start + size, is_begun=looks)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         length = source.drawn - start
@@ -153,16 +153,27 @@ def _ends(start: int, size: int, round_size: int) -> Iterable[int]:
 
 
 class _CountingIterator:
-    """Draws from an iterator, and counts.
+    """Draws from an iterator, counts, and keeps a part.
 
     Attributes:
         copies: Whether the items that are kept are copied.
         is_ended: Whether the iterator has no more items.
+        kept: What is kept of the present chunk.
     """
 
-    def __init__(self, iterator: Iterator[Any], round_size: int, *, copies: bool) -> None:
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        round_size: int,
+        selection: Selection,
+        fingerprint: "PassFingerprint | None",
+        *,
+        copies: bool,
+    ) -> None:
         self.copies: bool = copies
         self.is_ended: bool = False
+        self.kept: list[Any] = []
+        self._selection, self._fingerprint = selection, fingerprint
         self._round_size = self._samples = round_size  # samples: in the largest round that was looked at
         self._is_plain = False
         self._left = repeat(True, sys.maxsize)
@@ -178,65 +189,60 @@ class _CountingIterator:
         before = self.drawn // self._round_size // _PART_AHEAD if self._is_plain else 0
         return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
 
-    def draw_to(
-        self, end: int, into: list[Any], selection: Selection, fingerprint: "PassFingerprint | None", *, is_begun: bool
-    ) -> None:
-        """Draw the rest of a chunk; see ``show``."""
-        start = self.drawn - is_begun * self._round_size
-        for until in (end,) if fingerprint is None else _ends(start, end - start, self._round_size):
-            if fingerprint is not None:
-                self.show(into, until, selection, fingerprint, is_begun=is_begun)
-                is_begun = False
-            if not self.is_ended:
-                at = self.drawn
-                self.take(into, until - at, selection(at, until - at))
+    def inspect_round(self) -> None:
+        """Draw a round. What all of it shows, every rank learns alike."""
+        are_lazy: list[bool] = []
 
-    def inspect_round(self, into: list[Any], selected: slice, fingerprint: "PassFingerprint | None") -> None:
-        """Draw a round and keep a part of it. What all of it shows, every rank learns alike."""
-        items, is_lazy, start = [], False, self.drawn
-        for item in islice(self._items, self._round_size):
-            is_lazy |= isinstance(item, Iterator)
-            items.append(copy_item(item))
-        if is_lazy:  # read them all from now on: several may draw from the same source
+        def copied(item: Any) -> Any:
+            are_lazy.append(isinstance(item, Iterator))
+            return copy_item(item)
+
+        items = self._note(self._round_size, copied)
+        if any(are_lazy):  # read them all from now on: several may draw from the same source
             self._items = map(copy_item, self._items)
-        into += items[selected]
-        if fingerprint is not None:
-            fingerprint.add(start, items)
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
         first = (item[0] if type(item) is list and item else item for item in items)
         self._is_plain = all(isinstance(index, int | np.integer) for index in first)
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
-        self.is_ended = len(items) < self._round_size
 
-    def show(
-        self, into: list[Any], end: int, selection: Selection, fingerprint: "PassFingerprint", *, is_begun: bool
-    ) -> None:
-        """Draw as many whole rounds before ``end`` as are to be noted, and keep a part of them.
+    def draw_to(self, end: int, *, is_begun: bool) -> None:
+        """Draw the rest of a chunk, piece by piece.
 
         Args:
-            into: What is kept of the chunk.
-            end: Where the chunk ends.
-            selection: Tells which to keep, as in ``draw``.
-            fingerprint: Takes note of all of them.
-            is_begun: Whether it has some of the chunk already.
+            end: Where it ends.
+            is_begun: Whether its first round was inspected.
         """
-        start = self.drawn
-        rounds = -(-fingerprint.wanted(start, is_begun=is_begun) // self._round_size)
-        size = min(rounds * self._round_size, end - start)
-        if self.is_ended or size <= 0:
-            return
-        drawn = islice(self._items, size)
-        items = list(map(copy_item, drawn) if self.copies else drawn)
-        into += items[selection(start, size)]
-        fingerprint.add(start, items)
-        self.is_ended = len(items) < size
+        fingerprint, start = self._fingerprint, self.drawn - is_begun * self._round_size
+        for until in (end,) if fingerprint is None else _ends(start, end - start, self._round_size):
+            if fingerprint is not None:
+                rounds = -(-fingerprint.wanted(self.drawn, is_begun=is_begun) // self._round_size)
+                self._note(min(rounds * self._round_size, until - self.drawn), copy_item if self.copies else None)
+                is_begun = False
+            self._take(until - self.drawn)
 
-    def take(self, into: list[Any], size: int, selected: slice) -> None:
+    def _note(self, size: int, copied: Callable[[Any], Any] | None) -> list[Any]:
+        """Draw this many items, keep a part of them, let the fingerprint take note of all, and return all."""
+        start, items = self.drawn, list[Any]()
+        if self.is_ended or size <= 0:
+            return items
+        drawn = islice(self._items, size)
+        try:
+            items.extend(drawn if copied is None else map(copied, drawn))
+        finally:  # what came before an exception is kept, too
+            self.kept += items[self._selection(start, size)]
+        if self._fingerprint is not None:
+            self._fingerprint.add(start, items)
+        self.is_ended = len(items) < size
+        return items
+
+    def _take(self, size: int) -> None:
         """Draw this many items and keep a part of them; those that are not kept are not copied."""
+        if self.is_ended:
+            return
         before = self.drawn
-        first, last, step = selected.indices(size)
+        first, last, step = self._selection(before, size).indices(size)
         items = islice(self._items, first, last, step)
-        into.extend(map(copy_item, items) if self.copies else items)
+        self.kept.extend(map(copy_item, items) if self.copies else items)
         if last < size:
             deque(islice(self._items, size - last), maxlen=0)
         self.is_ended = self.drawn - before < size

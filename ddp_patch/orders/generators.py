@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -19,6 +19,7 @@ from ddp_patch.walks import LOOKED_AT, elements, stored, walk
 
 __all__ = [
     "RandomGenerator",
+    "changed_attributes",
     "generator_state",
     "generator_states",
     "generators_restored",
@@ -269,6 +270,12 @@ def plain(value: Any) -> Any:
 def is_stateful(holder: object) -> bool:
     """Return whether a sampler has torch's Stateful protocol."""
     return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
+
+
+def changed_attributes(holder: object, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a sampler's ``plain_attributes`` that differ from what they were before."""
+    now = plain_attributes(holder).items()
+    return {name: value for name, value in now if name not in before or before[name] != value}
 
 
 def plain_attributes(holder: object) -> dict[str, Any]:

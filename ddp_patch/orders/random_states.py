@@ -8,28 +8,24 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.options import Options
-from ddp_patch.orders.generators import plain, torch_seed
+from ddp_patch.orders.generators import same_state, torch_seed
 
 __all__ = [
     "EpochCounter",
     "GlobalState",
     "PrivateRNG",
-    "ReentrantContext",
     "Seed",
     "WorkerSeeding",
-    "ambient_state",
     "ambient_unmoved",
     "balancing_key",
     "distributed_permutation",
@@ -238,6 +234,8 @@ class GlobalState:
     """A state of the three global generators.
 
     Attributes:
+        numpy: numpy's bit generator, which moves on while it is in place.
+        numpy_state: What it held; also the second of two normal draws, which numpy keeps beside it.
         installs: How often this process has put one in place: code that draws may put back what was there.
     """
 
@@ -245,36 +243,32 @@ class GlobalState:
 
     torch: torch.Tensor
     numpy: np.random.BitGenerator
-    numpy_gauss: dict[str, Any] | None  # the legacy state, if it holds a second normal draw
+    numpy_state: dict[str, Any]
     python: tuple[Any, ...]
 
     @classmethod
     def capture(cls) -> "GlobalState":
         """Return the state now."""
-        # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
-        gauss = np.random.get_state(legacy=False) if may_hold_a_normal() else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
-        return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
+        return cls(torch.get_rng_state(), bit_generator, np.random.get_state(legacy=False), random.getstate())
 
     @classmethod
     def seeded(cls, sequence: np.random.SeedSequence) -> "GlobalState":
         """Return a state that follows from a seed; that of now stays."""
+        bit_generator = np.random.MT19937(sequence)
         return cls(
             torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
-            np.random.MT19937(sequence),
-            None,
+            bit_generator,
+            {**bit_generator.state, "has_gauss": 0, "gauss": 0.0},
             random.Random(_python_seed(sequence)).getstate(),
         )
 
     def is_same(self, other: "GlobalState") -> bool:
         """Return whether the same numbers would be drawn from another one."""
-        mine, others = self.numpy.state, other.numpy.state
         return (
             torch.equal(self.torch, other.torch)
             and self.python == other.python
-            and (self.numpy_gauss is None) == (other.numpy_gauss is None)
-            and mine["state"]["pos"] == others["state"]["pos"]
-            and np.array_equal(mine["state"]["key"], others["state"]["key"])
+            and same_state(self.numpy_state, other.numpy_state)
         )
 
     def install(self) -> None:
@@ -282,8 +276,8 @@ class GlobalState:
         GlobalState.installs += 1
         torch.set_rng_state(self.torch)
         np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
-        if self.numpy_gauss is not None:
-            np.random.set_state(self.numpy_gauss)
+        if self.numpy_state["has_gauss"]:
+            np.random.set_state(self.numpy_state)
         random.setstate(self.python)
 
 
@@ -310,29 +304,21 @@ class PrivateRNG:
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
-        self._seed = seed
-        self._key: tuple[int, ...] = _ORDER, epoch
-        self._private = self._at_first()
-        self._first: GlobalState | None = None
+        self._seed, self._epoch = seed, epoch
+        self._private = self._first = GlobalState.seeded(_derive(seed, _ORDER, epoch))
         self.stays: bool = False
         self._is_in_place = self._was_moved = False
-
-    def _at_first(self) -> GlobalState:
-        return GlobalState.seeded(_derive(self._seed, *self._key))
 
     @property
     def drew_nothing(self) -> bool:
         """Whether nothing was drawn from the private stream."""
-        if self._first is None:
-            self._first = self._at_first()
         now = GlobalState.capture() if self._is_in_place else self._private
         return not self._was_moved and now.is_same(self._first)
 
     def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
         self._was_moved = not self.drew_nothing
-        self._key, self._first = (_PART, self._key[1], reader), None
-        self._private = self._at_first()
+        self._private = self._first = GlobalState.seeded(_derive(self._seed, _PART, self._epoch, reader))
         if self._is_in_place:
             self._private.install()
 
@@ -369,41 +355,12 @@ def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextMan
     return nullcontext() if options.order == "ambient" else PrivateRNG(seed.value, epoch)
 
 
-class ReentrantContext(AbstractContextManager[None]):
-    """Several contexts as one that may be entered again and again, each made anew.
-
-    Args:
-        make: Make them, from the outside in.
-    """
-
-    def __init__(self, *make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for make in self._make:
-                stack.enter_context(make())
-            self._entered = stack.pop_all()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._entered.__exit__(kind, error, trace)
-
-
 def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator | None:
     """Return the generator that torch's own samplers draw an epoch from; None with ``order="ambient"``.
 
     It draws what the global one would draw in ``epoch_states``, and nobody else can draw from it.
     """
     return None if options.order == "ambient" else torch.Generator().manual_seed(epoch_seed(seed.value, epoch))
-
-
-def ambient_state() -> tuple[object, ...]:
-    """Return a value that changes whenever somebody draws from one of the global generators."""
-    state = GlobalState.capture()
-    numpy = np.random.get_state(legacy=False)
-    return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What a patched loader's batches are: how many, which were given; and those of one iterator for all epochs."""
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.private_torch import RUNNING_ITERATOR, KeptIterator, has_own_iteration
 from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, StreamLengthError, UnsupportedLoaderError
-from ddp_patch.loaders.copying import OWN_METHODS
+from ddp_patch.loaders.copying import OWN_METHODS, HeldByLoader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
@@ -117,6 +116,22 @@ class Tally:
         self._pass = None
         if self._begins_ahead:
             self._find_pass()
+
+    def next(self, read: Callable[[], Any]) -> Any:
+        """Return the iterator's next batch alone, and record it.
+
+        Args:
+            read: Reads it.
+        """
+        try:
+            batch = read()
+        except StopIteration:
+            self.end()
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return self.count(batch)
 
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
@@ -239,7 +254,7 @@ def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
 _NOTHING = object()
 
 
-class RepeatedPasses(KeptIterator, Iterator[Any]):
+class RepeatedPasses(HeldByLoader, KeptIterator, Iterator[Any]):
     """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
 
     It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
@@ -247,7 +262,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
     state is about the pass that the training loop is in.
 
     Args:
-        loader: The patched loader. It is not kept alive, because it holds this iterator.
+        loader: The patched loader.
         sampler: What shards it.
         one_pass: The attributes with which a plain DataLoader makes one pass.
         make_mover: Makes what moves the batches to a device; None if they stay where they are.
@@ -260,8 +275,8 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
         one_pass: Mapping[str, Any],
         make_mover: Callable[[], Mover] | None = None,
     ) -> None:
+        super().__init__(loader)
         self._mover = None if make_mover is None else make_mover()
-        self._loader = weakref.ref(loader)
         self._sampler, self._one_pass = sampler, dict(one_pass)
         sampler.note_one_iterator()
         self._tally = Tally(sampler, begins_ahead=False)
@@ -315,12 +330,7 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
 
     def _make_plain(self) -> DataLoader[Any]:
         """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
-        loader = self._loader()
-        if loader is None:
-            raise UnsupportedLoaderError(
-                "A copy of a patched loader cannot be iterated after the loader itself is gone: its one iterator for "
-                "all epochs belonged to the loader. Keep what patch_dataloader_to_ddp() returned and pass that."
-            )
+        loader = self.loader()
         kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
         once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
@@ -338,9 +348,4 @@ class RepeatedPasses(KeptIterator, Iterator[Any]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        begun: dict[str, Any] = {"_plain": None, "_running": iter(()), "_ahead": []}
-        return {**vars(self), **begun, "_loader": self._loader()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._loader = weakref.ref(state["_loader"])
+        return {**super().__getstate__(), "_plain": None, "_running": iter(()), "_ahead": []}

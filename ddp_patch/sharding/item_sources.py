@@ -13,7 +13,7 @@ from ddp_patch.orders.fingerprint import evenly_spread, fingerprint
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.exchange import FIRST_PIECE, LARGEST_PIECE, Leader
-from ddp_patch.schedule import Sizes, size_of
+from ddp_patch.schedule import Sizes
 from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.sharding.sampler_stream import EpochDrawing, Origins, Stream
@@ -130,7 +130,7 @@ class Indexed(ItemSource[T]):
 
     def _drawn_order(self) -> EpochOrder:
         epoch = self._epoch
-        with epoch.random_context:
+        with epoch.random_context():
             order = order_of(epoch.sampler, epoch.number, epoch.private_generator)
         self._draw_rest = order.finish
         if epoch.fingerprint is not None:
@@ -155,10 +155,8 @@ class Indexed(ItemSource[T]):
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
         sizes = cast(Sizes, self.sizes)
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length
-        everybodys = at(range(len(sizes), min(until, length)))
         first = len(sizes)
-        for item in everybodys:
-            sizes.add(size_of(item))
+        everybodys = list(sizes.recording(at(range(first, min(until, length)))))
         return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
@@ -170,7 +168,7 @@ class Indexed(ItemSource[T]):
         """Draw, once, what the sampler draws after its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
-            with self._epoch.random_context:
+            with self._epoch.random_context():
                 draw_rest()
 
 
@@ -184,7 +182,7 @@ class Streamed(ItemSource[T]):
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
-        with epoch.random_context:
+        with epoch.random_context():
             stream = start_iterating(epoch.sampler)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None

@@ -427,7 +427,7 @@ class SamplerPass(Pass[T]):
         for chunk in self.source.chunks(self.skip):
             if self.length is not None:
                 self._at_end(self.length)
-            part = chunk if self.sizes is None else self.sizes.record(chunk)
+            part = chunk if self.sizes is None else list(self.sizes.recording(chunk))
             yield part if self._divide is None else list(map(self._divide, part))
 
     def draw_to_end(self) -> None:

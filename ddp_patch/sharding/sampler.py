@@ -26,7 +26,7 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.random_states import GlobalState, PrivateRNG, ReentrantContext, epoch_generator, epoch_states
+from ddp_patch.orders.random_states import GlobalState, PrivateRNG, epoch_generator, epoch_states
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
@@ -324,14 +324,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         options, leader = self.agreed.options, self.agreed.leader
         private_generator = epoch_generator(options, self.agreed.seed, start.epoch)
         states = epoch_states(options, self.agreed.seed, start.epoch)
-        entered = partial(self._counting, start.epoch) if self._order_is_drawn else lambda: states
         epoch = EpochDrawing(
             sampler=self._wrapped_sampler,
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
             consumed_before=split_consumed(start.consumed, self.plan.num_replicas)[0],
-            random_context=ReentrantContext(entered, self._sampler_states.drawing),
+            random_context=partial(self._drawing, start.epoch, states),
             private_generator=private_generator,
             draws_ahead=options.order != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,
@@ -359,6 +358,12 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
                 epoch, leader, pass_facts, plans, start.sampler_snapshot, self.sampler_snapshot, has_length=has_length
             )
         return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
+
+    @contextmanager
+    def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
+        """While entered, let the samplers draw an epoch: from these states, unless its order is drawn here."""
+        with self._counting(epoch) if self._order_is_drawn else states, self._sampler_states.drawing():
+            yield
 
     def _require_steps(self, start: Position, length: int) -> None:
         """Refuse an epoch without steps. The rest of one may well have none."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.orders.generators import (
     RandomGenerator,
+    changed_attributes,
     generator_states,
     is_stateful,
     native_state,
@@ -184,8 +185,7 @@ class SamplerStates:
     def _note_changes(self) -> None:
         """Note which attributes a pass has changed, and what all those are that passes change."""
         for place, was in enumerate(self._attributes_before or ()):
-            now = plain_attributes(self.holders[place])
-            self._changing.update((place, name) for name, value in now.items() if was.get(name, _UNSET) != value)
+            self._changing.update((place, name) for name in changed_attributes(self.holders[place], was))
         held = [getattr(holder, "__dict__", {}) for holder in self.holders]
         self._counters = {key: held[key[0]][key[1]] for key in self._changing if key[1] in held[key[0]]}
 
@@ -264,10 +264,7 @@ class SamplerStates:
 
     def snapshot(self) -> SamplerSnapshot:
         """Return what they hold now."""
-        attributes = [
-            {name: value for name, value in plain_attributes(holder).items() if first.get(name, _UNSET) != value}
-            for holder, first in zip(self.holders, self._at_first, strict=True)
-        ]
+        attributes = list(map(changed_attributes, self.holders, self._at_first))
         changed = attributes if any(attributes) else ()
         with self.drawing():
             states = generator_states(self.holders)
@@ -307,9 +304,6 @@ class SamplerStates:
 
     def _stateful(self) -> Iterable[Any]:
         return [holder for holder in self.holders if is_stateful(holder)]
-
-
-_UNSET = object()
 
 
 def _later(beginning: _Beginning, epochs: int) -> _Beginning:

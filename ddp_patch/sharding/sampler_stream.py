@@ -82,7 +82,7 @@ class EpochDrawing(Generic[T]):
         number: The epoch's number.
         plan: Which positions are this rank's.
         consumed_before: What other numbers of ranks have taken; the pass is over the rest.
-        random_context: Entered while the sampler draws.
+        random_context: Returns what to enter while the sampler draws.
         private_generator: What torch's own samplers draw from; None for the global generator.
         draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
         shuffle_seed: Permutes the whole epoch once more, unless None.
@@ -100,7 +100,7 @@ class EpochDrawing(Generic[T]):
     number: int
     plan: Plan
     consumed_before: Consumed
-    random_context: AbstractContextManager[None]
+    random_context: Callable[[], AbstractContextManager[object]]
     private_generator: torch.Generator | None
     draws_ahead: bool
     shuffle_seed: int | None

@@ -319,7 +319,7 @@ class WorkerPass(Generic[T]):
             # No copies: these are samples, not indices.
             yield from draw(
                 stream,
-                self._reading(self._states),
+                partial(self._reading, self._states),
                 round_size=plan.num_replicas,
                 rounds=rounds,
                 copies=False,

@@ -39,7 +39,7 @@ def drawn(items: list[Any], ranks: int = 3, rank: int = 0) -> PassFingerprint:
         return slice(rank, size, ranks) if start else slice(None)
 
     chunks = list(
-        draw(start_iterating(items), nullcontext(), round_size=ranks, ahead=True, selection=kept, fingerprint=noted)
+        draw(start_iterating(items), nullcontext, round_size=ranks, ahead=True, selection=kept, fingerprint=noted)
     )
     assert sum(chunk.length for chunk in chunks) == len(items)
     noted.end(len(items))
@@ -84,11 +84,31 @@ def test_a_rank_is_given_the_same_items_with_a_fingerprint_as_without(rank: int)
             return slice(rank, size, 3)
 
         chunks = draw(
-            start_iterating(range(10_000)), nullcontext(), round_size=3, ahead=True, selection=kept, fingerprint=noted
+            start_iterating(range(10_000)), nullcontext, round_size=3, ahead=True, selection=kept, fingerprint=noted
         )
         return [item for chunk in chunks for item in chunk.items]
 
     assert share(PassFingerprint()) == share(None) == [*range(rank, 10_000, 3)]
+
+
+@pytest.mark.parametrize("as_batches", [False, True])
+@pytest.mark.parametrize("before", [0, 2, 5, 29, 64, 500, 3000])
+def test_all_whole_rounds_before_an_error_are_given_with_a_fingerprint_too(before: int, as_batches: bool) -> None:
+    def failing() -> Iterator[Any]:
+        for number in range(before):
+            yield [number] if as_batches else number
+        raise LookupError
+
+    def kept(start: int, size: int) -> slice:
+        return slice(1, size, 3)
+
+    noted = PassFingerprint()
+    chunks = draw(start_iterating(failing()), nullcontext, round_size=3, ahead=True, selection=kept, fingerprint=noted)
+    given: list[Any] = []
+    with pytest.raises(LookupError):
+        given.extend(item for chunk in chunks for item in chunk.items)
+    rounds = range(1, before // 3 * 3, 3)
+    assert given == [[number] if as_batches else number for number in rounds]
 
 
 class Unseen:
