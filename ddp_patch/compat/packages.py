@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
@@ -53,6 +54,7 @@ __all__ = [
     "lightning_restarts_exactly",
     "lightning_steps",
     "loses_items_when_loaded",
+    "may_hold_a_normal",
     "order_remedy",
     "set_lightning_steps",
     "shards_in_accelerate",
@@ -77,6 +79,32 @@ def changes_of(tensor: torch.Tensor) -> object:
     If this torch lacks it, the value equals nothing, as if the tensor had changed.
     """
     return getattr(tensor, "_version", object())
+
+
+class _Stateless:
+    """A stub of a bit generator, so that its state is not copied."""
+
+    @property
+    def state(self) -> dict[str, object]:
+        return {"bit_generator": ""}
+
+
+def may_hold_a_normal() -> bool:
+    """Return whether numpy's global generator holds the second of two normal draws, or may do so.
+
+    It lies beside the bit generator. The public ``np.random.get_state()`` tells, and copies 624 numbers one by one
+    before that, which takes longer than all the rest of a swap of random states. So a stub is there meanwhile.
+    """
+    try:
+        numpys = np.random.get_state.__self__  # type: ignore[attr-defined]  # a bound method, in numpy's stubs a function
+        bit_generator = numpys._bit_generator
+    except AttributeError:
+        return True
+    try:
+        numpys._bit_generator = _Stateless()
+        return bool(numpys.get_state(legacy=False)["has_gauss"])
+    finally:
+        numpys._bit_generator = bit_generator
 
 
 # ---- Hugging Face datasets, seen in 5.2.0 ----

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.options import Options
-from ddp_patch.orders.generators import same_state, torch_seed
+from ddp_patch.orders.generators import plain, torch_seed
 
 __all__ = [
     "EpochCounter",
@@ -26,6 +27,7 @@ __all__ = [
     "PrivateRNG",
     "Seed",
     "WorkerSeeding",
+    "ambient_state",
     "ambient_unmoved",
     "balancing_key",
     "distributed_permutation",
@@ -234,8 +236,6 @@ class GlobalState:
     """A state of the three global generators.
 
     Attributes:
-        numpy: numpy's bit generator, which moves on while it is in place.
-        numpy_state: What it held; also the second of two normal draws, which numpy keeps beside it.
         installs: How often this process has put one in place: code that draws may put back what was there.
     """
 
@@ -243,32 +243,36 @@ class GlobalState:
 
     torch: torch.Tensor
     numpy: np.random.BitGenerator
-    numpy_state: dict[str, Any]
+    numpy_gauss: dict[str, Any] | None  # the legacy state, if it holds a second normal draw
     python: tuple[Any, ...]
 
     @classmethod
     def capture(cls) -> "GlobalState":
         """Return the state now."""
+        # numpy keeps a second normal draw beside the bit generator. Swapping bit generators would lose it.
+        gauss = np.random.get_state(legacy=False) if may_hold_a_normal() else None
         bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
-        return cls(torch.get_rng_state(), bit_generator, np.random.get_state(legacy=False), random.getstate())
+        return cls(torch.get_rng_state(), bit_generator, gauss, random.getstate())
 
     @classmethod
     def seeded(cls, sequence: np.random.SeedSequence) -> "GlobalState":
         """Return a state that follows from a seed; that of now stays."""
-        bit_generator = np.random.MT19937(sequence)
         return cls(
             torch.Generator().manual_seed(torch_seed(sequence)).get_state(),
-            bit_generator,
-            {**bit_generator.state, "has_gauss": 0, "gauss": 0.0},
+            np.random.MT19937(sequence),
+            None,
             random.Random(_python_seed(sequence)).getstate(),
         )
 
     def is_same(self, other: "GlobalState") -> bool:
         """Return whether the same numbers would be drawn from another one."""
+        mine, others = self.numpy.state, other.numpy.state
         return (
             torch.equal(self.torch, other.torch)
             and self.python == other.python
-            and same_state(self.numpy_state, other.numpy_state)
+            and (self.numpy_gauss is None) == (other.numpy_gauss is None)
+            and mine["state"]["pos"] == others["state"]["pos"]
+            and np.array_equal(mine["state"]["key"], others["state"]["key"])
         )
 
     def install(self) -> None:
@@ -276,8 +280,8 @@ class GlobalState:
         GlobalState.installs += 1
         torch.set_rng_state(self.torch)
         np.random.set_bit_generator(self.numpy)  # type: ignore[attr-defined]  # as get_bit_generator
-        if self.numpy_state["has_gauss"]:
-            np.random.set_state(self.numpy_state)
+        if self.numpy_gauss is not None:
+            np.random.set_state(self.numpy_gauss)
         random.setstate(self.python)
 
 
@@ -304,21 +308,29 @@ class PrivateRNG:
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
-        self._seed, self._epoch = seed, epoch
-        self._private = self._first = GlobalState.seeded(_derive(seed, _ORDER, epoch))
+        self._seed = seed
+        self._key: tuple[int, ...] = _ORDER, epoch
+        self._private = self._at_first()
+        self._first: GlobalState | None = None
         self.stays: bool = False
         self._is_in_place = self._was_moved = False
+
+    def _at_first(self) -> GlobalState:
+        return GlobalState.seeded(_derive(self._seed, *self._key))
 
     @property
     def drew_nothing(self) -> bool:
         """Whether nothing was drawn from the private stream."""
+        if self._first is None:
+            self._first = self._at_first()
         now = GlobalState.capture() if self._is_in_place else self._private
         return not self._was_moved and now.is_same(self._first)
 
     def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
         self._was_moved = not self.drew_nothing
-        self._private = self._first = GlobalState.seeded(_derive(self._seed, _PART, self._epoch, reader))
+        self._key, self._first = (_PART, self._key[1], reader), None
+        self._private = self._at_first()
         if self._is_in_place:
             self._private.install()
 
@@ -361,6 +373,13 @@ def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator
     It draws what the global one would draw in ``epoch_states``, and nobody else can draw from it.
     """
     return None if options.order == "ambient" else torch.Generator().manual_seed(epoch_seed(seed.value, epoch))
+
+
+def ambient_state() -> tuple[object, ...]:
+    """Return a value that changes whenever somebody draws from one of the global generators."""
+    state = GlobalState.capture()
+    numpy = np.random.get_state(legacy=False)
+    return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
 
 
 @contextmanager

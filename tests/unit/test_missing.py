@@ -9,6 +9,7 @@ from multiprocessing.context import SpawnContext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.device_mesh
@@ -153,6 +154,11 @@ def test_a_tensor_whose_changes_nobody_counts_counts_as_changed() -> None:
     uncounted: Any = SimpleNamespace()
     assert packages.changes_of(counted) == packages.changes_of(counted)
     assert packages.changes_of(uncounted) != packages.changes_of(uncounted)
+
+
+def test_a_normal_may_be_held_where_numpy_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np.random, "get_state", lambda legacy=True: {"has_gauss": 0})
+    assert packages.may_hold_a_normal()
 
 
 class Mesh:

@@ -1,5 +1,6 @@
 import random
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from zoo import draw_ambient, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.orders.random_states import EpochCounter, PrivateRNG
 
 
@@ -79,17 +81,49 @@ def test_a_second_normal_is_kept_for_a_numpy_generator_of_another_kind() -> None
         np.random.set_bit_generator(usual)  # type: ignore[attr-defined]  # as above
 
 
-def test_a_second_normal_is_kept() -> None:
+def reads_of_numpys_state(monkeypatch: pytest.MonkeyPatch, *, is_bound: bool) -> list[None]:
+    """Note each read of the whole state. numpy's own function is a bound method."""
+    read: list[None] = []
+    original: Any = np.random.get_state
+
+    def noted(legacy: bool = True) -> object:
+        read.append(None)
+        return original(legacy=legacy)
+
+    if is_bound:
+        noted.__self__ = original.__self__  # type: ignore[attr-defined]  # a function has any attribute
+    monkeypatch.setattr(np.random, "get_state", noted)
+    return read
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_numpys_whole_state_is_read_only_for_the_sake_of_a_second_normal(
+    monkeypatch: pytest.MonkeyPatch, is_bound: bool
+) -> None:
     seed_ambient(0)
     expected = np.random.randn(4).tolist()
     seed_ambient(0)
     rng = PrivateRNG(0, 0)
-    drawn = []
+    read = reads_of_numpys_state(monkeypatch, is_bound=is_bound)
+    drawn, reads = [], []
     for _ in range(4):
+        read.clear()
         with rng:
             np.random.rand()
+        reads.append(len(read))
         drawn.append(np.random.randn())
     assert drawn == expected
+    assert reads == ([0, 1, 0, 1] if is_bound else [2, 2, 2, 2])
+
+
+def test_a_look_for_a_second_normal_changes_nothing() -> None:
+    for normals in range(3):
+        np.random.seed(0)
+        np.random.randn(normals)
+        before = np.random.get_state()
+        assert may_hold_a_normal() == (normals == 1)
+        assert repr(np.random.get_state()) == repr(before)
+        assert np.random.rand() != np.random.rand()
 
 
 def test_an_epoch_counts_once_it_is_drawn() -> None:
