@@ -1,10 +1,12 @@
 """The passes that a rank made over its loader, and how to find contradictions between two ranks. Without a store."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from ddp_patch.loaders.contents import Row
+from ddp_patch.orders.fingerprint import Checkpoint
 
 __all__ = [
     "History",
@@ -36,9 +38,6 @@ class PassState(IntEnum):
     UNKNOWN = 3  # how far it came is not known
     WITHDRAWN = 4  # another epoch was chosen since: it counts no longer against ranks that chose that, too
     WITHDRAWN_COMPLETE = 5  # likewise, but the pass was complete
-
-
-_STATES = tuple(PassState)
 
 
 class PassProgress(NamedTuple):
@@ -96,7 +95,7 @@ class NotesReport(NamedTuple):
         is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
         first: The number of the first mark that is left.
         checkpoints: After how many items the fingerprint of what was drawn had which value.
-        rows: What each look at the dataset after the first showed for the first time, as a ``Row``, by its name.
+        rows: What each look at the dataset after the first showed for the first time, by its name.
     """
 
     epoch: int
@@ -104,8 +103,8 @@ class NotesReport(NamedTuple):
     attempt: int
     is_more: bool
     first: int
-    checkpoints: Sequence[Sequence[int]]
-    rows: Sequence[Mapping[str, Sequence[Any]]]
+    checkpoints: Sequence[Checkpoint]
+    rows: Sequence[Mapping[str, Row]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,27 +124,6 @@ class PassRecord:
     share: int | None = None
     notes: Sequence[NotesReport] = ()
     past_attempts: Sequence[tuple[int, int]] = ()
-
-    def encoded(self) -> str:
-        """Return it as a short text."""
-        content = [self.since, self.share, list(self.passes.values()), self.notes, self.past_attempts]
-        return json.dumps(content, separators=(",", ":"))
-
-    @classmethod
-    def decoded(cls, text: str | bytes) -> "PassRecord":
-        """Return what ``encoded`` made a text of."""
-        since, share, passes, notes, left = json.loads(text)
-        decoded = {
-            epoch: PassEntry(epoch, items, _STATES[state], chosen, attempt)
-            for epoch, items, state, chosen, attempt in passes
-        }
-        return cls(
-            decoded,
-            since,
-            share,
-            tuple(NotesReport(*noted) for noted in notes),
-            tuple((attempt, top) for attempt, top in left),
-        )
 
     def top(self, look_items: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""

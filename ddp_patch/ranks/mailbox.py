@@ -1,7 +1,8 @@
 """Mailboxes in the process group's store, in which ranks leave each other records, and counts of steps."""
 
+import pickle
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -123,8 +124,8 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
     number = counts[base]
     takes = (share, num_replicas), ranks // num_replicas
     peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
-    records = Mailbox(peers, "passes", PassRecord.decoded).post_and_read(PassRecord(share=share).encoded())
-    peers.require_fair_shares(records)
+    mailbox: Mailbox[PassRecord] = Mailbox(peers, "passes")
+    peers.require_fair_shares(mailbox.post_and_read(PassRecord(share=share)))
     return peers
 
 
@@ -159,50 +160,44 @@ class Mailbox(Generic[V]):
     Args:
         peers: Who they are.
         subject: What it is about.
-        decode: Reads a text that a rank left.
     """
 
-    def __init__(self, peers: Peers, subject: _Subject, decode: Callable[[bytes], V]) -> None:
+    def __init__(self, peers: Peers, subject: _Subject) -> None:
         _tell_gone()
         self._peers = peers  # as long as they are here, what was left stays
-        self._decode = decode
         self._own_key = _key(peers.key, subject, peers.rank)
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
         self._keys = {rank: _key(peers.key, subject, rank) for rank in peers.others}  # whose turn is first comes first
         self._seen: set[int] = set()
-        self._latest: dict[int, tuple[bytes, V]] = {}
 
-    def post_and_read(self, text: str | None, most: int | None = None) -> dict[int, V]:
-        """Leave a text, unless it is None, and return what others left. Wait for none.
+    def post_and_read(self, record: V | None, most: int | None = None) -> dict[int, V]:
+        """Leave a record, unless it is None, and return what others left. Wait for none.
 
         Once the process group is gone, or its store, there is nobody to compare with.
 
         Args:
-            text: What to leave.
+            record: What to leave.
             most: How many others to read at most, in turn; None for all.
         """
         store = self._open_store()
         if store is None:
             return {}
         try:
-            if text is not None:
-                store.set(self._own_key, text)
+            if record is not None:
+                store.set(self._own_key, pickle.dumps(record))
             came = self._read(store, most)
         except _STORE_ERRORS:
             self._store = None
             return {}
-        for rank, left in came.items():
-            if rank not in self._latest or self._latest[rank][0] != left:
-                self._latest[rank] = left, self._decode(left)
-        return {rank: self._latest[rank][1] for rank in came}
+        return {rank: pickle.loads(left) for rank, left in came.items()}  # noqa: S301 - our own ranks'
 
-    def post_at_once(self, text: str) -> None:
-        """Leave a text in the least time: neither the store nor the process group is asked anything."""
+    def post_at_once(self, record: V) -> None:
+        """Leave a record in the least time: neither the store nor the process group is asked anything."""
         store = None if self._store is None else self._store()
         try:
             if store is not None:
-                store.set(self._own_key, text)
+                store.set(self._own_key, pickle.dumps(record))
         except _STORE_ERRORS:
             self._store = None
 
@@ -214,7 +209,6 @@ class Mailbox(Generic[V]):
     def drop(self, rank: int) -> None:
         """Read no more of what a rank leaves."""
         self._keys.pop(rank, None)
-        self._latest.pop(rank, None)
 
     def _open_store(self) -> Any:
         """Return the store, or None if it is gone."""
@@ -275,11 +269,6 @@ class _Count(NamedTuple):
     batches: int
     is_over: bool
 
-    @classmethod
-    def decoded(cls, text: bytes) -> "_Count":
-        epoch, which, batches, is_over = text.decode().split("|")
-        return cls(int(epoch), which, int(batches), is_over == "1")
-
     def may_grow_to(self, mine: "_Count") -> bool:
         """Return whether the rank may still be given as many batches of a pass as this one."""
         return self.epoch < mine.epoch or (self[:2] == mine[:2] and not self.is_over)
@@ -301,7 +290,7 @@ class StepCounts:
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
-        self._mailbox = Mailbox(peers, "steps", _Count.decoded)
+        self._mailbox: Mailbox[_Count] = Mailbox(peers, "steps")
         self._epoch, self._which = -1, ""
         self.due_s: float = 0.0
         self._posted = 0
@@ -323,7 +312,7 @@ class StepCounts:
             self._first_s = now_s
         if now_s < self.due_s:
             return
-        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|0")
+        self._mailbox.post_at_once(_Count(self._epoch, self._which, batches, is_over=False))
         self._posted += 1
         if self._posted >= _FREE:
             posted_s = perf_counter()
@@ -335,10 +324,10 @@ class StepCounts:
         Args:
             batches: How many batches this rank was given.
         """
-        mine, now_s = _Count(self._epoch, self._which, batches, True), perf_counter()
+        mine, now_s = _Count(self._epoch, self._which, batches, is_over=True), perf_counter()
         step_s = (now_s - self._first_s) / max(1, batches - 1)
         until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
-        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|1")
+        self._mailbox.post_at_once(mine)
         while True:
             counts = self._mailbox.post_and_read(None)
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}

@@ -1,9 +1,7 @@
 """What two readers' marks of a stream show about what they read. Without a store."""
 
-import base64
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, repeat
@@ -27,8 +25,6 @@ __all__ = [
     "compare",
     "compare_parts",
     "compare_workers",
-    "decoded",
-    "encoded",
     "next_mark",
     "position",
     "stream_mismatch",
@@ -116,29 +112,6 @@ class PartMarks:
         """Return whether another reader has the same marks, as far as both have come."""
         shared = min(len(self.packed), len(other.packed))
         return self.packed[:shared] == other.packed[:shared]
-
-
-def encoded(passes: Mapping[str, Sequence[PartMarks]]) -> str:
-    """Return marks as a text that ``decoded`` reads: each pass's parts, by what the ranks call the pass."""
-    plain = {
-        name: [
-            [base64.b64encode(part.packed).decode(), part.end, int(part.is_final), int(part.asked_rank)]
-            for part in parts
-        ]
-        for name, parts in passes.items()
-    }
-    return json.dumps(plain, separators=(",", ":"))
-
-
-def decoded(text: str | bytes) -> dict[str, list[PartMarks]]:
-    """Return what ``encoded`` made a text of."""
-    return {
-        name: [
-            PartMarks(base64.b64decode(packed), end, bool(is_final), bool(asked_rank))
-            for packed, end, is_final, asked_rank in parts
-        ]
-        for name, parts in json.loads(text).items()
-    }
 
 
 class Verdict(Enum):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import get_ident
 from time import perf_counter
 from typing import TypeAlias, cast
@@ -31,9 +32,6 @@ __all__ = ["NotesMismatch", "PassMonitor", "PassNotes", "notes_mismatch"]
 # The rows of a dataset are looked at when a pass begins, and after its first two batches: some are made by the first
 # ``__getitem__``. Once more at its end shows what reading changes.
 _LOOKS = 3
-# An encoded hash has this many bits.
-_BITS = 48
-
 
 Rows: TypeAlias = Mapping[str, Row]
 
@@ -104,8 +102,8 @@ class PassNotes:
             steady = self._dataset.steady(before, self._seen)
             self._rows.append({name: row for name, row in steady.items() if name not in known})
 
-    def encoded(self, look_items: int, *, is_old: bool = False) -> NotesReport:
-        """Return what to report of them.
+    def report(self, look_items: int, *, is_old: bool = False) -> NotesReport:
+        """Return what to tell the other ranks of them.
 
         Args:
             look_items: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
@@ -115,7 +113,7 @@ class PassNotes:
             return self._old
         items, state = self._progress()
         is_more = items - self._skip > look_items or state is PassState.ENDED
-        marks = [(count, value % 2**_BITS) for count, value in self._fingerprint.checkpoints]
+        marks = self._fingerprint.checkpoints
         first = max(0, len(marks) - 1) if is_old else 0
         notes = NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
         if is_old and state is not PassState.OPEN:
@@ -151,15 +149,13 @@ def notes_mismatch(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -
         if not ours.is_more or other is None:
             continue
         looks = min(len(ours.rows), len(other.rows))
-        seen, theirs_seen = (
-            {name: Row(*row) for look in rows[:looks] for name, row in look.items()} for rows in (ours.rows, other.rows)
-        )
+        seen, theirs_seen = (dict(chain(*(look.items() for look in rows[:looks]))) for rows in (ours.rows, other.rows))
         if names := _differing(seen, theirs_seen):
             return NotesMismatch(ours.epoch, attributes=names)
         first = max(ours.first, other.first)  # as far as both have come
         both = (notes.checkpoints[first - notes.first :] for notes in (ours, other))
         for checkpoint, their_checkpoint in zip(*both, strict=False):
-            if tuple(checkpoint) != tuple(their_checkpoint):
+            if checkpoint != their_checkpoint:
                 return NotesMismatch(ours.epoch, min(checkpoint[0], their_checkpoint[0]))
     return None
 
@@ -206,7 +202,7 @@ class PassMonitor:
 
     def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
         self._peers = peers
-        self._mailbox = None if peers is None else Mailbox(peers, "passes", PassRecord.decoded)
+        self._mailbox: Mailbox[PassRecord] | None = None if peers is None else Mailbox(peers, "passes")
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
@@ -347,9 +343,9 @@ class PassMonitor:
         size, old = self.read_ahead.size, len(self._noted) - _IN_FULL
         if self._noted:
             self._noted[-1].observe_dataset(size)
-        notes = [noted.encoded(size, is_old=number < old) for number, noted in enumerate(self._noted)]
+        notes = [noted.report(size, is_old=number < old) for number, noted in enumerate(self._noted)]
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
-        others = self._mailbox.post_and_read(mine.encoded())
+        others = self._mailbox.post_and_read(mine)
         self._peers.require_fair_shares(others)
         differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()} if notes else {}
         if other_passes := {rank: where for rank, where in differing.items() if where is not None}:

@@ -16,8 +16,6 @@ from ddp_patch.ranks.order_verdicts import (
     alike_marks,
     compare_parts,
     compare_workers,
-    decoded,
-    encoded,
     stream_mismatch,
 )
 
@@ -74,11 +72,11 @@ class StreamMonitor:
         self._remedy = order_remedy(dataset) or _SEED
         self._first_items, self._marks, self._settle = first_items, marks, settle
         self._workers_read_alike, self._held = workers_read_alike, held
-        self._first_mailbox = Mailbox(peers, "orders", _held_and_decoded)
-        self._marks_mailbox = Mailbox(peers, "marks", decoded)
+        self._first_mailbox: Mailbox[tuple[str, _Passes]] = Mailbox(peers, "orders")
+        self._marks_mailbox: Mailbox[_Passes] = Mailbox(peers, "marks")
         self._open = set(peers.others)  # whose first items may still show something
         self._posted = (0, 0)  # how many first items were left, and of how many parts no more come
-        self._posted_marks = ""
+        self._posted_marks: _Passes = {}
         self._alike: dict[int, dict[str, list[AlikeMarks]]] = {}  # by rank, then by what the ranks call the pass
         self._has_warned = False
 
@@ -121,20 +119,19 @@ class StreamMonitor:
         if not self._open:
             self._settle()
 
-    def _news(self, mine: _Passes) -> str | None:
+    def _news(self, mine: _Passes) -> tuple[str, _Passes] | None:
         """Return what to leave of the first items: nothing as long as little has come since."""
         every = [part for parts in mine.values() for part in parts]
         items, finals = sum(part.count for part in every), sum(part.is_final for part in every)
         if finals == self._posted[1] and (items == 0 or items < 2 * self._posted[0]):
             return None
         self._posted = (items, finals)
-        return f"{self._held}|{encoded(mine)}"
+        return self._held, mine
 
     def _compare_marks(self, most: int | None) -> None:
         mine = self._marks()
-        news = encoded(mine)
-        others = self._marks_mailbox.post_and_read(None if news == self._posted_marks else news, most)
-        self._posted_marks = news
+        others = self._marks_mailbox.post_and_read(None if mine == self._posted_marks else mine, most)
+        self._posted_marks = mine
         for rank, theirs in others.items():
             known = self._alike.setdefault(rank, {})
             for name, parts in mine.items():
@@ -199,8 +196,3 @@ class StreamMonitor:
             f"{what[0].upper()}{what[1:]}. Each rank keeps its shard of what should be one stream, so samples would be "
             f"lost and steps would not be equal. {remedy}"
         )
-
-
-def _held_and_decoded(text: bytes) -> tuple[str, dict[str, list[PartMarks]]]:
-    held, _, marks = text.partition(b"|")
-    return held.decode(), decoded(marks)
