@@ -6,7 +6,6 @@ background of the steps, and a rank that leaves or fails is named to the others.
 
 import atexit
 import json
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -243,11 +242,11 @@ class Channel:
         """Count a batch that this rank has given."""
         self.batches_delivered += 1
 
-    def begin_gather(self, row: Sequence[int]) -> None:
+    def begin_gather(self, row: Sequence[float], dtype: torch.dtype = torch.int64) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
         self._begun += 1
-        self._rows = torch.empty(len(self._members), len(row), dtype=torch.int64)
-        self._work = gather_in_background(self._group, torch.tensor(row), self._rows, _BACKGROUND)
+        self._rows = torch.empty(len(self._members), len(row), dtype=dtype)
+        self._work = gather_in_background(self._group, torch.tensor(row, dtype=dtype), self._rows, _BACKGROUND)
 
     def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[int]]:
         """Return each member's row, as soon as all have sent theirs.
@@ -422,11 +421,9 @@ class StepSums:
 
     def _next(self, value: float, *, has_step: bool) -> tuple[float, bool]:
         """Return the sum of all ranks' values, and whether a rank still had a step."""
-        (bits,) = struct.unpack("q", struct.pack("d", value))
-        self._channel.begin_gather([bits, has_step])
-        rows = self._channel.gathered()
-        values = struct.unpack(f"{len(rows)}d", struct.pack(f"{len(rows)}q", *(row[0] for row in rows)))
-        return sum(values), any(row[1] for row in rows)
+        self._channel.begin_gather([value, has_step], torch.float64)
+        values, have_steps = zip(*self._channel.gathered(), strict=True)
+        return sum(values), any(have_steps)
 
 
 @contextmanager
