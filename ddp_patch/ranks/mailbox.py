@@ -170,9 +170,10 @@ class Mailbox(Generic[V]):
         self._store: ref[Any] | None = ref(default_store())
         self._keys = {rank: _key(peers.key, subject, rank) for rank in peers.others}  # whose turn is first comes first
         self._seen: set[int] = set()
+        self._left = b""
 
     def post_and_read(self, record: V | None, most: int | None = None) -> dict[int, V]:
-        """Leave a record, unless it is None, and return what others left. Wait for none.
+        """Leave a record, unless it is None or there already, and return what others left. Wait for none.
 
         Once the process group is gone, or its store, there is nobody to compare with.
 
@@ -184,8 +185,9 @@ class Mailbox(Generic[V]):
         if store is None:
             return {}
         try:
-            if record is not None:
-                store.set(self._own_key, pickle.dumps(record))
+            if record is not None and (left := pickle.dumps(record)) != self._left:
+                store.set(self._own_key, left)
+                self._left = left
             came = self._read(store, most)
         except _STORE_ERRORS:
             self._store = None
@@ -222,9 +224,7 @@ class Mailbox(Generic[V]):
         if most is not None:
             self._keys = {rank: key for rank, key in self._keys.items() if rank not in now} | now
         # A key that is missing would be waited for.
-        unseen = [rank for rank in now if rank not in self._seen]
-        are_all = bool(unseen) and store.check([now[rank] for rank in unseen])
-        self._seen.update(rank for rank in unseen if are_all or store.check([now[rank]]))
+        self._seen.update(rank for rank in now if rank not in self._seen and store.check([now[rank]]))
         came = [rank for rank in now if rank in self._seen]
         return dict(zip(came, store.multi_get([now[rank] for rank in came]), strict=True)) if came else {}
 

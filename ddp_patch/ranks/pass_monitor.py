@@ -66,7 +66,6 @@ class PassNotes:
         self._rows: list[Rows] = []  # what is new at each look after the first
         self._seen: Rows | None = None  # the latest look
         self._is_seen_whole = False
-        self._old: NotesReport | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
 
     def begin(self, attempt: int) -> None:
@@ -109,16 +108,11 @@ class PassNotes:
             look_items: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
             is_old: Whether to leave only the last mark: for ranks that are some epochs behind.
         """
-        if is_old and self._old is not None:
-            return self._old
         items, state = self._progress()
         is_more = items - self._skip > look_items or state is PassState.ENDED
         marks = self._fingerprint.checkpoints
         first = max(0, len(marks) - 1) if is_old else 0
-        notes = NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
-        if is_old and state is not PassState.OPEN:
-            self._old = notes
-        return notes
+        return NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -75,8 +75,6 @@ class StreamMonitor:
         self._first_mailbox: Mailbox[tuple[str, _Passes]] = Mailbox(peers, "orders")
         self._marks_mailbox: Mailbox[_Passes] = Mailbox(peers, "marks")
         self._open = set(peers.others)  # whose first items may still show something
-        self._posted = (0, 0)  # how many first items were left, and of how many parts no more come
-        self._posted_marks: _Passes = {}
         self._alike: dict[int, dict[str, list[AlikeMarks]]] = {}  # by rank, then by what the ranks call the pass
         self._has_warned = False
 
@@ -105,7 +103,7 @@ class StreamMonitor:
             if len(parts) > 1 and self._workers_read_alike(number):
                 found = compare_workers(parts)
                 self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
-        for rank, (held, theirs) in self._first_mailbox.post_and_read(self._news(mine), most).items():
+        for rank, (held, theirs) in self._first_mailbox.post_and_read((self._held, mine), most).items():
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
                 both = mine[name][found.part], theirs[name][found.part]
@@ -119,20 +117,9 @@ class StreamMonitor:
         if not self._open:
             self._settle()
 
-    def _news(self, mine: _Passes) -> tuple[str, _Passes] | None:
-        """Return what to leave of the first items: nothing as long as little has come since."""
-        every = [part for parts in mine.values() for part in parts]
-        items, finals = sum(part.count for part in every), sum(part.is_final for part in every)
-        if finals == self._posted[1] and (items == 0 or items < 2 * self._posted[0]):
-            return None
-        self._posted = (items, finals)
-        return self._held, mine
-
     def _compare_marks(self, most: int | None) -> None:
         mine = self._marks()
-        others = self._marks_mailbox.post_and_read(None if mine == self._posted_marks else mine, most)
-        self._posted_marks = mine
-        for rank, theirs in others.items():
+        for rank, theirs in self._marks_mailbox.post_and_read(mine, most).items():
             known = self._alike.setdefault(rank, {})
             for name, parts in mine.items():
                 other_passes = [before for other, before in known.items() if other != name]
