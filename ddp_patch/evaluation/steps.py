@@ -6,7 +6,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from ddp_patch.loaders.to_device import Mover, device_of, without_device
 from ddp_patch.ranks.channel import opened_sums
 from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import Batches, batches_of
-from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 
 __all__ = [
@@ -174,9 +172,6 @@ Weighed: TypeAlias = Iterator[tuple[Any, torch.Tensor]]
 
 _WEIGHING = "iter_with_weights"
 
-# What earlier passes over a loader left in the store.
-_STALE: WeakKeyDictionary[EpochSampler[Any], list[str]] = WeakKeyDictionary()
-
 
 def iter_with_weights(
     loader: DataLoader[Any], *, weight_of: WeightOf | None = None, dtype: torch.dtype | None = None
@@ -268,9 +263,8 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
                 "count, and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
                 "these are. Patch it with a process group."
             )
-        facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
-        timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
-        with opened_sums(world.peer_ranks(), "Weighing samples", facts, timeout, stale) as sums:
+        agreed, facts = sampler.agreed, {"epoch": sampler.epoch}
+        with opened_sums(world.peer_ranks(), "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
             yield from _weighed(all_steps, ranks, like, weight_of, sums.sum_over_ranks)
 
 

@@ -6,6 +6,7 @@ background of the steps, and a rank that leaves or fails is named to the others.
 
 import atexit
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -36,6 +37,10 @@ __all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
 # A tag that nothing is sent with.
 _NO_TAG = 2**30
 
+
+# Keys of a loader's earlier channels in the store, by the members and the loader's number. Nobody reads them once all
+# members have met for another channel: they are deleted then.
+_stale: defaultdict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
 
 # Of channels that this rank left while others may still need what it has sent: the work, and what breaks the
 # connections. To drop them would wait for the others.
@@ -173,17 +178,16 @@ _BACKGROUND = timedelta(days=1)
 
 @contextmanager
 def opened(
-    members: Sequence[int], doing: str, facts: Mapping[str, object], timeout: float, stale: list[str]
+    members: Sequence[int], doing: str, number: int, facts: Mapping[str, object], timeout: float
 ) -> Iterator["Channel"]:
     """Synchronise with the other members, open a channel, and close it in the end.
 
     Args:
         members: The global ranks that take part, this one among them; the same on each.
         doing: What they are doing, for errors.
+        number: The number by which they know the loader.
         facts: What must be the same on all.
         timeout: How many seconds they wait for each other.
-        stale: Keys of earlier channels in the store, which nobody reads once all have met here: they are deleted, and
-            those that this channel leaves are put there.
 
     Raises:
         RankMismatchError: The facts differ, or a rank refused.
@@ -194,10 +198,10 @@ def opened(
         require_same(doing, records)
         return dict.fromkeys(records, uuid4().hex)
 
-    name: str = exchange(members, doing, dict(facts), named, timeout)
+    name: str = exchange(members, doing, {"patched as": f"number {number}", **facts}, named, timeout)
     _lingering[:] = [(work, cut) for work, cut in _lingering if not work.is_completed()]
     with store_reached(doing):
-        notes = ExitNotes(name, members, doing, stale)
+        notes = ExitNotes(name, members, doing, _stale[tuple(members), number])
     channel = Channel(members, doing, notes, timeout)
     try:
         yield channel
@@ -428,10 +432,10 @@ class StepSums:
 
 @contextmanager
 def opened_sums(
-    members: Sequence[int], doing: str, facts: Mapping[str, object], timeout: float, stale: list[str]
+    members: Sequence[int], doing: str, number: int, facts: Mapping[str, object], timeout: float
 ) -> Iterator[StepSums]:
     """Meet the other ranks, and connect with them for a pass; see ``opened``."""
-    with opened(members, doing, facts, timeout, stale) as channel:
+    with opened(members, doing, number, facts, timeout) as channel:
         sums = StepSums(channel)
         yield sums
         sums.finish()
