@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast
 
@@ -106,7 +106,7 @@ def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     # Count samples before they are collated: a collated batch may have any type.
     record, device = _unshared(0), device_of(loader)
     mover = None if device is None else Mover(device)
-    for samples, batch in without_device(loader, collate_fn=_WithNumber(loader.collate_fn)):
+    for samples, batch in without_device(loader, collate_fn=partial(_numbered, loader.collate_fn)):
         if samples != record.samples:
             record = _unshared(samples)
         yield batch if mover is None else mover.moved(batch), record
@@ -117,14 +117,9 @@ def _unshared(samples: int) -> BatchRecord:
     return BatchRecord(0, 0, samples, samples, samples, samples, samples)
 
 
-@dataclass(frozen=True, slots=True)
-class _WithNumber:
-    """A ``collate_fn`` that returns the number of samples, then what the user's ``collate_fn`` returns."""
-
-    collate_fn: Callable[[Any], Any]
-
-    def __call__(self, samples: Any) -> tuple[int, Any]:
-        return len(samples), self.collate_fn(samples)
+def _numbered(collate_fn: Callable[[Any], Any], samples: Any) -> tuple[int, Any]:
+    """Return the number of samples, then what the user's ``collate_fn`` makes of them."""
+    return len(samples), collate_fn(samples)
 
 
 _MASKING = "iter_with_mask"

@@ -105,7 +105,6 @@ class ExitNotes:
         self._index = members.index(dist.get_rank())
         self._store: Any = default_store()
         self._first, self._waits = f"ddp_patch/words/{name}", f"ddp_patch/waits/{name}"
-        self._is_waiting = False
         while stale:
             self._store.delete_key(stale.pop())
 
@@ -149,7 +148,6 @@ class ExitNotes:
     def announce_waiting(self, gather: int) -> None:
         """Write which gather this rank waits for."""
         self._store.set(f"{self._waits}/{self._index}", f"{gather}")
-        self._is_waiting = True
 
     def not_waiting(self, gather: int) -> list[int]:
         """Return the numbers of the members that do not wait for a gather."""
@@ -158,9 +156,8 @@ class ExitNotes:
         return [index for index in indices if int(waiting.get(index, -1)) != gather]
 
     def tidy(self) -> None:
-        """Delete what this rank wrote about waiting."""
-        if self._is_waiting:
-            self._store.delete_key(f"{self._waits}/{self._index}")
+        """Delete what this rank wrote about waiting, if it did."""
+        self._store.delete_key(f"{self._waits}/{self._index}")
 
 
 # The first message of a value, which has it whole where that is small.
