@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, WorldError, message_of
+from ddp_patch.errors import DDPPatchError, message_of
 from ddp_patch.evaluation.judging import (
     GATHERING,
     Agreement,
@@ -313,14 +313,9 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
     """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
-    if world.share_of_rank is None:
-        if world.num_replicas > 1:
-            raise WorldError(
-                f"{operation} cannot gather from {world.num_replicas} ranks: the loader's world was given by rank= "
-                "and num_replicas=, and nothing says which processes these are. Patch it with a process group."
-            )
+    if world.share_of_rank is None and world.num_replicas == 1:
         return Members([0], 0, dst, timeout, device)
-    return Members(world.peer_ranks(), dist.get_rank(), dst, timeout, device)
+    return Members(world.peer_ranks(operation), dist.get_rank(), dst, timeout, device)
 
 
 def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, pad: Any) -> Any:

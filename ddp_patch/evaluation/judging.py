@@ -347,14 +347,11 @@ def _leaf(path: str, records: Mapping[int, RemoteReport], ranks: Sequence[int]) 
 def _form(path: str, forms: Mapping[int, Form], pad: Any) -> Form:
     """Return the form of all ranks' rows of a column, as wide as the widest."""
     form = widest(list(forms.values()))
-    if form.narrowest is not None and pad is None:
-        problems = {rank: f"passed {own}{at(path)}" for rank, own in forms.items()}
-        raise _refusal(problems, _WIDTHS, "rows differ in width")
-    if form.narrowest is not None and not form.holds(pad):
-        raise InvalidOptionError(
-            f"pad={pad!r} cannot fill up the rows{at(path)}, which are {form}: it is no value of that dtype. "
-            "Pass another number, or make the rows equally wide on every rank."
-        )
+    if form.narrowest is not None:
+        if pad is None:
+            problems = {rank: f"passed {own}{at(path)}" for rank, own in forms.items()}
+            raise _refusal(problems, _WIDTHS, "rows differ in width")
+        form.require_holds(pad, path)
     return form
 
 

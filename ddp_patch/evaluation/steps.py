@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import changes_of
-from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.to_device import Mover, device_of, without_device
@@ -250,14 +250,8 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         if is_known or ranks == 1:
             yield from _weighed(all_steps, ranks, like, weight_of, None if is_known else float)
             return
-        if world.share_of_rank is None:
-            raise WorldError(
-                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks here: they must exchange how much theirs "
-                "count, and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
-                "these are. Patch it with a process group."
-            )
-        agreed, facts = sampler.agreed, {"epoch": sampler.epoch}
-        with opened_sums(world.peer_ranks(), "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
+        members, agreed, facts = world.peer_ranks(_WEIGHING), sampler.agreed, {"epoch": sampler.epoch}
+        with opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
             yield from _weighed(all_steps, ranks, like, weight_of, sums.sum_over_ranks)
 
 

@@ -64,7 +64,7 @@ class EvenIterators:
                 "batches. Call torch.distributed.init_process_group() again and patch the unpatched loader, or iterate "
                 "the unpatched loader."
             )
-        members = agreed.world.peer_ranks()
+        members = agreed.world.peer_ranks(doing)
         if own.failure is not None:
             refuse(members, doing, own.failure)
             own.raise_failure()
