@@ -24,7 +24,6 @@ __all__ = [
     "alike_marks",
     "compare",
     "compare_parts",
-    "compare_workers",
     "next_mark",
     "position",
     "stream_mismatch",
@@ -137,13 +136,6 @@ class OrderComparison:
     part: int = 0
     item: int = 0
     is_final: bool = True
-
-
-def compare_workers(parts: Sequence[PartMarks]) -> OrderComparison:
-    """Compare the workers of one rank, which all read one stream; ``part`` is the one that differs from the first."""
-    firsts = [parts[0]] * (len(parts) - 1)
-    found = compare_parts(firsts, parts[1:])
-    return OrderComparison(found.verdict, found.part + 1, found.item, found.is_final)
 
 
 def compare_parts(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> OrderComparison:

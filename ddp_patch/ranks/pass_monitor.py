@@ -341,13 +341,13 @@ class PassMonitor:
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
         others = self._mailbox.post_and_read(mine)
         self._peers.require_fair_shares(others)
-        differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()} if notes else {}
-        if other_passes := {rank: where for rank, where in differing.items() if where is not None}:
-            raise self._other_pass(self._peers, other_passes)
+        differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()}
+        if other_orders := {rank: where for rank, where in differing.items() if where is not None}:
+            raise self._other_order(self._peers, other_orders)
         slack = size * self.read_ahead.readers if self._keeps else 0
         compared = {rank: pass_mismatch(mine, their, size, slack, self._long_look) for rank, their in others.items()}
-        if found := {rank: where for rank, where in compared.items() if where is not None}:
-            raise self._error(self._peers, found)
+        if other_passes := {rank: where for rank, where in compared.items() if where is not None}:
+            raise self._other_passes(self._peers, other_passes)
 
     def _began(self, peers: Peers) -> str:
         return f"Iterating the {self._name} that was patched as number {peers.number}"
@@ -355,7 +355,7 @@ class PassMonitor:
     def _counted(self, batches: int) -> str:
         return f"{batches} {self._units[batches != 1]}"
 
-    def _other_pass(self, peers: Peers, found: Mapping[int, NotesMismatch]) -> RankMismatchError:
+    def _other_order(self, peers: Peers, found: Mapping[int, NotesMismatch]) -> RankMismatchError:
         first = min(found.values(), key=lambda where: where.epoch)
         ranks = ranks_text([rank for rank, where in found.items() if where == first])
         began = self._began(peers)
@@ -376,7 +376,7 @@ class PassMonitor:
             "generator of its own that is seeded alike; or patch with order='leader', and rank 0 draws for all."
         )
 
-    def _error(self, peers: Peers, found: Mapping[int, PassMismatch]) -> RankMismatchError:
+    def _other_passes(self, peers: Peers, found: Mapping[int, PassMismatch]) -> RankMismatchError:
         first = min(found.values())
         ranks = sorted(rank for rank, where in found.items() if where == first)
         behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])

@@ -15,7 +15,6 @@ from ddp_patch.ranks.order_verdicts import (
     Verdict,
     alike_marks,
     compare_parts,
-    compare_workers,
     stream_mismatch,
 )
 
@@ -101,8 +100,9 @@ class StreamMonitor:
         mine = self._first_items()
         for number, parts in enumerate(mine.values(), 1):
             if len(parts) > 1 and self._workers_read_alike(number):
-                found = compare_workers(parts)
-                self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
+                first, *others = parts
+                found = compare_parts([first] * len(others), others)
+                self._judge(found, "the stream", "worker 0", f"worker {found.part + 1}, both of rank {self._rank}")
         for rank, (held, theirs) in self._first_mailbox.post_and_read((self._held, mine), most).items():
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])

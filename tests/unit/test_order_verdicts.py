@@ -21,7 +21,6 @@ from ddp_patch.ranks.order_verdicts import (
     Verdict,
     compare,
     compare_parts,
-    compare_workers,
 )
 
 ALIKE, OTHER_ORDER, UNKNOWN = Verdict.ALIKE, Verdict.OTHER_ORDER, Verdict.UNKNOWN
@@ -202,9 +201,9 @@ def test_items_that_are_drawn_again_and_again_by_all_workers_are_no_evidence(kin
 
 def test_the_workers_of_one_rank_are_compared_with_its_first() -> None:
     same, moved = notes(MANY), notes(shuffled(MANY))
-    assert compare_workers([same, same, same]).verdict is ALIKE
-    found = compare_workers([same, same, moved])
-    assert (found.verdict, found.part) == (OTHER_ORDER, 2)
+    assert compare_parts([same, same], [same, same]).verdict is ALIKE
+    found = compare_parts([same, same], [same, moved])
+    assert (found.verdict, found.part) == (OTHER_ORDER, 1)
 
 
 @dataclass
