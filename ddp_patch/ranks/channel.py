@@ -109,7 +109,7 @@ class ExitNotes:
             self._store.delete_key(stale.pop())
 
     def leave(self, kind: ExitKind, why: str, gathers: int = 0) -> None:
-        """Write why this rank leaves, unless another has written already.
+        """Write why this rank leaves, unless another has written already, or the store is gone.
 
         Args:
             kind: Whether it asks for no more, cannot continue, or misses others.
@@ -117,8 +117,9 @@ class ExitNotes:
             gathers: In how many gathers it took part.
         """
         note = json.dumps([self._index, kind, why, gathers])
-        if self._store.compare_set(self._first, "", note).decode() == note:
-            self._stale.append(self._first)
+        with suppress(RuntimeError):
+            if self._store.compare_set(self._first, "", note).decode() == note:
+                self._stale.append(self._first)
 
     def require_none(self, gather: int | None = None) -> None:
         """Raise the error of the member that left first, if one did.
@@ -327,8 +328,7 @@ class Channel:
 
     def fail(self, error: BaseException) -> None:
         """Write why this rank cannot continue, before its row tells the others."""
-        with store_reached(self._doing):
-            self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
+        self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_nobody_left(self) -> None:
         """Raise RankMismatchError if a member has written that it failed, or left."""
@@ -337,14 +337,13 @@ class Channel:
 
     def say_goodbye(self, row: Sequence[int]) -> None:
         """Write that this rank breaks off, and send a last row, which the others may have begun to wait for."""
-        with suppress(RuntimeError):  # the store may be gone, and the others
-            self._notes.leave("left", f"{self.batches_delivered} batches", self._begun)
+        self._notes.leave("left", f"{self.batches_delivered} batches", self._begun)
+        with suppress(RuntimeError):  # the others may be gone
             self.begin_gather(row)
 
     def leave(self, kind: ExitKind, why: str) -> None:
         """Leave before the end, and write why."""
-        with suppress(RuntimeError):  # the store may be gone
-            self._notes.leave(kind, why, self._begun)
+        self._notes.leave(kind, why, self._begun)
         # The others may need what this rank has sent, and who breaks off on all ranks waits for no more than that.
         with suppress(DDPPatchError):
             if self._work is not None and not self._has_come(_SLICE_S):
@@ -357,7 +356,7 @@ class Channel:
             _cut(self._group, len(self._members), self.index)
         self._group = self._work = None
         self._sends.clear()
-        with suppress(RuntimeError):  # as above
+        with suppress(RuntimeError):  # the store may be gone
             self._notes.tidy()
 
     def _closed(self) -> list[int]:
@@ -393,8 +392,7 @@ class Channel:
             "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
             "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
         )
-        with suppress(RuntimeError):  # the store may be gone
-            self._notes.leave("missing", text)
+        self._notes.leave("missing", text)
         return MissingRanksError(text)
 
 
