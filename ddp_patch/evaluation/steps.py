@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import changes_of
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
@@ -191,7 +190,7 @@ def iter_with_weights(
 
     Yields:
         The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. They are on the
-        loader's ``device=``, if it has one, else on the CPU. Steps that are alike may get the same tensor.
+        loader's ``device=``, if it has one, else on the CPU.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
@@ -271,17 +270,11 @@ def _weighed(
         weight_of: What the samples of a batch count; None where each counts 1.
         sum_of: Sums over the ranks how much a step's samples count; None where the records tell.
     """
-    latest, version = None, object()
-    weights = like
     for batch, record in steps:
-        # Steps that are alike have one record, and one tensor, unless the user has changed it.
-        if sum_of is not None or record is not latest or changes_of(weights) != version:
-            own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
-            total = record.total if sum_of is None else sum_of(own)
-            with torch.inference_mode(False):  # where tensors do not count their changes
-                weights = like.new_full((record.samples,), ranks / total if total else 0.0)
-            weights[record.real_samples :] = 0
-            latest, version = record, changes_of(weights)
+        own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
+        total = record.total if sum_of is None else sum_of(own)
+        weights = like.new_full((record.samples,), ranks / total if total else 0.0)
+        weights[record.real_samples :] = 0
         yield batch, weights
 
 
