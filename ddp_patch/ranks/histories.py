@@ -36,8 +36,6 @@ class PassState(IntEnum):
     ABANDONED = 1  # broken off before its end
     ENDED = 2  # it came to its end
     UNKNOWN = 3  # how far it came is not known
-    WITHDRAWN = 4  # another epoch was chosen since: it counts no longer against ranks that chose that, too
-    WITHDRAWN_COMPLETE = 5  # likewise, but the pass was complete
 
 
 class PassProgress(NamedTuple):
@@ -56,6 +54,7 @@ class PassEntry(NamedTuple):
         state: What is known of it.
         chosen: Whether ``set_epoch`` chose its epoch.
         attempt: How often the rank had started again before, at an epoch that it had already trained.
+        is_withdrawn: Whether another epoch was chosen since: it counts no longer against ranks that chose that, too.
     """
 
     epoch: int
@@ -63,11 +62,7 @@ class PassEntry(NamedTuple):
     state: PassState
     chosen: bool
     attempt: int
-
-    @property
-    def is_withdrawn(self) -> bool:
-        """Whether it counts no longer against ranks that chose an epoch, too."""
-        return self.state >= PassState.WITHDRAWN
+    is_withdrawn: bool = False
 
     def is_more_than(self, look_items: int) -> bool:
         """Return whether this is more than a look that takes so many items."""
@@ -79,10 +74,7 @@ class PassEntry(NamedTuple):
 
     def withdrawn(self) -> "PassEntry":
         """Return it as it counts once another epoch was chosen."""
-        if self.state is PassState.UNKNOWN:
-            return self._replace(items=0)
-        is_whole = self.state in {PassState.ENDED, PassState.WITHDRAWN_COMPLETE}
-        return self._replace(state=PassState.WITHDRAWN_COMPLETE if is_whole else PassState.WITHDRAWN)
+        return self._replace(items=0) if self.state is PassState.UNKNOWN else self._replace(is_withdrawn=True)
 
 
 class NotesReport(NamedTuple):
@@ -155,13 +147,13 @@ class PassRecord:
             entry = self.passes[epoch]
             if entry.is_withdrawn:
                 is_common = choice is None or other.has_chosen(choice)
-                theirs = other.passes.get(epoch)
-                is_other = theirs is not None and theirs.is_withdrawn and theirs.state is not entry.state
+                is_whole, theirs = entry.state is PassState.ENDED, other.passes.get(epoch)
+                is_other = theirs is not None and theirs.is_withdrawn and (theirs.state is PassState.ENDED) != is_whole
                 if is_common and not is_other:
-                    passes[epoch] = entry._replace(items=0, state=PassState.UNKNOWN)
+                    seen = entry._replace(items=0, state=PassState.UNKNOWN)
                 else:
-                    is_whole = is_common and entry.state is PassState.WITHDRAWN_COMPLETE
-                    passes[epoch] = entry._replace(state=PassState.ENDED if is_whole else PassState.ABANDONED)
+                    seen = entry._replace(state=PassState.ENDED if is_common and is_whole else PassState.ABANDONED)
+                passes[epoch] = seen._replace(is_withdrawn=False)
             choice = epoch if entry.chosen else choice
         return replace(self, passes=passes)
 

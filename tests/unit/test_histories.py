@@ -18,7 +18,7 @@ from ddp_patch.ranks.histories import (
 )
 from ddp_patch.ranks.mailbox import Peers
 
-OPEN, LEFT, ENDED, UNKNOWN, WITHDRAWN, _ = PassState
+OPEN, LEFT, ENDED, UNKNOWN = PassState
 SIZE = 4
 
 # A pass: which epoch was set before it, if one was; its epoch; the items taken; its state.
