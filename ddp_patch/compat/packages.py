@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
@@ -37,7 +36,6 @@ __all__ = [
     "accelerate_is_on",
     "arranges_neighbours",
     "asks_for_its_own_dataset",
-    "changes_of",
     "forget_loaded_state",
     "full_name",
     "held_loaders",
@@ -71,14 +69,6 @@ def full_name(kind: type) -> str:
 def is_any_of(kind: type, names: Collection[str]) -> bool:
     """Return whether a class, or a base of it, has one of these full names."""
     return any(full_name(base) in names for base in kind.__mro__)
-
-
-def changes_of(tensor: torch.Tensor) -> object:
-    """Return a value that stays equal until the tensor is changed in place; torch has no public name for it.
-
-    If this torch lacks it, the value equals nothing, as if the tensor had changed.
-    """
-    return getattr(tensor, "_version", object())
 
 
 class _Stateless:

@@ -1,6 +1,6 @@
 """Gather outputs in the order of the unpatched loader."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, WorldError, message_of
+from ddp_patch.errors import DDPPatchError, message_of
 from ddp_patch.evaluation.judging import (
     GATHERING,
     Agreement,
@@ -137,24 +137,15 @@ def _expected(
         number: Which of them; None for all.
         is_last: Whether no step follows.
     """
-    sizes: list[int] = []  # how many samples each batch has,
-    real: list[int] = []  # how many of them are not padding,
-    real_sizes: list[int] = []  # and the same of batches that are not padding
-
-    def noted(records: Iterable[BatchRecord]) -> Iterator[BatchRecord]:
-        for record in records:
-            sizes.append(record.samples)
-            real.append(record.real_samples)
-            if record.real:
-                real_sizes.append(record.real_samples)
-            yield record
-
-    keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
+    records = list(schedule.records()) if number is None else [schedule.record(number)]
+    sizes = [record.samples for record in records]
+    real_sizes = [record.real_samples for record in records if record.real]
+    keys = keys_of(schedule.keys(records))
     is_whole = batches.unit is ShardedUnit.BATCH and schedule.batch_plan is None
     has_sizes = not is_whole or schedule.sizes is not None
     share = RankShare(
         sum(sizes) if has_sizes else None,
-        _real_rows(sizes, real),
+        _real_rows(records),
         len(sizes),
         sizes if number is None and has_sizes and batches.unit is not ShardedUnit.UNBATCHED else None,
         range(len(real_sizes)) if is_whole else None,
@@ -169,13 +160,14 @@ def _expected(
     return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
 
 
-def _real_rows(sizes: Sequence[int], real: Sequence[int]) -> Sequence[int]:
-    """Return which rows are not padding, of batches with so many rows, of which the first ones are real.
+def _real_rows(records: Sequence[BatchRecord]) -> Sequence[int]:
+    """Return which rows of all batches are not padding.
 
     Each part's padding comes at its own end, in the midst of what other workers give.
     """
-    begins = (end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
-    runs = list(joined(range(begin, begin + own) for begin, own in zip(begins, real, strict=True))) or [range(0)]
+    begins = accumulate((record.samples for record in records), initial=0)
+    own = (range(begin, begin + record.real_samples) for begin, record in zip(begins, records, strict=False))
+    runs = list(joined(own)) or [range(0)]
     return runs[0] if len(runs) == 1 else list(chain.from_iterable(runs))
 
 
@@ -321,14 +313,9 @@ def _members(operation: str, batches: Batches, dst: int | None, device: torch.de
     """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
-    if world.share_of_rank is None:
-        if world.num_replicas > 1:
-            raise WorldError(
-                f"{operation} cannot gather from {world.num_replicas} ranks: the loader's world was given by rank= "
-                "and num_replicas=, and nothing says which processes these are. Patch it with a process group."
-            )
+    if world.share_of_rank is None and world.num_replicas == 1:
         return Members([0], 0, dst, timeout, device)
-    return Members(world.peer_ranks(), dist.get_rank(), dst, timeout, device)
+    return Members(world.peer_ranks(operation), dist.get_rank(), dst, timeout, device)
 
 
 def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, pad: Any) -> Any:

@@ -178,7 +178,7 @@ def _read_as(outputs: Any, expected: ExpectedRows, pad: Any) -> tuple[LocalOutpu
     if len(dict(leaves)) < len(leaves):
         raise Misfit("passed a dict whose keys look alike and are not equal")
     share = expected.share
-    readings = _read(leaves, share, pad) if share.batches else _read_nothing(leaves, share)
+    readings = _read(leaves, share, pad)
     pickled = {
         (kind, path): packed(reading.column(path, share, pad))
         for ways in readings.values()
@@ -195,14 +195,16 @@ def _read_as(outputs: Any, expected: ExpectedRows, pad: Any) -> tuple[LocalOutpu
 
 
 def _read(leaves: list[tuple[str, Any]], share: RankShare, pad: Any) -> dict[str, dict[RowKind, Reading]]:
-    """Return the ways to read each leaf, the preferred one first."""
+    """Return the ways to read each leaf, the preferred one first; none where a rank that got nothing passes no rows."""
     found = {}
     misfits = []
     for path, leaf in leaves:
         try:
             ways = {reading.kind: reading for reading in readings_of(leaf, path, share)}
         except Misfit as misfit:
-            misfits.append(str(misfit))
+            has_rows = isinstance(leaf, list | torch.Tensor | np.ndarray) and getattr(leaf, "ndim", True) and len(leaf)
+            if share.batches or has_rows:
+                misfits.append(str(misfit))
             continue
         if RowKind.LIST in ways and (pad is not None or RowKind.BATCHES not in ways):
             # Of these alone rows can be padded; and a rank whose batches have one sample each means batches, as others.
@@ -210,21 +212,7 @@ def _read(leaves: list[tuple[str, Any]], share: RankShare, pad: Any) -> dict[str
         found[path] = ways
     if misfits:
         raise Misfit("; ".join(misfits))
-    return found
-
-
-def _read_nothing(leaves: list[tuple[str, Any]], share: RankShare) -> dict[str, dict[RowKind, Reading]]:
-    """Read the outputs of a rank that got nothing: anything that has no rows."""
-    found = {}
-    for path, leaf in leaves:
-        try:
-            ways = readings_of(leaf, path, share)
-        except Misfit:
-            if isinstance(leaf, list) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim and len(leaf)):
-                raise
-            continue
-        found[path] = {RowKind.SAMPLES: replace(ways[0], kind=RowKind.SAMPLES)}
-    return found if len(found) == len(leaves) else {}
+    return found if share.batches or len(found) == len(leaves) else {}
 
 
 GATHERING = "Gathering outputs"
@@ -347,14 +335,11 @@ def _leaf(path: str, records: Mapping[int, RemoteReport], ranks: Sequence[int]) 
 def _form(path: str, forms: Mapping[int, Form], pad: Any) -> Form:
     """Return the form of all ranks' rows of a column, as wide as the widest."""
     form = widest(list(forms.values()))
-    if form.narrowest is not None and pad is None:
-        problems = {rank: f"passed {own}{at(path)}" for rank, own in forms.items()}
-        raise _refusal(problems, _WIDTHS, "rows differ in width")
-    if form.narrowest is not None and not form.holds(pad):
-        raise InvalidOptionError(
-            f"pad={pad!r} cannot fill up the rows{at(path)}, which are {form}: it is no value of that dtype. "
-            "Pass another number, or make the rows equally wide on every rank."
-        )
+    if form.narrowest is not None:
+        if pad is None:
+            problems = {rank: f"passed {own}{at(path)}" for rank, own in forms.items()}
+            raise _refusal(problems, _WIDTHS, "rows differ in width")
+        form.require_holds(pad, path)
     return form
 
 

@@ -180,6 +180,14 @@ class Form:
         """Whether rows are sent pickled, because they do not have a fixed number of bytes."""
         return self.kind == "list" or self.is_string or (self.kind == "array" and self.dtype.hasobject)
 
+    def require_holds(self, pad: Any, path: str = "") -> None:
+        """Raise InvalidOptionError unless a number can stand in these rows of a leaf."""
+        if not self.holds(pad):
+            raise InvalidOptionError(
+                f"pad={pad!r} cannot fill up the rows{at(path)}, which are {self}: it is no value of that dtype. "
+                "Pass another number, or make the rows equally wide on every rank."
+            )
+
     def holds(self, pad: Any) -> bool:
         """Tell whether a number can stand in these rows: as it is, or rounded where they are of floats.
 
@@ -466,9 +474,5 @@ def _padded(leaf: Any, pad: Any) -> Any:
     if not ragged:
         return leaf
     for form in ragged:
-        if not form.holds(pad):
-            raise InvalidOptionError(
-                f"pad={pad!r} cannot fill up the rows, which are {form}: it is no value of that dtype. "
-                "Pass another number, or make the rows equally wide."
-            )
+        form.require_holds(pad)
     return cut(reading.nest, {path: joined_rows(leaves, pad) for path, leaves in reading.leaves.items()}, sizes)

@@ -102,8 +102,7 @@ class _KeyOrder:
         ends = [(run[0], run[-1]) if isinstance(run, range) else (int(run.min()), int(run.max())) for run in runs]
         self._first = min((first for first, _ in ends), default=0)
         self._is_dense = max((last for _, last in ends), default=-1) - self._first + 1 == rows
-        self._ranges = [run for run in runs if isinstance(run, range)]
-        arrays = [] if self._is_dense else [run for run in runs if isinstance(run, np.ndarray)]
+        arrays = [] if self._is_dense else map(array_of, runs)
         self._sorted = np.sort(np.concatenate([np.empty(0, np.int64), *arrays]))
 
     def places(self, run: Place) -> Iterator[Place]:
@@ -112,15 +111,8 @@ class _KeyOrder:
             yield range(run.start - self._first, run.stop - self._first, run.step)
             return
         for start in range(0, len(run), _BLOCK):
-            yield self._smaller(array_of(run[start : start + _BLOCK]))
-
-    def _smaller(self, keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        if self._is_dense:
-            return keys - self._first
-        found = np.searchsorted(self._sorted, keys)
-        for run in self._ranges:
-            found += np.clip(-((run.start - keys) // run.step), 0, len(run))
-        return found
+            keys = array_of(run[start : start + _BLOCK])
+            yield keys - self._first if self._is_dense else np.searchsorted(self._sorted, keys)
 
 
 def placed_samples(batches: Placed, sizes: Sequence[Sequence[int]]) -> tuple[Placed, Sequence[int]]:

@@ -3,24 +3,21 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import changes_of
-from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.to_device import Mover, device_of, without_device
 from ddp_patch.ranks.channel import opened_sums
 from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import Batches, batches_of
-from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 
 __all__ = [
@@ -108,7 +105,7 @@ def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     # Count samples before they are collated: a collated batch may have any type.
     record, device = _unshared(0), device_of(loader)
     mover = None if device is None else Mover(device)
-    for samples, batch in without_device(loader, collate_fn=_WithNumber(loader.collate_fn)):
+    for samples, batch in without_device(loader, collate_fn=partial(_numbered, loader.collate_fn)):
         if samples != record.samples:
             record = _unshared(samples)
         yield batch if mover is None else mover.moved(batch), record
@@ -119,14 +116,9 @@ def _unshared(samples: int) -> BatchRecord:
     return BatchRecord(0, 0, samples, samples, samples, samples, samples)
 
 
-@dataclass(frozen=True, slots=True)
-class _WithNumber:
-    """A ``collate_fn`` that returns the number of samples, then what the user's ``collate_fn`` returns."""
-
-    collate_fn: Callable[[Any], Any]
-
-    def __call__(self, samples: Any) -> tuple[int, Any]:
-        return len(samples), self.collate_fn(samples)
+def _numbered(collate_fn: Callable[[Any], Any], samples: Any) -> tuple[int, Any]:
+    """Return the number of samples, then what the user's ``collate_fn`` makes of them."""
+    return len(samples), collate_fn(samples)
 
 
 _MASKING = "iter_with_mask"
@@ -174,9 +166,6 @@ Weighed: TypeAlias = Iterator[tuple[Any, torch.Tensor]]
 
 _WEIGHING = "iter_with_weights"
 
-# What earlier passes over a loader left in the store.
-_STALE: WeakKeyDictionary[EpochSampler[Any], list[str]] = WeakKeyDictionary()
-
 
 def iter_with_weights(
     loader: DataLoader[Any], *, weight_of: WeightOf | None = None, dtype: torch.dtype | None = None
@@ -201,7 +190,7 @@ def iter_with_weights(
 
     Yields:
         The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. They are on the
-        loader's ``device=``, if it has one, else on the CPU. Steps that are alike may get the same tensor.
+        loader's ``device=``, if it has one, else on the CPU.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
@@ -256,21 +245,12 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
         current, all_steps = sampler.latest, chain(first, steps)
-        if weight_of is None and (current is None or current.schedule().knows_totals):
-            yield from _weighed(all_steps, ranks, like, None, None)
+        is_known = weight_of is None and (current is None or current.schedule().knows_totals)
+        if is_known or ranks == 1:
+            yield from _weighed(all_steps, ranks, like, weight_of, None if is_known else float)
             return
-        if ranks == 1:
-            yield from _weighed(all_steps, ranks, like, weight_of, float)
-            return
-        if world.share_of_rank is None:
-            raise WorldError(
-                f"{_WEIGHING} cannot weigh the samples of {ranks} ranks here: they must exchange how much theirs "
-                "count, and the loader's world was given by rank= and num_replicas=, and nothing says which processes "
-                "these are. Patch it with a process group."
-            )
-        facts = {"patched as": f"number {sampler.agreed.number}", "epoch": sampler.epoch}
-        timeout, stale = sampler.agreed.options.timeout, _STALE.setdefault(sampler, [])
-        with opened_sums(world.peer_ranks(), "Weighing samples", facts, timeout, stale) as sums:
+        members, agreed, facts = world.peer_ranks(_WEIGHING), sampler.agreed, {"epoch": sampler.epoch}
+        with opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
             yield from _weighed(all_steps, ranks, like, weight_of, sums.sum_over_ranks)
 
 
@@ -290,17 +270,11 @@ def _weighed(
         weight_of: What the samples of a batch count; None where each counts 1.
         sum_of: Sums over the ranks how much a step's samples count; None where the records tell.
     """
-    latest, version = None, object()
-    weights = like
     for batch, record in steps:
-        # Steps that are alike have one record, and one tensor, unless the user has changed it.
-        if sum_of is not None or record is not latest or changes_of(weights) != version:
-            own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
-            total = record.total if sum_of is None else sum_of(own)
-            with torch.inference_mode(False):  # where tensors do not count their changes
-                weights = like.new_full((record.samples,), ranks / total if total else 0.0)
-            weights[record.real_samples :] = 0
-            latest, version = record, changes_of(weights)
+        own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
+        total = record.total if sum_of is None else sum_of(own)
+        weights = like.new_full((record.samples,), ranks / total if total else 0.0)
+        weights[record.real_samples :] = 0
         yield batch, weights
 
 

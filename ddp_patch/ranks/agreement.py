@@ -86,7 +86,7 @@ class Agreed:
         Args:
             doing: What the ranks are doing, for the error.
             facts: What must be the same on every rank, by name.
-            known: What must be the same on all ranks that know it, by name.
+            known: What must be the same on all ranks that know it, by name; empty on the others.
         """
         if self.options.verify:
             self.compare(doing, facts, known)
@@ -101,9 +101,7 @@ class Agreed:
 
         def confirm(records: Mapping[int, tuple[Mapping[str, object], Mapping[str, object]]]) -> dict[int, None]:
             require_same(doing, {rank: same for rank, (same, _) in records.items()})
-            by_some = {rank: some for rank, (_, some) in records.items()}
-            for name in dict.fromkeys(name for some in by_some.values() for name in some):
-                require_same(doing, {rank: {name: some[name]} for rank, some in by_some.items() if name in some})
+            require_same(doing, {rank: some for rank, (_, some) in records.items() if some})
             return dict.fromkeys(records)
 
         exchange(list(self.world.share_of_rank), doing, record, confirm, self.options.timeout)
@@ -163,7 +161,6 @@ class RankReport:
         common: What must be the same on every rank for all of its loaders, by name.
         seed: The seed that was chosen, if one was.
         base_seed: What the seeds follow from if none was chosen.
-        synchronises: Whether the ranks synchronise in every epoch.
         share: Which shard this rank takes.
         loaders: One report for each loader.
     """
@@ -172,7 +169,6 @@ class RankReport:
     common: Mapping[str, object]
     seed: int | None
     base_seed: int
-    synchronises: bool
     share: int
     loaders: Sequence[LoaderReport]
 
@@ -223,7 +219,6 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         seed=options.seed,
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
         base_seed=torch.initial_seed() if len(members) == dist.get_world_size() else 0,
-        synchronises=options.verify or options.order == "leader",
         share=world.rank,
         loaders=loaders,
     )
@@ -259,11 +254,9 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 
 def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
-    members, leader = list(world.share_of_rank or ()), None
-    if options.order == "leader":
-        leader = Leader(members, options.timeout)
-    peers = agreed_peers(members, decision.number)
-    return Agreed(world, options, _seed(options, decision.seed), leader, decision.number, peers)
+    members, number = list(world.share_of_rank or ()), decision.number
+    leader = Leader(members, options.timeout) if options.order == "leader" else None
+    return Agreed(world, options, _seed(options, decision.seed), leader, number, agreed_peers(members, number))
 
 
 def _seed(options: Options, default: int) -> Seed:
@@ -315,7 +308,7 @@ def judge_reports(reported: Mapping[int, RankReport]) -> dict[int, tuple[Decisio
     loaders = [dict(zip(reported, of_ranks, strict=True)) for of_ranks in zip(*by_rank, strict=True)]
     for of_ranks in loaders:
         with error_context(next(iter(of_ranks.values())).label):
-            require_same_samples(AGREEING, {rank: loader.samples for rank, loader in of_ranks.items()})
+            require_same_samples({rank: loader.samples for rank, loader in of_ranks.items()})
     facts: dict[int, dict[str, object]] = {
         rank: {
             f"{loader.label} {name}".strip(): value
@@ -337,8 +330,9 @@ def _require_that_fit(reported: Mapping[int, RankReport], of_ranks: Mapping[int,
     made_for = {rank: loader.made_for for rank, loader in of_ranks.items()}
     held = {rank: (reported[rank].share, world) for rank, world in made_for.items() if world is not None}
     if len(held) == len(of_ranks):
-        require_all_shares(AGREEING, held)
-    if _differing_orders(of_ranks) or any(report.synchronises for report in reported.values()):
+        require_all_shares(held)
+    common = next(iter(reported.values())).common  # the same on all, by now
+    if _differing_orders(of_ranks) or common["verify"] or common["order"] == "leader":
         require_same(AGREEING, {rank: {"batches fetched ahead": loader.ahead} for rank, loader in of_ranks.items()})
 
 
@@ -364,22 +358,23 @@ def _why_orders_differ(
     world: World, options: Options, subjects: Sequence[Subject], decisions: Sequence[Decision]
 ) -> dict[str, str]:
     """Return why the ranks' orders of some loaders differ, by their names. Only then ranks exchange a second time."""
-    asked, first_samples = {}, {}
-    for subject, decision in zip(subjects, decisions, strict=True):
-        if subject.stream is not None and decision.orders:
-            asked[subject.label] = decision.orders, subject.stream.name
-            first_samples[subject.label] = subject.stream.first_samples(world.num_replicas)
+    asked = {
+        subject.label: (decision.orders, subject.stream)
+        for subject, decision in zip(subjects, decisions, strict=True)
+        if subject.stream is not None and decision.orders
+    }
     if not asked:
         return {}
+    first_samples = {label: stream.first_samples(world.num_replicas) for label, (_, stream) in asked.items()}
 
     def judge_orders(
         reported: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
     ) -> dict[int, dict[str, str]]:
         whys = {}
-        for label, (orders, name) in asked.items():
+        for label, (orders, stream) in asked.items():
             with error_context(label):
                 samples = {rank: report[label] for rank, report in reported.items()}
-                whys[label] = why_orders_differ(orders, name, world.num_replicas, samples)
+                whys[label] = why_orders_differ(orders, stream.name, world.num_replicas, samples)
         return dict.fromkeys(reported, whys)
 
     return exchange(list(world.share_of_rank or ()), TELLING_APART, first_samples, judge_orders, options.timeout)
@@ -403,11 +398,10 @@ _LEADS = (
 )
 
 
-def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) -> None:
+def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     """Raise unless the loaders, which are sharded already, were made for these ranks, each share equally often.
 
     Args:
-        doing: What the ranks are doing, for the error.
         held: Which shard each rank takes, and the rank and number of ranks that its loader was made for.
     """
     by_place = dict(held.values())
@@ -421,20 +415,19 @@ def require_all_shares(doing: str, held: Mapping[int, tuple[int, HeldWorld]]) ->
         for (rank, ranks), members in by_value({member: world for member, (_, world) in held.items()}).items()
     )
     raise RankMismatchError(
-        f"{doing}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
+        f"{AGREEING}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
         f"{listed}, so some samples would be lost or repeated. Build each rank's sampler or dataset for its own rank, "
         "or pass the process_group= or device_mesh= that it was made for."
     )
 
 
-def require_same_samples(doing: str, reported: Mapping[int, Sequence[Content]]) -> None:
+def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     """Raise unless the ranks' datasets hold the same samples, as far as all ranks know.
 
     Attributes of datasets may hold other things than samples, such as random numbers. So one that identifies the
     samples, and is the same on all ranks, proves that the samples are.
 
     Args:
-        doing: What the ranks are doing, for the error.
         reported: What each rank reports about its dataset.
     """
     named = {rank: {content.name: content for content in contents} for rank, contents in reported.items()}
@@ -451,8 +444,8 @@ def require_same_samples(doing: str, reported: Mapping[int, Sequence[Content]]) 
     listed = " and ".join(ranks_text(ranks) for ranks in by_value(prints).values())
     names = ", ".join(next(iter(contents.values())).name for contents in differing)
     raise RankMismatchError(
-        f"{doing}: the datasets of {listed} have different samples at the same indices: they differ in {names}. Each "
-        "rank would take a shard of its own part only, and the rest would be lost. Patch a loader of the whole "
+        f"{AGREEING}: the datasets of {listed} have different samples at the same indices: they differ in {names}. "
+        "Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of the whole "
         "dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with random_split(), "
         "shuffle(), listed files and random data made alike on every rank. If you want each rank to have its own part, "
         "say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If only the content "

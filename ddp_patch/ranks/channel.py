@@ -6,7 +6,7 @@ background of the steps, and a rank that leaves or fails is named to the others.
 
 import atexit
 import json
-import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -37,6 +37,10 @@ __all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
 # A tag that nothing is sent with.
 _NO_TAG = 2**30
 
+
+# Keys of a loader's earlier channels in the store, by the members and the loader's number. Nobody reads them once all
+# members have met for another channel: they are deleted then.
+_stale: defaultdict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
 
 # Of channels that this rank left while others may still need what it has sent: the work, and what breaks the
 # connections. To drop them would wait for the others.
@@ -101,12 +105,11 @@ class ExitNotes:
         self._index = members.index(dist.get_rank())
         self._store: Any = default_store()
         self._first, self._waits = f"ddp_patch/words/{name}", f"ddp_patch/waits/{name}"
-        self._is_waiting = False
         while stale:
             self._store.delete_key(stale.pop())
 
     def leave(self, kind: ExitKind, why: str, gathers: int = 0) -> None:
-        """Write why this rank leaves, unless another has written already.
+        """Write why this rank leaves, unless another has written already, or the store is gone.
 
         Args:
             kind: Whether it asks for no more, cannot continue, or misses others.
@@ -114,8 +117,9 @@ class ExitNotes:
             gathers: In how many gathers it took part.
         """
         note = json.dumps([self._index, kind, why, gathers])
-        if self._store.compare_set(self._first, "", note).decode() == note:
-            self._stale.append(self._first)
+        with suppress(RuntimeError):
+            if self._store.compare_set(self._first, "", note).decode() == note:
+                self._stale.append(self._first)
 
     def require_none(self, gather: int | None = None) -> None:
         """Raise the error of the member that left first, if one did.
@@ -145,7 +149,6 @@ class ExitNotes:
     def announce_waiting(self, gather: int) -> None:
         """Write which gather this rank waits for."""
         self._store.set(f"{self._waits}/{self._index}", f"{gather}")
-        self._is_waiting = True
 
     def not_waiting(self, gather: int) -> list[int]:
         """Return the numbers of the members that do not wait for a gather."""
@@ -154,9 +157,8 @@ class ExitNotes:
         return [index for index in indices if int(waiting.get(index, -1)) != gather]
 
     def tidy(self) -> None:
-        """Delete what this rank wrote about waiting."""
-        if self._is_waiting:
-            self._store.delete_key(f"{self._waits}/{self._index}")
+        """Delete what this rank wrote about waiting, if it did."""
+        self._store.delete_key(f"{self._waits}/{self._index}")
 
 
 # The first message of a value, which has it whole where that is small.
@@ -174,17 +176,16 @@ _BACKGROUND = timedelta(days=1)
 
 @contextmanager
 def opened(
-    members: Sequence[int], doing: str, facts: Mapping[str, object], timeout: float, stale: list[str]
+    members: Sequence[int], doing: str, number: int, facts: Mapping[str, object], timeout: float
 ) -> Iterator["Channel"]:
     """Synchronise with the other members, open a channel, and close it in the end.
 
     Args:
         members: The global ranks that take part, this one among them; the same on each.
         doing: What they are doing, for errors.
+        number: The number by which they know the loader.
         facts: What must be the same on all.
         timeout: How many seconds they wait for each other.
-        stale: Keys of earlier channels in the store, which nobody reads once all have met here: they are deleted, and
-            those that this channel leaves are put there.
 
     Raises:
         RankMismatchError: The facts differ, or a rank refused.
@@ -195,10 +196,10 @@ def opened(
         require_same(doing, records)
         return dict.fromkeys(records, uuid4().hex)
 
-    name: str = exchange(members, doing, dict(facts), named, timeout)
+    name: str = exchange(members, doing, {"patched as": f"number {number}", **facts}, named, timeout)
     _lingering[:] = [(work, cut) for work, cut in _lingering if not work.is_completed()]
     with store_reached(doing):
-        notes = ExitNotes(name, members, doing, stale)
+        notes = ExitNotes(name, members, doing, _stale[tuple(members), number])
     channel = Channel(members, doing, notes, timeout)
     try:
         yield channel
@@ -243,11 +244,11 @@ class Channel:
         """Count a batch that this rank has given."""
         self.batches_delivered += 1
 
-    def begin_gather(self, row: Sequence[int]) -> None:
+    def begin_gather(self, row: Sequence[float], dtype: torch.dtype = torch.int64) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
         self._begun += 1
-        self._rows = torch.empty(len(self._members), len(row), dtype=torch.int64)
-        self._work = gather_in_background(self._group, torch.tensor(row), self._rows, _BACKGROUND)
+        self._rows = torch.empty(len(self._members), len(row), dtype=dtype)
+        self._work = gather_in_background(self._group, torch.tensor(row, dtype=dtype), self._rows, _BACKGROUND)
 
     def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[int]]:
         """Return each member's row, as soon as all have sent theirs.
@@ -327,8 +328,7 @@ class Channel:
 
     def fail(self, error: BaseException) -> None:
         """Write why this rank cannot continue, before its row tells the others."""
-        with store_reached(self._doing):
-            self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
+        self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
 
     def require_nobody_left(self) -> None:
         """Raise RankMismatchError if a member has written that it failed, or left."""
@@ -337,14 +337,13 @@ class Channel:
 
     def say_goodbye(self, row: Sequence[int]) -> None:
         """Write that this rank breaks off, and send a last row, which the others may have begun to wait for."""
-        with suppress(RuntimeError):  # the store may be gone, and the others
-            self._notes.leave("left", f"{self.batches_delivered} batches", self._begun)
+        self._notes.leave("left", f"{self.batches_delivered} batches", self._begun)
+        with suppress(RuntimeError):  # the others may be gone
             self.begin_gather(row)
 
     def leave(self, kind: ExitKind, why: str) -> None:
         """Leave before the end, and write why."""
-        with suppress(RuntimeError):  # the store may be gone
-            self._notes.leave(kind, why, self._begun)
+        self._notes.leave(kind, why, self._begun)
         # The others may need what this rank has sent, and who breaks off on all ranks waits for no more than that.
         with suppress(DDPPatchError):
             if self._work is not None and not self._has_come(_SLICE_S):
@@ -357,7 +356,7 @@ class Channel:
             _cut(self._group, len(self._members), self.index)
         self._group = self._work = None
         self._sends.clear()
-        with suppress(RuntimeError):  # as above
+        with suppress(RuntimeError):  # the store may be gone
             self._notes.tidy()
 
     def _closed(self) -> list[int]:
@@ -393,8 +392,7 @@ class Channel:
             "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
             "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
         )
-        with suppress(RuntimeError):  # the store may be gone
-            self._notes.leave("missing", text)
+        self._notes.leave("missing", text)
         return MissingRanksError(text)
 
 
@@ -422,19 +420,17 @@ class StepSums:
 
     def _next(self, value: float, *, has_step: bool) -> tuple[float, bool]:
         """Return the sum of all ranks' values, and whether a rank still had a step."""
-        (bits,) = struct.unpack("q", struct.pack("d", value))
-        self._channel.begin_gather([bits, has_step])
-        rows = self._channel.gathered()
-        values = struct.unpack(f"{len(rows)}d", struct.pack(f"{len(rows)}q", *(row[0] for row in rows)))
-        return sum(values), any(row[1] for row in rows)
+        self._channel.begin_gather([value, has_step], torch.float64)
+        values, have_steps = zip(*self._channel.gathered(), strict=True)
+        return sum(values), any(have_steps)
 
 
 @contextmanager
 def opened_sums(
-    members: Sequence[int], doing: str, facts: Mapping[str, object], timeout: float, stale: list[str]
+    members: Sequence[int], doing: str, number: int, facts: Mapping[str, object], timeout: float
 ) -> Iterator[StepSums]:
     """Meet the other ranks, and connect with them for a pass; see ``opened``."""
-    with opened(members, doing, facts, timeout, stale) as channel:
+    with opened(members, doing, number, facts, timeout) as channel:
         sums = StepSums(channel)
         yield sums
         sums.finish()

@@ -214,11 +214,11 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     They get a RankMismatchError that says so. This rank waits for nobody.
     """
     meeting = _Meeting(members, doing, timeout=0)
-    refused = _Refused(f"{type(error).__name__}: {message_of(error)}")
+    why = f"{type(error).__name__}: {message_of(error)}"
     with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
-        meeting.bring(refused)
+        meeting.bring(None, why)
         if meeting.leads:
-            meeting.announce(dict.fromkeys(meeting.members, (True, meeting.refusal({meeting.rank: refused}))))
+            meeting.announce(dict.fromkeys(meeting.members, (True, meeting.refusal({meeting.rank: why}))))
 
 
 @contextmanager
@@ -235,12 +235,6 @@ def store_reached(doing: str) -> Iterator[None]:
         ) from error
 
 
-class _Refused(str):
-    """The record of a rank that does not take part: its error."""
-
-    __slots__ = ()
-
-
 _Answer = tuple[bool, Any]  # whether to raise it, and what
 
 
@@ -255,12 +249,12 @@ class _Meeting:
         self.base = f"ddp_patch/{digest(self.members)}"
         self.unread = _unread.setdefault(self.base, {})
 
-    def bring(self, record: Any) -> None:
+    def bring(self, record: Any, refusal: str = "") -> None:
         # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
         self.store.set(f"{self.base}/at/{self.rank}", self.doing)
         self.unread[self.number] = [self._key("decision")] if self.leads else []
-        self._put(self._key("record", self.rank), (self.doing, record))
+        self._put(self._key("record", self.rank), (self.doing, record, refusal))
 
     def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
         """Answer all members, on the first of them; return its own answer."""
@@ -272,11 +266,11 @@ class _Meeting:
                 raise self._missing(self.timeout)
             came = {rank: self._take(key) for rank, key in keys.items()}
             self._clear_earlier()
-            elsewhere = {rank: doing for rank, (doing, _) in came.items() if doing != self.doing}
-            records = {rank: record for rank, (_, record) in came.items()}
-            if refused := {rank: record for rank, record in records.items() if isinstance(record, _Refused)}:
+            elsewhere = {rank: doing for rank, (doing, _, _) in came.items() if doing != self.doing}
+            if refused := {rank: why for rank, (_, _, why) in came.items() if why}:
                 raise self.refusal(refused)  # caught below, and sent to all
-            answers = {rank: (False, answer) for rank, answer in judge(records).items()}
+            judged = judge({rank: record for rank, (_, record, _) in came.items()})
+            answers = {rank: (False, answer) for rank, answer in judged.items()}
             if self._decide("judged") != "judged":
                 raise MissingRanksError(
                     f"{self.doing}: rank {self.rank} arrived or answered too late: another of the ranks "
@@ -326,7 +320,7 @@ class _Meeting:
         """Set the outcome of this exchange unless a member has set one already; return the outcome."""
         return self.store.compare_set(self._key("decision"), "", outcome).decode()
 
-    def refusal(self, refused: Mapping[int, _Refused]) -> RankMismatchError:
+    def refusal(self, refused: Mapping[int, str]) -> RankMismatchError:
         listed = "\n".join(f"  {ranks_text([rank])}: {why}" for rank, why in refused.items())
         return RankMismatchError(
             f"{self.doing}: not every rank could continue.\n{listed}\n"

@@ -1,10 +1,12 @@
 """The passes that a rank made over its loader, and how to find contradictions between two ranks. Without a store."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from ddp_patch.loaders.contents import Row
+from ddp_patch.orders.fingerprint import Checkpoint
 
 __all__ = [
     "History",
@@ -34,11 +36,6 @@ class PassState(IntEnum):
     ABANDONED = 1  # broken off before its end
     ENDED = 2  # it came to its end
     UNKNOWN = 3  # how far it came is not known
-    WITHDRAWN = 4  # another epoch was chosen since: it counts no longer against ranks that chose that, too
-    WITHDRAWN_COMPLETE = 5  # likewise, but the pass was complete
-
-
-_STATES = tuple(PassState)
 
 
 class PassProgress(NamedTuple):
@@ -57,6 +54,7 @@ class PassEntry(NamedTuple):
         state: What is known of it.
         chosen: Whether ``set_epoch`` chose its epoch.
         attempt: How often the rank had started again before, at an epoch that it had already trained.
+        is_withdrawn: Whether another epoch was chosen since: it counts no longer against ranks that chose that, too.
     """
 
     epoch: int
@@ -64,11 +62,7 @@ class PassEntry(NamedTuple):
     state: PassState
     chosen: bool
     attempt: int
-
-    @property
-    def is_withdrawn(self) -> bool:
-        """Whether it counts no longer against ranks that chose an epoch, too."""
-        return self.state >= PassState.WITHDRAWN
+    is_withdrawn: bool = False
 
     def is_more_than(self, look_items: int) -> bool:
         """Return whether this is more than a look that takes so many items."""
@@ -80,10 +74,7 @@ class PassEntry(NamedTuple):
 
     def withdrawn(self) -> "PassEntry":
         """Return it as it counts once another epoch was chosen."""
-        if self.state is PassState.UNKNOWN:
-            return self._replace(items=0)
-        is_whole = self.state in {PassState.ENDED, PassState.WITHDRAWN_COMPLETE}
-        return self._replace(state=PassState.WITHDRAWN_COMPLETE if is_whole else PassState.WITHDRAWN)
+        return self._replace(items=0) if self.state is PassState.UNKNOWN else self._replace(is_withdrawn=True)
 
 
 class NotesReport(NamedTuple):
@@ -96,7 +87,7 @@ class NotesReport(NamedTuple):
         is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
         first: The number of the first mark that is left.
         checkpoints: After how many items the fingerprint of what was drawn had which value.
-        rows: What each look at the dataset after the first showed for the first time, as a ``Row``, by its name.
+        rows: What each look at the dataset after the first showed for the first time, by its name.
     """
 
     epoch: int
@@ -104,8 +95,8 @@ class NotesReport(NamedTuple):
     attempt: int
     is_more: bool
     first: int
-    checkpoints: Sequence[Sequence[int]]
-    rows: Sequence[Mapping[str, Sequence[Any]]]
+    checkpoints: Sequence[Checkpoint]
+    rows: Sequence[Mapping[str, Row]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,27 +116,6 @@ class PassRecord:
     share: int | None = None
     notes: Sequence[NotesReport] = ()
     past_attempts: Sequence[tuple[int, int]] = ()
-
-    def encoded(self) -> str:
-        """Return it as a short text."""
-        content = [self.since, self.share, list(self.passes.values()), self.notes, self.past_attempts]
-        return json.dumps(content, separators=(",", ":"))
-
-    @classmethod
-    def decoded(cls, text: str | bytes) -> "PassRecord":
-        """Return what ``encoded`` made a text of."""
-        since, share, passes, notes, left = json.loads(text)
-        decoded = {
-            epoch: PassEntry(epoch, items, _STATES[state], chosen, attempt)
-            for epoch, items, state, chosen, attempt in passes
-        }
-        return cls(
-            decoded,
-            since,
-            share,
-            tuple(NotesReport(*noted) for noted in notes),
-            tuple((attempt, top) for attempt, top in left),
-        )
 
     def top(self, look_items: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
@@ -177,13 +147,13 @@ class PassRecord:
             entry = self.passes[epoch]
             if entry.is_withdrawn:
                 is_common = choice is None or other.has_chosen(choice)
-                theirs = other.passes.get(epoch)
-                is_other = theirs is not None and theirs.is_withdrawn and theirs.state is not entry.state
+                is_whole, theirs = entry.state is PassState.ENDED, other.passes.get(epoch)
+                is_other = theirs is not None and theirs.is_withdrawn and (theirs.state is PassState.ENDED) != is_whole
                 if is_common and not is_other:
-                    passes[epoch] = entry._replace(items=0, state=PassState.UNKNOWN)
+                    seen = entry._replace(items=0, state=PassState.UNKNOWN)
                 else:
-                    is_whole = is_common and entry.state is PassState.WITHDRAWN_COMPLETE
-                    passes[epoch] = entry._replace(state=PassState.ENDED if is_whole else PassState.ABANDONED)
+                    seen = entry._replace(state=PassState.ENDED if is_common and is_whole else PassState.ABANDONED)
+                passes[epoch] = seen._replace(is_withdrawn=False)
             choice = epoch if entry.chosen else choice
         return replace(self, passes=passes)
 

@@ -1,7 +1,8 @@
 """Mailboxes in the process group's store, in which ranks leave each other records, and counts of steps."""
 
+import pickle
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -123,8 +124,8 @@ def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) 
     number = counts[base]
     takes = (share, num_replicas), ranks // num_replicas
     peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
-    records = Mailbox(peers, "passes", PassRecord.decoded).post_and_read(PassRecord(share=share).encoded())
-    peers.require_fair_shares(records)
+    mailbox: Mailbox[PassRecord] = Mailbox(peers, "passes")
+    peers.require_fair_shares(mailbox.post_and_read(PassRecord(share=share)))
     return peers
 
 
@@ -159,50 +160,46 @@ class Mailbox(Generic[V]):
     Args:
         peers: Who they are.
         subject: What it is about.
-        decode: Reads a text that a rank left.
     """
 
-    def __init__(self, peers: Peers, subject: _Subject, decode: Callable[[bytes], V]) -> None:
+    def __init__(self, peers: Peers, subject: _Subject) -> None:
         _tell_gone()
         self._peers = peers  # as long as they are here, what was left stays
-        self._decode = decode
         self._own_key = _key(peers.key, subject, peers.rank)
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
         self._keys = {rank: _key(peers.key, subject, rank) for rank in peers.others}  # whose turn is first comes first
         self._seen: set[int] = set()
-        self._latest: dict[int, tuple[bytes, V]] = {}
+        self._left = b""
 
-    def post_and_read(self, text: str | None, most: int | None = None) -> dict[int, V]:
-        """Leave a text, unless it is None, and return what others left. Wait for none.
+    def post_and_read(self, record: V | None, most: int | None = None) -> dict[int, V]:
+        """Leave a record, unless it is None or there already, and return what others left. Wait for none.
 
         Once the process group is gone, or its store, there is nobody to compare with.
 
         Args:
-            text: What to leave.
+            record: What to leave.
             most: How many others to read at most, in turn; None for all.
         """
         store = self._open_store()
         if store is None:
             return {}
         try:
-            if text is not None:
-                store.set(self._own_key, text)
+            if record is not None and (left := pickle.dumps(record)) != self._left:
+                store.set(self._own_key, left)
+                self._left = left
             came = self._read(store, most)
         except _STORE_ERRORS:
             self._store = None
             return {}
-        for rank, left in came.items():
-            if rank not in self._latest or self._latest[rank][0] != left:
-                self._latest[rank] = left, self._decode(left)
-        return {rank: self._latest[rank][1] for rank in came}
+        return {rank: pickle.loads(left) for rank, left in came.items()}  # noqa: S301 - our own ranks'
 
-    def post_at_once(self, text: str) -> None:
-        """Leave a text in the least time: neither the store nor the process group is asked anything."""
+    def post_at_once(self, record: V) -> None:
+        """Leave a record in the least time: neither the store nor the process group is asked anything."""
         store = None if self._store is None else self._store()
         try:
             if store is not None:
-                store.set(self._own_key, text)
+                store.set(self._own_key, pickle.dumps(record))
         except _STORE_ERRORS:
             self._store = None
 
@@ -214,7 +211,6 @@ class Mailbox(Generic[V]):
     def drop(self, rank: int) -> None:
         """Read no more of what a rank leaves."""
         self._keys.pop(rank, None)
-        self._latest.pop(rank, None)
 
     def _open_store(self) -> Any:
         """Return the store, or None if it is gone."""
@@ -228,9 +224,7 @@ class Mailbox(Generic[V]):
         if most is not None:
             self._keys = {rank: key for rank, key in self._keys.items() if rank not in now} | now
         # A key that is missing would be waited for.
-        unseen = [rank for rank in now if rank not in self._seen]
-        are_all = bool(unseen) and store.check([now[rank] for rank in unseen])
-        self._seen.update(rank for rank in unseen if are_all or store.check([now[rank]]))
+        self._seen.update(rank for rank in now if rank not in self._seen and store.check([now[rank]]))
         came = [rank for rank in now if rank in self._seen]
         return dict(zip(came, store.multi_get([now[rank] for rank in came]), strict=True)) if came else {}
 
@@ -256,8 +250,6 @@ def _key(key: str, subject: _Subject, rank: int) -> str:
 # Who comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
 # longer: with DDP the others are a step behind at most, but a step may take long to load.
 _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 1.0, 2, 60.0, 0.002
-# The first steps are all told. Later ones may take one part in so many of the time.
-_FREE, _TIMES_THEIR_COST = 1000, 100
 
 
 class _Count(NamedTuple):
@@ -275,11 +267,6 @@ class _Count(NamedTuple):
     batches: int
     is_over: bool
 
-    @classmethod
-    def decoded(cls, text: bytes) -> "_Count":
-        epoch, which, batches, is_over = text.decode().split("|")
-        return cls(int(epoch), which, int(batches), is_over == "1")
-
     def may_grow_to(self, mine: "_Count") -> bool:
         """Return whether the rank may still be given as many batches of a pass as this one."""
         return self.epoch < mine.epoch or (self[:2] == mine[:2] and not self.is_over)
@@ -289,22 +276,17 @@ class StepCounts:
     """What each rank was given of its latest pass, left in the store in each step, and compared at the end.
 
     A rank whose stream ends early finds it out only here: the others wait for it in their next collective, and ask for
-    nothing more. To leave a count takes no answer of the store's, so no step waits.
+    nothing more. To leave a count takes microseconds: no step waits for an answer of the store's.
 
     Args:
         peers: The ranks.
         slack: How many batches more one rank may have.
-
-    Attributes:
-        due_s: From when on, by ``perf_counter()``, it is worth leaving a count again.
     """
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
-        self._mailbox = Mailbox(peers, "steps", _Count.decoded)
+        self._mailbox: Mailbox[_Count] = Mailbox(peers, "steps")
         self._epoch, self._which = -1, ""
-        self.due_s: float = 0.0
-        self._posted = 0
         self._first_s = perf_counter()
 
     def begin(self, epoch: int, which: str) -> None:
@@ -317,17 +299,10 @@ class StepCounts:
         self._epoch, self._which = epoch, which
 
     def post(self, batches: int) -> None:
-        """Leave how many batches this rank was given of the pass, if that is due."""
-        now_s = perf_counter()
+        """Leave how many batches this rank was given of the pass."""
         if batches == 1:
-            self._first_s = now_s
-        if now_s < self.due_s:
-            return
-        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|0")
-        self._posted += 1
-        if self._posted >= _FREE:
-            posted_s = perf_counter()
-            self.due_s = posted_s + _TIMES_THEIR_COST * (posted_s - now_s)
+            self._first_s = perf_counter()
+        self._mailbox.post_at_once(_Count(self._epoch, self._which, batches, is_over=False))
 
     def longer(self, batches: int) -> Mapping[int, int]:
         """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.
@@ -335,10 +310,10 @@ class StepCounts:
         Args:
             batches: How many batches this rank was given.
         """
-        mine, now_s = _Count(self._epoch, self._which, batches, True), perf_counter()
+        mine, now_s = _Count(self._epoch, self._which, batches, is_over=True), perf_counter()
         step_s = (now_s - self._first_s) / max(1, batches - 1)
         until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
-        self._mailbox.post_at_once(f"{self._epoch}|{self._which}|{batches}|1")
+        self._mailbox.post_at_once(mine)
         while True:
             counts = self._mailbox.post_and_read(None)
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}

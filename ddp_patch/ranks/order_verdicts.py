@@ -1,9 +1,7 @@
 """What two readers' marks of a stream show about what they read. Without a store."""
 
-import base64
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, repeat
@@ -26,9 +24,6 @@ __all__ = [
     "alike_marks",
     "compare",
     "compare_parts",
-    "compare_workers",
-    "decoded",
-    "encoded",
     "next_mark",
     "position",
     "stream_mismatch",
@@ -118,29 +113,6 @@ class PartMarks:
         return self.packed[:shared] == other.packed[:shared]
 
 
-def encoded(passes: Mapping[str, Sequence[PartMarks]]) -> str:
-    """Return marks as a text that ``decoded`` reads: each pass's parts, by what the ranks call the pass."""
-    plain = {
-        name: [
-            [base64.b64encode(part.packed).decode(), part.end, int(part.is_final), int(part.asked_rank)]
-            for part in parts
-        ]
-        for name, parts in passes.items()
-    }
-    return json.dumps(plain, separators=(",", ":"))
-
-
-def decoded(text: str | bytes) -> dict[str, list[PartMarks]]:
-    """Return what ``encoded`` made a text of."""
-    return {
-        name: [
-            PartMarks(base64.b64decode(packed), end, bool(is_final), bool(asked_rank))
-            for packed, end, is_final, asked_rank in parts
-        ]
-        for name, parts in json.loads(text).items()
-    }
-
-
 class Verdict(Enum):
     """What two readers' first items say about their orders."""
 
@@ -164,13 +136,6 @@ class OrderComparison:
     part: int = 0
     item: int = 0
     is_final: bool = True
-
-
-def compare_workers(parts: Sequence[PartMarks]) -> OrderComparison:
-    """Compare the workers of one rank, which all read one stream; ``part`` is the one that differs from the first."""
-    firsts = [parts[0]] * (len(parts) - 1)
-    found = compare_parts(firsts, parts[1:])
-    return OrderComparison(found.verdict, found.part + 1, found.item, found.is_final)
 
 
 def compare_parts(mine: Sequence[PartMarks], theirs: Sequence[PartMarks]) -> OrderComparison:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import get_ident
 from time import perf_counter
 from typing import TypeAlias, cast
@@ -31,9 +32,6 @@ __all__ = ["NotesMismatch", "PassMonitor", "PassNotes", "notes_mismatch"]
 # The rows of a dataset are looked at when a pass begins, and after its first two batches: some are made by the first
 # ``__getitem__``. Once more at its end shows what reading changes.
 _LOOKS = 3
-# An encoded hash has this many bits.
-_BITS = 48
-
 
 Rows: TypeAlias = Mapping[str, Row]
 
@@ -68,7 +66,6 @@ class PassNotes:
         self._rows: list[Rows] = []  # what is new at each look after the first
         self._seen: Rows | None = None  # the latest look
         self._is_seen_whole = False
-        self._old: NotesReport | None = None  # as it was left, once nothing changes it
         self.attempt: int = 0
 
     def begin(self, attempt: int) -> None:
@@ -104,23 +101,18 @@ class PassNotes:
             steady = self._dataset.steady(before, self._seen)
             self._rows.append({name: row for name, row in steady.items() if name not in known})
 
-    def encoded(self, look_items: int, *, is_old: bool = False) -> NotesReport:
-        """Return what to report of them.
+    def report(self, look_items: int, *, is_old: bool = False) -> NotesReport:
+        """Return what to tell the other ranks of them.
 
         Args:
             look_items: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
             is_old: Whether to leave only the last mark: for ranks that are some epochs behind.
         """
-        if is_old and self._old is not None:
-            return self._old
         items, state = self._progress()
         is_more = items - self._skip > look_items or state is PassState.ENDED
-        marks = [(count, value % 2**_BITS) for count, value in self._fingerprint.checkpoints]
+        marks = self._fingerprint.checkpoints
         first = max(0, len(marks) - 1) if is_old else 0
-        notes = NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
-        if is_old and state is not PassState.OPEN:
-            self._old = notes
-        return notes
+        return NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -151,15 +143,13 @@ def notes_mismatch(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -
         if not ours.is_more or other is None:
             continue
         looks = min(len(ours.rows), len(other.rows))
-        seen, theirs_seen = (
-            {name: Row(*row) for look in rows[:looks] for name, row in look.items()} for rows in (ours.rows, other.rows)
-        )
+        seen, theirs_seen = (dict(chain(*(look.items() for look in rows[:looks]))) for rows in (ours.rows, other.rows))
         if names := _differing(seen, theirs_seen):
             return NotesMismatch(ours.epoch, attributes=names)
         first = max(ours.first, other.first)  # as far as both have come
         both = (notes.checkpoints[first - notes.first :] for notes in (ours, other))
         for checkpoint, their_checkpoint in zip(*both, strict=False):
-            if tuple(checkpoint) != tuple(their_checkpoint):
+            if checkpoint != their_checkpoint:
                 return NotesMismatch(ours.epoch, min(checkpoint[0], their_checkpoint[0]))
     return None
 
@@ -206,7 +196,7 @@ class PassMonitor:
 
     def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
         self._peers = peers
-        self._mailbox = None if peers is None else Mailbox(peers, "passes", PassRecord.decoded)
+        self._mailbox: Mailbox[PassRecord] | None = None if peers is None else Mailbox(peers, "passes")
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
@@ -347,17 +337,17 @@ class PassMonitor:
         size, old = self.read_ahead.size, len(self._noted) - _IN_FULL
         if self._noted:
             self._noted[-1].observe_dataset(size)
-        notes = [noted.encoded(size, is_old=number < old) for number, noted in enumerate(self._noted)]
+        notes = [noted.report(size, is_old=number < old) for number, noted in enumerate(self._noted)]
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
-        others = self._mailbox.post_and_read(mine.encoded())
+        others = self._mailbox.post_and_read(mine)
         self._peers.require_fair_shares(others)
-        differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()} if notes else {}
-        if other_passes := {rank: where for rank, where in differing.items() if where is not None}:
-            raise self._other_pass(self._peers, other_passes)
+        differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()}
+        if other_orders := {rank: where for rank, where in differing.items() if where is not None}:
+            raise self._other_order(self._peers, other_orders)
         slack = size * self.read_ahead.readers if self._keeps else 0
         compared = {rank: pass_mismatch(mine, their, size, slack, self._long_look) for rank, their in others.items()}
-        if found := {rank: where for rank, where in compared.items() if where is not None}:
-            raise self._error(self._peers, found)
+        if other_passes := {rank: where for rank, where in compared.items() if where is not None}:
+            raise self._other_passes(self._peers, other_passes)
 
     def _began(self, peers: Peers) -> str:
         return f"Iterating the {self._name} that was patched as number {peers.number}"
@@ -365,7 +355,7 @@ class PassMonitor:
     def _counted(self, batches: int) -> str:
         return f"{batches} {self._units[batches != 1]}"
 
-    def _other_pass(self, peers: Peers, found: Mapping[int, NotesMismatch]) -> RankMismatchError:
+    def _other_order(self, peers: Peers, found: Mapping[int, NotesMismatch]) -> RankMismatchError:
         first = min(found.values(), key=lambda where: where.epoch)
         ranks = ranks_text([rank for rank, where in found.items() if where == first])
         began = self._began(peers)
@@ -386,7 +376,7 @@ class PassMonitor:
             "generator of its own that is seeded alike; or patch with order='leader', and rank 0 draws for all."
         )
 
-    def _error(self, peers: Peers, found: Mapping[int, PassMismatch]) -> RankMismatchError:
+    def _other_passes(self, peers: Peers, found: Mapping[int, PassMismatch]) -> RankMismatchError:
         first = min(found.values())
         ranks = sorted(rank for rank, where in found.items() if where == first)
         behind, further = ([peers.rank], ranks) if first.is_mine else (ranks, [peers.rank])

@@ -15,9 +15,6 @@ from ddp_patch.ranks.order_verdicts import (
     Verdict,
     alike_marks,
     compare_parts,
-    compare_workers,
-    decoded,
-    encoded,
     stream_mismatch,
 )
 
@@ -74,11 +71,9 @@ class StreamMonitor:
         self._remedy = order_remedy(dataset) or _SEED
         self._first_items, self._marks, self._settle = first_items, marks, settle
         self._workers_read_alike, self._held = workers_read_alike, held
-        self._first_mailbox = Mailbox(peers, "orders", _held_and_decoded)
-        self._marks_mailbox = Mailbox(peers, "marks", decoded)
+        self._first_mailbox: Mailbox[tuple[str, _Passes]] = Mailbox(peers, "orders")
+        self._marks_mailbox: Mailbox[_Passes] = Mailbox(peers, "marks")
         self._open = set(peers.others)  # whose first items may still show something
-        self._posted = (0, 0)  # how many first items were left, and of how many parts no more come
-        self._posted_marks = ""
         self._alike: dict[int, dict[str, list[AlikeMarks]]] = {}  # by rank, then by what the ranks call the pass
         self._has_warned = False
 
@@ -105,9 +100,10 @@ class StreamMonitor:
         mine = self._first_items()
         for number, parts in enumerate(mine.values(), 1):
             if len(parts) > 1 and self._workers_read_alike(number):
-                found = compare_workers(parts)
-                self._judge(found, "the stream", "worker 0", f"worker {found.part}, both of rank {self._rank}")
-        for rank, (held, theirs) in self._first_mailbox.post_and_read(self._news(mine), most).items():
+                first, *others = parts
+                found = compare_parts([first] * len(others), others)
+                self._judge(found, "the stream", "worker 0", f"worker {found.part + 1}, both of rank {self._rank}")
+        for rank, (held, theirs) in self._first_mailbox.post_and_read((self._held, mine), most).items():
             for name in mine.keys() & theirs.keys():
                 found = compare_parts(mine[name], theirs[name])
                 both = mine[name][found.part], theirs[name][found.part]
@@ -121,21 +117,9 @@ class StreamMonitor:
         if not self._open:
             self._settle()
 
-    def _news(self, mine: _Passes) -> str | None:
-        """Return what to leave of the first items: nothing as long as little has come since."""
-        every = [part for parts in mine.values() for part in parts]
-        items, finals = sum(part.count for part in every), sum(part.is_final for part in every)
-        if finals == self._posted[1] and (items == 0 or items < 2 * self._posted[0]):
-            return None
-        self._posted = (items, finals)
-        return f"{self._held}|{encoded(mine)}"
-
     def _compare_marks(self, most: int | None) -> None:
         mine = self._marks()
-        news = encoded(mine)
-        others = self._marks_mailbox.post_and_read(None if news == self._posted_marks else news, most)
-        self._posted_marks = news
-        for rank, theirs in others.items():
+        for rank, theirs in self._marks_mailbox.post_and_read(mine, most).items():
             known = self._alike.setdefault(rank, {})
             for name, parts in mine.items():
                 other_passes = [before for other, before in known.items() if other != name]
@@ -199,8 +183,3 @@ class StreamMonitor:
             f"{what[0].upper()}{what[1:]}. Each rank keeps its shard of what should be one stream, so samples would be "
             f"lost and steps would not be equal. {remedy}"
         )
-
-
-def _held_and_decoded(text: bytes) -> tuple[str, dict[str, list[PartMarks]]]:
-    held, _, marks = text.partition(b"|")
-    return held.decode(), decoded(marks)

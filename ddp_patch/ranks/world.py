@@ -52,13 +52,24 @@ class World:
     def __post_init__(self) -> None:
         check_rank(self.rank, self.num_replicas)
 
-    def peer_ranks(self) -> list[int]:
+    def peer_ranks(self, operation: str) -> list[int]:
         """Return the ranks, one for each share in order, that this one exchanges data with.
 
         If several ranks take the same share, the first of each share are together, then the second of each, and so on.
+
+        Args:
+            operation: What needs them, for the error.
+
+        Raises:
+            WorldError: This is an explicit world.
         """
+        if self.share_of_rank is None:
+            raise WorldError(
+                f"{operation} cannot exchange anything between {self.num_replicas} ranks: the loader's world was given "
+                "by rank= and num_replicas=, and nothing says which processes these are. Patch it with a process group."
+            )
         takers: list[list[int]] = [[] for _ in range(self.num_replicas)]
-        for rank, share in (self.share_of_rank or {}).items():
+        for rank, share in self.share_of_rank.items():
             takers[share].append(rank)
         mine = takers[self.rank].index(dist.get_rank())
         return [ranks[mine] for ranks in takers]

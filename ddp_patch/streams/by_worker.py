@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -44,13 +44,11 @@ class EvenIterators:
         sampler: What begins the loader's epochs.
         workers: How many workers it has.
         name: What errors call the loader.
-        stale: Keys that earlier passes left in the store.
     """
 
     sampler: StreamSampler
     workers: int
     name: str
-    stale: list[str] = field(default_factory=list)
 
     def __call__(self, loader: DataLoader[Any]) -> "EvenSteps":
         """Return the iterator of a pass."""
@@ -66,15 +64,12 @@ class EvenIterators:
                 "batches. Call torch.distributed.init_process_group() again and patch the unpatched loader, or iterate "
                 "the unpatched loader."
             )
-        members = agreed.world.peer_ranks()
+        members = agreed.world.peer_ranks(doing)
         if own.failure is not None:
             refuse(members, doing, own.failure)
             own.raise_failure()
-        facts = {"epoch": epoch, "num_workers": self.workers, "patched as": f"number {agreed.number}"}
-        return opened(members, doing, facts, agreed.options.timeout, self.stale)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "stale": []}
+        facts = {"epoch": epoch, "num_workers": self.workers}
+        return opened(members, doing, agreed.number, facts, agreed.options.timeout)
 
 
 class EvenSteps(WrappedIterator, Iterator[Any]):

@@ -253,7 +253,7 @@ VALUES: Mapping[str, Any] = {
 
 def handed_over(rank: int, world_size: int) -> list[Any]:
     """Rank 0 sends each value, twice, as what comes next must not be mistaken for a rest."""
-    with opened(range(world_size), "Testing", {}, 60, []) as channel:
+    with opened(range(world_size), "Testing", 1, {}, 60) as channel:
         if rank == 0:
             for value in (*VALUES.values(), *VALUES.values()):
                 channel.send(1, value)

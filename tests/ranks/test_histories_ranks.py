@@ -310,7 +310,7 @@ def test_worlds_given_by_hand_are_held_to_the_process_group() -> None:
 
 def counted(rank: int, world_size: int) -> tuple[int, int]:
     """How often a pass of 1000 steps comes to the store."""
-    train = patch_dataloader_to_ddp(DataLoader(Indices(2000), batch_size=None))
+    train = patch_dataloader_to_ddp(DataLoader(Indices(2000), batch_size=None, shuffle=True))
     whole(train)
     mailbox: Any = train.sampler.monitor._mailbox  # type: ignore[attr-defined]
     calls: list[str] = []

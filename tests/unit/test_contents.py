@@ -54,7 +54,7 @@ X = torch.arange(2 * N * 3.0).reshape(2 * N, 3)
 
 def differ(datasets: Sequence[Any]) -> bool:
     try:
-        require_same_samples("Agreeing", {rank: chosen_samples(one) for rank, one in enumerate(datasets)})
+        require_same_samples({rank: chosen_samples(one) for rank, one in enumerate(datasets)})
     except RankMismatchError:
         return True
     return False
@@ -214,4 +214,4 @@ def test_the_error_names_what_differs_and_the_remedies() -> None:
     remedies = ("data[rank::world_size]", "random data", "is_ddp_aware = True", "order='seeded'")
     with raises(RankMismatchError, facts, remedies):
         told = {rank: chosen_samples(one) for rank, one in enumerate(hold(paths=names(), labels=LABELS))}
-        require_same_samples("Agreeing", told)
+        require_same_samples(told)

@@ -1,6 +1,6 @@
 """What readers note of the first items of an iterable dataset, in memory that workers share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any
@@ -15,7 +15,7 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.orders.fingerprint import COMPARED, hashes_of
 from ddp_patch.ranks import stream_monitor
 from ddp_patch.ranks.mailbox import Peers
-from ddp_patch.ranks.order_verdicts import PartMarks, encoded
+from ddp_patch.ranks.order_verdicts import PartMarks
 from ddp_patch.streams import shared_state
 from ddp_patch.streams.shared_state import FirstItems
 
@@ -136,9 +136,9 @@ def test_a_stream_is_sharded_already_only_where_enough_items_have_nothing_in_com
         first.begin(1, "epoch 0")
         list(islice(first.watching(0, 1, iter(range(start, start + 1000)), lambda: True), items))
 
-    def left(peers: object, subject: str, decode: Callable[[bytes], Any]) -> mock.Mock:
-        texts = {1: decode(b"|" + encoded(other.passes()).encode())} if subject == "orders" else {}
-        return mock.Mock(post_and_read=mock.Mock(return_value=texts))
+    def left(peers: object, subject: str) -> mock.Mock:
+        records = {1: ("", other.passes())} if subject == "orders" else {}
+        return mock.Mock(post_and_read=mock.Mock(return_value=records))
 
     monkeypatch.setattr(stream_monitor, "Mailbox", left)
     peers = Peers("loader", 1, 0, [1])

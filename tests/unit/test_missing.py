@@ -149,13 +149,6 @@ def test_a_batch_is_pinned_as_a_loaders_iterator_pins(monkeypatch: pytest.Monkey
     assert private_torch.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == ("batch", None)
 
 
-def test_a_tensor_whose_changes_nobody_counts_counts_as_changed() -> None:
-    counted: Any = torch.ones(2)
-    uncounted: Any = SimpleNamespace()
-    assert packages.changes_of(counted) == packages.changes_of(counted)
-    assert packages.changes_of(uncounted) != packages.changes_of(uncounted)
-
-
 def test_a_normal_may_be_held_where_numpy_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np.random, "get_state", lambda legacy=True: {"has_gauss": 0})
     assert packages.may_hold_a_normal()

@@ -148,13 +148,13 @@ NOT_COVERED: list[dict[int, tuple[int, tuple[int, int]]]] = [
 
 @pytest.mark.parametrize("held", COVERED)
 def test_shares_that_the_ranks_take_equally_often_are_right(held: Any) -> None:
-    require_all_shares("Agreeing", held)
+    require_all_shares(held)
 
 
 @pytest.mark.parametrize("held", NOT_COVERED)
 def test_shares_that_nobody_takes_are_an_error(held: Any) -> None:
     with raises(RankMismatchError, ("Agreeing", "sharded already", "on rank"), ("own rank", "process_group=")):
-        require_all_shares("Agreeing", held)
+        require_all_shares(held)
 
 
 def test_a_dataset_is_not_copied_for_a_look() -> None:

@@ -155,7 +155,7 @@ def notes_of(
     noted = PassNotes("S", epoch, "0", 0, drawn(items), Holds(rows or {}), lambda: PassProgress(taken, state))
     for _ in range(2):
         noted.observe_dataset(4)
-    return noted.encoded(look_items=4, is_old=is_old)
+    return noted.report(look_items=4, is_old=is_old)
 
 
 def test_two_orders_differ_within_so_many_items() -> None:
@@ -194,11 +194,11 @@ def test_the_notes_of_a_pass_that_is_over_keep_nothing_of_it() -> None:
     notes = PassNotes("S", 0, "0", 0, drawn([*range(9)]), None, stands.now)
     notes.settle()
     stands.state = PassState.ABANDONED
-    told = notes.encoded(4, is_old=True)
+    told = notes.report(4, is_old=True)
     notes.settle()
     del stands
     assert gone() is None
-    assert notes.encoded(4, is_old=True) == told
+    assert notes.report(4, is_old=True) == told
 
 
 FILES, OTHERS = Row("files", identifies=True), Row("others", identifies=True)

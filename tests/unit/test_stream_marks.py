@@ -14,8 +14,6 @@ from ddp_patch.orders.fingerprint import hashes_if_any
 from ddp_patch.ranks.order_verdicts import (
     PartMarks,
     alike_marks,
-    decoded,
-    encoded,
     next_mark,
     position,
     stream_mismatch,
@@ -31,8 +29,7 @@ def marked(items: Iterable[Any], *, upto: int | None = None) -> PartMarks:
         if place == wanted:
             marks.append(hashes_if_any(item))
             wanted = next_mark(place)
-    (parts,) = decoded(encoded({"": [PartMarks.of(marks, len(listed) if upto is None else None)]})).values()
-    return parts[0]
+    return PartMarks.of(marks, len(listed) if upto is None else None)
 
 
 @given(st.integers(0, 500))
