@@ -250,6 +250,8 @@ def _key(key: str, subject: _Subject, rank: int) -> str:
 # Who comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
 # longer: with DDP the others are a step behind at most, but a step may take long to load.
 _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 1.0, 2, 60.0, 0.002
+# The first steps are all told. Later ones may take one part in so many of the time.
+_FREE, _TIMES_THEIR_COST = 1000, 100
 
 
 class _Count(NamedTuple):
@@ -276,17 +278,22 @@ class StepCounts:
     """What each rank was given of its latest pass, left in the store in each step, and compared at the end.
 
     A rank whose stream ends early finds it out only here: the others wait for it in their next collective, and ask for
-    nothing more. To leave a count takes microseconds: no step waits for an answer of the store's.
+    nothing more. To leave a count takes no answer of the store's, so no step waits.
 
     Args:
         peers: The ranks.
         slack: How many batches more one rank may have.
+
+    Attributes:
+        due_s: From when on, by ``perf_counter()``, it is worth leaving a count again.
     """
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
         self._mailbox: Mailbox[_Count] = Mailbox(peers, "steps")
         self._epoch, self._which = -1, ""
+        self.due_s: float = 0.0
+        self._posted = 0
         self._first_s = perf_counter()
 
     def begin(self, epoch: int, which: str) -> None:
@@ -299,10 +306,17 @@ class StepCounts:
         self._epoch, self._which = epoch, which
 
     def post(self, batches: int) -> None:
-        """Leave how many batches this rank was given of the pass."""
+        """Leave how many batches this rank was given of the pass, if that is due."""
+        now_s = perf_counter()
         if batches == 1:
-            self._first_s = perf_counter()
+            self._first_s = now_s
+        if now_s < self.due_s:
+            return
         self._mailbox.post_at_once(_Count(self._epoch, self._which, batches, is_over=False))
+        self._posted += 1
+        if self._posted >= _FREE:
+            posted_s = perf_counter()
+            self.due_s = posted_s + _TIMES_THEIR_COST * (posted_s - now_s)
 
     def longer(self, batches: int) -> Mapping[int, int]:
         """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
@@ -268,8 +269,8 @@ class Pass(IterationProgress, Generic[T]):
         self.batches_delivered = delivered = self.batches_delivered + 1
         if delivered == 1 and self._is_unsure:
             self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
-        if self._step_counts is not None:
-            self._step_counts.post(delivered)
+        if (counts := self._step_counts) is not None and (delivered == 1 or perf_counter() >= counts.due_s):
+            counts.post(delivered)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""
