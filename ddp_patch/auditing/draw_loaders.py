@@ -36,11 +36,9 @@ __all__ = [
     "Traits",
     "base_of",
     "digest",
-    "divides_batches",
     "layers_of",
     "length_of",
     "made_by",
-    "made_of_batches",
     "name_of",
     "samples_of",
     "traits_of",
@@ -384,16 +382,19 @@ def traits_of(facts: LoaderFacts[Any]) -> Traits:
     """Return the traits of a loader that was looked at."""
     samplers, batches = facts.samplers, None if facts.level is Level.UNBATCHED else facts.iterated
     is_iterable = facts.level is Level.ITERABLE
+    divides = isinstance(facts.sharded_by, EpochSampler) and facts.sharded_by.agreed.options.divides_batches
+    gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
+    are_batches = facts.level is Level.BATCH or (facts.level is Level.UNBATCHED and gives_batches)
     size = facts.batch_size or getattr(batches, "batch_size", None)
     return Traits(
-        units="batches" if made_of_batches(facts) else "samples",
+        units="batches" if are_batches and not divides else "samples",
         is_iterable=is_iterable,
         batch_size=size if isinstance(size, int) and size > 0 else 1,
         num_workers=facts.num_workers,
         keeps_workers=facts.loader.persistent_workers,
         num_shards=_num_shards(facts.dataset) if is_iterable else None,
         may_be_split=is_iterable and not isinstance(facts.sharded_by, EpochSampler) and _may_be_split(facts.dataset),
-        divides_batches=divides_batches(facts),
+        divides_batches=divides,
         drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
         drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
         sharers=sum(map(shards_itself, (*samplers, facts.dataset))),
@@ -418,17 +419,3 @@ def length_of(sized: Any) -> int | None:
     with suppress(Exception):
         return len(sized)
     return None
-
-
-def divides_batches(facts: LoaderFacts[Any]) -> bool:
-    """Tell whether each rank takes a part of every batch of one process."""
-    return isinstance(facts.sharded_by, EpochSampler) and facts.sharded_by.agreed.options.divides_batches
-
-
-def made_of_batches(facts: LoaderFacts[Any]) -> bool:
-    """Tell whether ranks shard whole batches of this loader."""
-    if divides_batches(facts):
-        return False
-    if facts.level is Level.UNBATCHED:
-        return any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
-    return facts.level is Level.BATCH

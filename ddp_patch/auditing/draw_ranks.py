@@ -23,11 +23,9 @@ from ddp_patch.auditing.draw_loaders import (
     Traits,
     base_of,
     digest,
-    divides_batches,
     layers_of,
     length_of,
     made_by,
-    made_of_batches,
     samples_of,
     traits_of,
 )
@@ -197,34 +195,6 @@ def _in_shared_memory(holder: object, depth: int) -> Iterator[object]:
 _BLOCK = 1024
 
 
-def _draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Audited) -> RankDraws:
-    """Draw an epoch, or its first ``subject.max_items`` items, and record it.
-
-    Args:
-        facts: What a look at one rank's loader told.
-        workers: Read an iterable dataset.
-        coding: Gives every item its number.
-        subject: Says how many items to draw, and whether to compare samples by their contents.
-    """
-    length_before = length_of(facts.loader)
-    record = _Record(coding)
-    steps = workers.batches() if facts.level is Level.ITERABLE else _steps(facts)
-    if facts.level is not Level.ITERABLE:
-        steps = samples_of(facts.dataset, steps, subject.by_contents)
-    ended = False
-    while record.count < subject.max_items and record.error is None and not ended:
-        has_drawn = record.draw_block(steps, subject.max_items - record.count)
-        ended = not has_drawn and record.error is None
-    if record.error is None and not ended:
-        # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is no finding.
-        with suppress(Exception):
-            ended = next(steps, None) is None
-    drawn = record.drawn(ended, (length_before, length_of(facts.loader)))
-    # Each batch that is divided is shared by itself.
-    parts = tuple(drawn.sizes.tolist()) if divides_batches(facts) else workers.parts
-    return replace(drawn, asked=workers.have_asked, idle=workers.idle, parts=parts)
-
-
 class _Record:
     """Record blocks of batches as numbers, with the time and memory that drawing them took.
 
@@ -289,18 +259,6 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
-    """Yield the items of every step, as the loader would ask its dataset for them."""
-    indices = start_iterating(facts.iterated)
-    _base_seed(facts.loader)
-    if facts.level is Level.SAMPLE:
-        yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
-    elif facts.level is Level.BATCH or made_of_batches(facts):
-        yield from (list(copy_item(batch)) for batch in indices)
-    else:
-        yield from ([copy_item(item)] for item in indices)
-
-
 # Seed simulated ranks with this and their rank, so that no two are seeded alike.
 _SEED = 20_000
 
@@ -317,6 +275,10 @@ class Rank:
         world_size: The number of ranks.
         seeded_as: The rank whose global random states this one starts with.
         is_real: Whether this process is that rank, with a process group and its own copy of the subject.
+
+    Attributes:
+        traits: Describes its loader.
+        base: The dataset below torch's ``Subset`` layers.
     """
 
     def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int, *, is_real: bool = False) -> None:
@@ -329,16 +291,8 @@ class Rank:
             held = random_generators([*reached, *self._facts.stream.holders, *given])
         self._workers = Workers(self._facts)
         self._held = [[generator, generator_state(generator)] for generator in held]
-
-    @property
-    def traits(self) -> Traits:
-        """Return the traits of its loader."""
-        return traits_of(self._facts)
-
-    @property
-    def base(self) -> object:
-        """Return the dataset below torch's ``Subset`` layers."""
-        return base_of(self._facts.dataset)
+        self.traits: Traits = traits_of(self._facts)
+        self.base: object = base_of(self._facts.dataset)
 
     @property
     def digest(self) -> str | None:
@@ -356,7 +310,42 @@ class Rank:
             warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
-            return _draw(self._facts, self._workers, coding, self._subject)
+            return self._draw(coding)
+
+    def _draw(self, coding: Coding) -> RankDraws:
+        """Draw an epoch, or its first ``max_items`` items, and record it."""
+        most, workers = self._subject.max_items, self._workers
+        length_before = length_of(self._facts.loader)
+        record, steps = _Record(coding), self._steps()
+        ended = False
+        while record.count < most and record.error is None and not ended:
+            has_drawn = record.draw_block(steps, most - record.count)
+            ended = not has_drawn and record.error is None
+        if record.error is None and not ended:
+            # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is none.
+            with suppress(Exception):
+                ended = next(steps, None) is None
+        drawn = record.drawn(ended, (length_before, length_of(self._facts.loader)))
+        # Each batch that is divided is shared by itself.
+        parts = tuple(drawn.sizes.tolist()) if self.traits.divides_batches else workers.parts
+        return replace(drawn, asked=workers.have_asked, idle=workers.idle, parts=parts)
+
+    def _steps(self) -> Iterator[list[Any]]:
+        """Return the items of every step: of an iterable dataset what workers read, else what the loader asks for."""
+        if self._facts.level is Level.ITERABLE:
+            return self._workers.batches()
+        return samples_of(self._facts.dataset, self._indices(), self._subject.by_contents)
+
+    def _indices(self) -> Iterator[list[Any]]:
+        """Yield the items of every step, as the loader would ask its dataset for them."""
+        indices = start_iterating(self._facts.iterated)
+        _base_seed(self._facts.loader)
+        if self._facts.level is Level.SAMPLE:
+            yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
+        elif self._facts.level is Level.BATCH or self.traits.units == "batches":
+            yield from (list(copy_item(batch)) for batch in indices)
+        else:
+            yield from ([copy_item(item)] for item in indices)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
