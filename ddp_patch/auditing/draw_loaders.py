@@ -64,7 +64,6 @@ class Audited:
         balance: More options for ``patch_dataloader_to_ddp``, by which steps cost alike on all ranks.
 
     Raises:
-        NotALoaderError: ``make`` is neither a loader nor a function.
         InvalidOptionError: The loader is one rank's shard already; the function does not take a rank and a world
             size; or options are given, and nothing is patched.
     """
@@ -81,11 +80,6 @@ class Audited:
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, LoaderFacts):
-            if not callable(self.make):
-                raise NotALoaderError(
-                    f"audit needs a DataLoader or a function make(rank, world_size) that returns one, and got "
-                    f"{self.make!r} ({type(self.make).__name__}). Pass the finished loader itself."
-                )
             _require_two_arguments(self.make)
         elif (found := self.make.sharded_by) is not None:
             rank, ranks = self.make.made_for or ("?", "?")

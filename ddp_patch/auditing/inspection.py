@@ -49,21 +49,6 @@ class Expectations:
     costs: SampleCosts | None
 
 
-@dataclass(frozen=True, slots=True)
-class _EpochNote:
-    """Keep what later epochs are compared with, instead of the epoch itself, which may be large.
-
-    Attributes:
-        signature: The hash of the epoch's order.
-        items: How many items a single process would draw.
-        is_sample: Whether only a part of the epoch was drawn.
-    """
-
-    signature: bytes
-    items: int
-    is_sample: bool
-
-
 class Inspection:
     """Collect what is found epoch by epoch.
 
@@ -78,7 +63,10 @@ class Inspection:
         self._judge = Judge(world.traits, subject.options.get("uneven"), expect.padding, not subject.patches)
         self._problems: list[Problem] = []  # one of each kind
         self._epochs: list[EpochReport] = []
-        self._notes: list[_EpochNote] = []  # of the epochs in which no rank raised
+        # Of the epochs in which no rank raised: hashes of their orders, and how many items one process draws.
+        self._orders: list[bytes] = []
+        self._lengths: list[int] = []
+        self._is_sample = False
         self._lost: list[Lost] = []  # of the epochs in which samples were lost
         self._pictured = Pictured()
         self._first: RankDraws | None = None  # what rank 0 drew in epoch 0
@@ -100,9 +88,9 @@ class Inspection:
             world_size=self._world.world_size,
             units="batches" if all(epoch.units == "batches" for epoch in self._epochs) else "samples",
             epochs=tuple(self._epochs),
-            epochs_differ=None if len(self._notes) < 2 else self._orders == len(self._notes),
+            epochs_differ=None if len(self._orders) < 2 else len(set(self._orders)) == len(self._orders),
             seeds_agree=self._seeds_agree,
-            is_sample=any(note.is_sample for note in self._notes),
+            is_sample=self._is_sample,
             seconds=first.seconds,
             memory=first.memory,
             problems=tuple(problem for problem in self._problems if problem.kind not in allowed),
@@ -117,11 +105,6 @@ class Inspection:
         if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(first.parts) < 2:
             return None
         return faster_by_worker(self._world.subject.name, ranks, sum(first.parts))
-
-    @property
-    def _orders(self) -> int:
-        """Return how many different orders the epochs have."""
-        return len({note.signature for note in self._notes})
 
     def _how(self) -> str:
         subject = self._world.subject
@@ -177,7 +160,9 @@ class Inspection:
     def _inspect_shards(self, about: About) -> None:
         """Look for problems in an epoch in which no rank raised."""
         epoch, judged, world = about.epoch, about.judged, self._world
-        self._notes.append(_EpochNote(signature(epoch.ranks), len(epoch.alone.items), epoch.is_sample))
+        self._orders.append(signature(epoch.ranks))
+        self._lengths.append(len(epoch.alone.items))
+        self._is_sample |= epoch.is_sample
         self._add(steps_problem(epoch, self._judge.uneven_steps(epoch)))
         self._add(length_problem(epoch))
         self._add(idle_problem(epoch, world.traits))
@@ -209,13 +194,13 @@ class Inspection:
 
     def _compare_orders(self) -> None:
         """Check whether epochs repeat an order."""
-        orders, world = self._orders, self._world
-        if orders == len(self._notes) or self._first is None or not len(self._first.items):
+        orders, world = len(set(self._orders)), self._world
+        if orders == len(self._orders) or self._first is None or not len(self._first.items):
             return
         is_told = world.subject.set_epoch
         may_tell = orders == 1 and (world.traits.keeps_workers or not is_told)
         tells = may_tell and world.is_changed_by_epoch(self._first)
-        fewest = min(note.items for note in self._notes)
+        fewest = min(self._lengths)
         self._add(order_problem(tells, world.epochs, orders, self._expect.epochs_differ, fewest, is_told=is_told))
 
     def _compare_lost(self) -> None:
