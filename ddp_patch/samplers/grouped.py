@@ -24,7 +24,7 @@ from ddp_patch.samplers.keyed import (
     ScalableRandomSampler,
     check_number,
 )
-from ddp_patch.samplers.lengths import LengthBatches, Runs, cut
+from ddp_patch.samplers.lengths import LengthBatches, cut
 
 __all__ = ["GroupedBatchSampler", "aspect_ratio_groups"]
 
@@ -160,8 +160,8 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         indices = _indices_of(self.sampler, drawn)
         group_of = self._group_of(indices)
         places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
-        runs = self._cut(group_of)
-        return LengthBatches(indices[places], runs.at(np.argsort(places[runs.starts])))
+        bounds = self._cut(group_of)
+        return LengthBatches(indices[places], bounds[np.argsort(places[bounds[:, 0]])])
 
     def _group_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         groups = self._groups.codes
@@ -172,10 +172,10 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             )
         return np.take(groups, indices)
 
-    def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> Runs:
+    def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
         """Return where the batches begin and end once the samples are grouped."""
-        runs = cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
-        return runs.at(runs.stops - runs.starts == self.batch_size) if self.drop_uneven else runs
+        bounds = cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
+        return bounds[bounds[:, 1] - bounds[:, 0] == self.batch_size] if self.drop_uneven else bounds
 
     def _state(self, *, in_pass: bool) -> dict[str, Any]:
         if in_pass and self._begun is None:
