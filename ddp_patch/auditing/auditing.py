@@ -8,7 +8,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overlo
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw_loaders import Audited, Factory, name_of
-from ddp_patch.auditing.draw_ranks import returned_by
+from ddp_patch.auditing.draw_ranks import called
 from ddp_patch.auditing.draw_world import MadeUpWorld, Progress
 from ddp_patch.auditing.finding import leaves_of
 from ddp_patch.auditing.inspection import Expectations, Inspection
@@ -242,7 +242,7 @@ class _Request:
 
 def _unsharded(make: Factory) -> DataLoader[Any]:
     """Return what a factory makes for a single process, for the patch to shard."""
-    single = returned_by(make)
+    single = called(make, 0, 1)
     if isinstance(single, DataLoader) and (found := look_at(single).sharded_by) is not None:
         raise InvalidOptionError(
             f"audit with patched=True patches what {name_of(make)}(0, 1) returns, and that is sharded already "

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, islice
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw_loaders import (
     Audited,
-    Factory,
     Traits,
     base_of,
     digest,
@@ -43,7 +42,7 @@ from ddp_patch.streams.reading import Reader
 from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.walks import LOOKED_AT, elements, stored
 
-__all__ = ["Rank", "Workers", "called", "returned_by"]
+__all__ = ["Rank", "Workers", "called"]
 
 
 # What processes share that were forked, beside tensors in shared memory.
@@ -116,65 +115,58 @@ class Workers:
                 worker.begin()
             return self._latest
         seed = _base_seed(self._facts.loader)
-        return [_Worker.started(self._facts, number, seed) for number in range(max(1, self._facts.num_workers))]
+        return [_Worker(self._facts, number, seed) for number in range(max(1, self._facts.num_workers))]
 
 
-@dataclass
 class _Worker:
-    """Simulate one worker with its copy of the dataset, or the main process where the loader has no workers.
+    """Simulates one worker with its copy of the dataset, or the main process where the loader has no workers.
+
+    It starts as torch does in a new worker process.
+
+    Args:
+        facts: What a look at the loader told.
+        number: The worker's number.
+        seed: The seed that the loader drew for its workers.
 
     Attributes:
-        dataset: Its copy of the dataset; the dataset itself in the main process.
-        info: What ``get_worker_info()`` returns in the worker; None in the main process.
-        rng: The worker's global random states; None in the main process.
         reader: Notes whether the dataset asks which worker it is in.
-        items: The samples that it has not yet read.
-        given: How many it has given in this pass.
+        given: How many items it has given in this pass.
     """
 
-    dataset: Any
-    info: Any = None
-    rng: PrivateRNG | None = None
-    reader: Reader = field(default_factory=Reader)
-    items: Iterator[Any] = field(default_factory=lambda: iter(()))
-    given: int = 0
-
-    @classmethod
-    def started(cls, facts: LoaderFacts[Any], number: int, seed: int) -> "_Worker":
-        """Start a worker as torch does in a new worker process."""
-        if facts.num_workers == 0:
-            worker = cls(facts.dataset)
-        else:
-            dataset = deep_copy(facts.dataset, sharing=_in_shared_memory(facts.dataset, _DEPTH))
-            info = made_worker_info(number, facts.num_workers, seed + number, dataset)
-            worker = cls(dataset, info, PrivateRNG(seed, number))
-            with worker._at_work():
+    def __init__(self, facts: LoaderFacts[Any], number: int, seed: int) -> None:
+        self.reader: Reader = Reader()
+        self._dataset = facts.dataset
+        self._rng: PrivateRNG | None = None  # the main process has no random states of its own
+        if facts.num_workers > 0:
+            self._dataset = deep_copy(facts.dataset, sharing=_in_shared_memory(facts.dataset, _DEPTH))
+            self._info = made_worker_info(number, facts.num_workers, seed + number, self._dataset)
+            self._rng = PrivateRNG(seed, number)
+            with self._at_work():
                 seed_as_worker(seed, number)
                 if (prepare := facts.loader.worker_init_fn) is not None:
-                    worker.reader.prepare(dataset, prepare, number)
-        worker.begin()
-        return worker
+                    self.reader.prepare(self._dataset, prepare, number)
+        self.begin()
 
     def begin(self) -> None:
         """Begin a pass over the dataset."""
-        self.given = 0
+        self.given: int = 0
         with self._at_work():
-            self.items = start_iterating(self.dataset)
+            self._items = start_iterating(self._dataset)
 
     def batch(self, size: int, drop_last: bool) -> list[Any]:
         """Read the next batch; an empty one at the end."""
         with self._at_work():
-            batch = list(islice(self.items, size))
+            batch = list(islice(self._items, size))
         self.given += len(batch)
         return [] if drop_last and len(batch) < size else batch
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        if self.rng is None:
+        if self._rng is None:
             yield
             return
-        with self.rng, worker_info_told(self.info):
-            info = self.reader.info(self.info.id, self.info.num_workers, self.info.seed, self.dataset)
+        with self._rng, worker_info_told(self._info):
+            info = self.reader.info(self._info.id, self._info.num_workers, self._info.seed, self._dataset)
             with worker_info_told(info):
                 yield
 
@@ -358,22 +350,10 @@ class Rank:
                 held[1] = generator_state(held[0])
 
 
-def called(make: Callable[[], Any]) -> Any:
-    """Call the user's function, and leave all random states as they are."""
-    with _random_states_kept(make):
-        return make()
-
-
-def returned_by(make: Factory) -> Any:
-    """Return what a factory returns for a single process, and leave all random states as they are."""
-    with _random_states_kept(make):
-        return made_by(make, 0, 1)
-
-
-@contextmanager
-def _random_states_kept(make: Callable[..., Any]) -> Iterator[None]:
+def called(make: Callable[..., Any], *rank_and_size: int) -> Any:
+    """Call a function ``make()`` or ``make(rank, world_size)``, and leave all random states as they are."""
     with PrivateRNG(_SEED, 0), unmoved(random_generators(_reached_by(make))), unwatched():
-        yield
+        return made_by(make, *rank_and_size) if rank_and_size else make()
 
 
 def _reached_by(make: Callable[..., Any]) -> list[object]:
