@@ -101,11 +101,9 @@ class Workers:
                 if task is None and has_batches:
                     return
                 size = 1 if task is None or not has_batches else len(task)
-                if not (batch := worker.batch(size, facts.drop_last)):
-                    workers.remove(worker)
-                    continue
-                yield batch
-                if len(batch) < size:
+                if batch := worker.batch(size, facts.drop_last):
+                    yield batch
+                if len(batch) < max(1, size):
                     workers.remove(worker)
 
     def _begun(self) -> "list[_Worker]":

@@ -209,12 +209,11 @@ class MadeUpWorld:
         everyone = self._everyone()
         if len({id(rank.base) for rank in everyone}) == 1:
             return True
-        return len({rank.traits.base_length for rank in everyone}) == 1 and len(set(self._digests())) == 1
+        return len({rank.traits.base_length for rank in everyone}) == 1 and len(self._digests()) == 1
 
-    def _digests(self) -> list[str | None]:
-        known: dict[int, str | None] = {}
-        ranks = self._everyone()
-        return [known[at] if (at := id(rank.base)) in known else known.setdefault(at, rank.digest) for rank in ranks]
+    def _digests(self) -> set[str | None]:
+        one_of_each = {id(rank.base): rank for rank in self._everyone()}
+        return {rank.digest for rank in one_of_each.values()}
 
     def whole(self) -> Numbers | None:
         """Return the indices of what all ranks' datasets are made of: the last layer that they have in common.
