@@ -166,7 +166,7 @@ class _Rank:
     process: BaseProcess
     connection: Connection
     stack: Path  # where the rank writes its stack when asked
-    fate: Literal["running", "returned", "raised", "died"] = "running"
+    fate: Literal["did not end", "returned", "raised", "died"] = "did not end"
     result: Any = None
     report: str = ""
 
@@ -261,7 +261,7 @@ def _exists(pid: int) -> bool:
 
 def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
     """Receive from the ranks until all have ended, the grace after a failure is over, or time is up."""
-    while running := {rank.connection: rank for rank in ranks if rank.fate == "running"}:
+    while running := {rank.connection: rank for rank in ranks if rank.fate == "did not end"}:
         for connection in (ready := wait(list(running), max(0.0, deadline - time.monotonic()))):
             running[connection].receive()  # type: ignore[index]  # wait() returns what it was given
         if not ready:
@@ -269,21 +269,16 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
         if any(running[connection].fate != "returned" for connection in ready):  # type: ignore[index]  # as above
             deadline = min(deadline, time.monotonic() + grace)
     for rank in ranks:
-        if rank.fate == "running":
+        if rank.fate == "did not end":
             rank.ask_where()
-
-
-_FATES = {"running": "did not end", "returned": "returned", "raised": "raised", "died": "died"}
 
 
 def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
     """Return the error message: how every rank ended, and what the ranks reported."""
     # All fates come first, because peers of a dead rank report errors that are not the cause.
-    fates = ", ".join(f"rank {number} {_FATES[rank.fate]}" for number, rank in enumerate(ranks))
+    fates = ", ".join(f"rank {number} {rank.fate}" for number, rank in enumerate(ranks))
     reports = [
-        f"--- rank {number} {_FATES[rank.fate]} ---\n{rank.report.strip()}"
-        for number, rank in enumerate(ranks)
-        if rank.report
+        f"--- rank {number} {rank.fate} ---\n{rank.report.strip()}" for number, rank in enumerate(ranks) if rank.report
     ]
     return "\n".join(
         [
