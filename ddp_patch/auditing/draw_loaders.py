@@ -301,9 +301,7 @@ def digest(dataset: Any) -> str | None:
             return None
         case range():
             return fingerprint([repr(held)])
-        case torch.Tensor():
-            return fingerprint([held])
-        case np.ndarray() if not held.dtype.hasobject:
+        case torch.Tensor() | np.ndarray() if not getattr(held.dtype, "hasobject", False):
             return fingerprint([held])
     return fingerprint(held) if all(map(_is_told, held)) else None
 

@@ -69,7 +69,7 @@ class Inspection:
         self._is_sample = False
         self._lost: list[Lost] = []  # of the epochs in which samples were lost
         self._pictured = Pictured()
-        self._first: RankDraws | None = None  # what rank 0 drew in epoch 0
+        self._first: RankDraws  # what rank 0 drew in epoch 0
         self._seeds_agree: bool | None = True  # None where that cannot be told
         self._is_against_whole = False  # whether a factory ignores the world's size, and a whole dataset is compared
 
@@ -81,7 +81,6 @@ class Inspection:
         self._compare_orders()
         self._compare_lost()
         allowed = self._expect.allow
-        first = self._first or RankDraws(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
         return Report(
             name=self._world.subject.name,
             how=self._how(),
@@ -91,20 +90,20 @@ class Inspection:
             epochs_differ=None if len(self._orders) < 2 else len(set(self._orders)) == len(self._orders),
             seeds_agree=self._seeds_agree,
             is_sample=self._is_sample,
-            seconds=first.seconds,
-            memory=first.memory,
+            seconds=self._first.seconds,
+            memory=self._first.memory,
             problems=tuple(problem for problem in self._problems if problem.kind not in allowed),
             allowed=tuple(problem for problem in self._problems if problem.kind in allowed),
             pictured=self._pictured,
-            note=self._note(first),
+            note=self._note(),
         )
 
-    def _note(self, first: RankDraws) -> str | None:
+    def _note(self) -> str | None:
         """Return what would be faster, by what rank 0 drew in epoch 0."""
         traits, ranks = self._world.traits, self._world.world_size
-        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(first.parts) < 2:
+        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(self._first.parts) < 2:
             return None
-        return faster_by_worker(self._world.subject.name, ranks, sum(first.parts))
+        return faster_by_worker(self._world.subject.name, ranks, sum(self._first.parts))
 
     def _how(self) -> str:
         subject = self._world.subject
@@ -137,7 +136,8 @@ class Inspection:
         else:
             self._seeds_agree = None
         costs = step_costs(epoch, self._expect.costs)
-        self._first = self._first or epoch.ranks[0]
+        if not self._epochs:
+            self._first = epoch.ranks[0]
         if not self._epochs or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
             self._pictured = pictured(epoch, judged, self._world.coding, costs)
@@ -195,7 +195,7 @@ class Inspection:
     def _compare_orders(self) -> None:
         """Check whether epochs repeat an order."""
         orders, world = len(set(self._orders)), self._world
-        if orders == len(self._orders) or self._first is None or not len(self._first.items):
+        if orders == len(self._orders) or not len(self._first.items):
             return
         is_told = world.subject.set_epoch
         may_tell = orders == 1 and (world.traits.keeps_workers or not is_told)
