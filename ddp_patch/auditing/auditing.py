@@ -8,7 +8,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overlo
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw_loaders import Audited, Factory, name_of
-from ddp_patch.auditing.draw_ranks import returned_by
+from ddp_patch.auditing.draw_ranks import called
 from ddp_patch.auditing.draw_world import MadeUpWorld, Progress
 from ddp_patch.auditing.finding import leaves_of
 from ddp_patch.auditing.inspection import Expectations, Inspection
@@ -136,14 +136,15 @@ def audit(
     """
     ranks, passes = _positive("world_size", world_size), _positive("epochs", epochs)
     most = -(-_MOST // ranks) if max_items is None else _positive("max_items", max_items)
-    for name, value in {
+    flags = {
         "patch": patch,
         "patched": patched,
         "set_epoch": set_epoch,
         "padding": padding,
         "epochs_differ": epochs_differ,
         "processes": processes,
-    }.items():
+    }
+    for name, value in flags.items():
         check_flag(name, value)
     if patched and not patch:
         raise InvalidOptionError(
@@ -156,18 +157,13 @@ def audit(
     request = _Request(
         world_size=ranks,
         epochs=passes,
-        patch=patch,
-        patched=patched,
-        set_epoch=set_epoch,
-        padding=padding,
-        epochs_differ=epochs_differ,
         allow=frozenset(allow),
         cost=cost,
         max_items=most,
-        processes=processes,
         timeout=within,
         progress=progress,
         options=options,
+        **flags,
     )
     leaves = leaves_of(loader)
     if list(leaves) == [""]:
@@ -175,28 +171,23 @@ def audit(
     return Reports({place: request.report(leaf) for place, leaf in leaves.items()})
 
 
+@dataclass
 class _OverallProgress:
     """Tells how much of the audit is done, over all worlds that it simulates.
 
-    Args:
+    Attributes:
         show: Called with how much is done, and how much there is, where there is such a function.
         worlds: How many worlds are simulated, as far as it is known.
+        ended: How many of them are done.
     """
 
-    def __init__(self, show: Progress | None, worlds: int) -> None:
-        self._show, self._worlds, self._done = show, worlds, 0
+    show: Progress | None
+    worlds: int
+    ended: int = 0
 
     def __call__(self, done: int, total: int) -> None:
-        if self._show is not None:
-            self._show(self._done * total + done, self._worlds * total)
-
-    def add_world(self) -> None:
-        """Note that one world more is simulated."""
-        self._worlds += 1
-
-    def end_world(self) -> None:
-        """Note that a world is done."""
-        self._done += 1
+        if self.show is not None:
+            self.show(self.ended * total + done, self.worlds * total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,35 +220,29 @@ class _Request:
         return replace(before, why_not_balanced=None, patched=replace(after, code=before.code))
 
     def _report(self, audited: DataLoader[Any] | Factory, steps: _OverallProgress) -> Report:
-        report = self._inspected(audited, steps)
-        steps.end_world()
-        return replace(report, code=place_in_code(audited))
-
-    def _inspected(self, audited: DataLoader[Any] | Factory, steps: _OverallProgress) -> Report:
         make = look_at(audited) if isinstance(audited, DataLoader) else audited
         subject = Audited(make, self.patch, self.options, self.set_epoch, self.max_items)
         costs = Options(cost=self.cost).costs
         expect = Expectations(self.padding, self.epochs_differ, self.allow, costs_of_samples(subject, costs))
 
-        def world_of(subject: Audited) -> MadeUpWorld:
-            return MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, steps)
+        def inspected(subject: Audited) -> Report:
+            world = MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, steps)
+            report = Inspection(world, expect).report()
+            steps.ended += 1
+            return report
 
-        given = world_of(subject)
-        if costs is None:
-            return Inspection(given, expect).report()
-        again = balanced(subject, costs, self.world_size, self.processes)
-        if isinstance(again, str):
-            return replace(Inspection(given, expect).report(), why_not_balanced=again)
-        steps.add_world()
-        report = Inspection(given, expect).report()
-        del given  # free its ranks, before the others are made
-        steps.end_world()
-        return report.beside(Inspection(world_of(again), expect).report())
+        again = None if costs is None else balanced(subject, costs, self.world_size, self.processes)
+        if isinstance(again, Audited):
+            steps.worlds += 1
+        report = inspected(subject)
+        if isinstance(again, Audited):
+            report = report.beside(inspected(again))
+        return replace(report, why_not_balanced=again if isinstance(again, str) else None, code=place_in_code(audited))
 
 
 def _unsharded(make: Factory) -> DataLoader[Any]:
     """Return what a factory makes for a single process, for the patch to shard."""
-    single = returned_by(make)
+    single = called(make, 0, 1)
     if isinstance(single, DataLoader) and (found := look_at(single).sharded_by) is not None:
         raise InvalidOptionError(
             f"audit with patched=True patches what {name_of(make)}(0, 1) returns, and that is sharded already "
@@ -337,11 +322,7 @@ class DDPAudit(Protocol):
     def __call__(self, loader: Loaders, world_size: int = 2, **expect: Any) -> Reports: ...
 
 
-@overload
-def audit_or_fail(loader: Loader, world_size: int = 2, **expect: Any) -> Report: ...
-@overload
-def audit_or_fail(loader: Loaders, world_size: int = 2, **expect: Any) -> Reports: ...
-def audit_or_fail(loader: Any, world_size: int = 2, **expect: Any) -> Report | Reports:
+def audit_or_fail(loader: Loader | Loaders, world_size: int = 2, **expect: Any) -> Any:
     """Audit a loader as ``ddp_patch.audit`` does, and fail the running test with the report if it does not pass.
 
     Args:

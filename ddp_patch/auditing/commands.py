@@ -257,16 +257,16 @@ def audit_command(
             found = find(target)
         reports = _audited(found, world_size, chosen)
     with _refusing(traceback):
-        _print_if_read(reports, form)
+        _print_if_read(_text(reports, form))
         if html is not None:  # last, so that the report is there if the page cannot be written
             command = shlex.join(["ddp-patch", *sys.argv[1:]])
             html.write_text(page(reports, Provenance(command)), encoding="utf-8")
-    sys.exit(_PASS if Reports(reports).verdict else _FAIL)
+    sys.exit(_PASS if reports.verdict else _FAIL)
 
 
-def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any]) -> dict[str, Report]:
+def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any]) -> Reports:
     """Audit all loaders that were found with a progress bar, and return their reports by place."""
-    reports = {}
+    reports: dict[str, Report] = {}
     terminal = Console(stderr=True)
     with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
         for place, loader in found.items():
@@ -276,38 +276,34 @@ def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any])
                 bar.update(task, completed=done, total=total)
 
             reports[place] = audit(loader, world_size, progress=progress, **options)
-    return reports
+    return Reports(reports)
 
 
-def _print_if_read(reports: dict[str, Report], form: str) -> None:
-    """Print reports; if what reads them has gone, as ``head`` does, leave the rest out."""
+def _print_if_read(text: str) -> None:
+    """Print a text; if what reads it has gone, as ``head`` does, leave the rest out."""
     try:
-        _print(reports, form)
+        sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except BrokenPipeError:
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), _STDOUT)  # Python flushes stdout at its end, too
 
 
-class _Report(Console):
-    def on_broken_pipe(self) -> None:
-        """Raise what rich would end the process for."""
-        raise BrokenPipeError
-
-
-def _print(reports: dict[str, Report], form: str) -> None:
+def _text(reports: Reports, form: str) -> str:
+    """Return reports in the form that was asked for."""
     if form == "json":
-        click.echo(json.dumps(Reports(reports).to_dict(), indent=2))
-    elif form == "markdown":
-        click.echo(Reports(reports).to_markdown())
-    else:
-        console = _Report(soft_wrap=False)
+        return json.dumps(reports.to_dict(), indent=2)
+    if form == "markdown":
+        return reports.to_markdown()
+    console = Console()
+    with console.capture() as captured:
         for place, report in reports.items():
             for name, each in report.before_and_after(place).items():
-                console.print(_shown(name, each))
+                console.print(_table(name, each))
+    return captured.get().removesuffix("\n")
 
 
-def _shown(place: str, report: Report) -> Group:
+def _table(place: str, report: Report) -> Group:
     """Return a report as a table with its problems below."""
     mark = "[bold green]✔ PASS[/]" if report.ok else "[bold red]✘ FAIL[/]"
     title = f"{escape(place)} on {report.world_size} ranks: {mark}"

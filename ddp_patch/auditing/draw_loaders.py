@@ -36,11 +36,9 @@ __all__ = [
     "Traits",
     "base_of",
     "digest",
-    "divides_batches",
     "layers_of",
     "length_of",
     "made_by",
-    "made_of_batches",
     "name_of",
     "samples_of",
     "traits_of",
@@ -66,7 +64,6 @@ class Audited:
         balance: More options for ``patch_dataloader_to_ddp``, by which steps cost alike on all ranks.
 
     Raises:
-        NotALoaderError: ``make`` is neither a loader nor a function.
         InvalidOptionError: The loader is one rank's shard already; the function does not take a rank and a world
             size; or options are given, and nothing is patched.
     """
@@ -83,11 +80,6 @@ class Audited:
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, LoaderFacts):
-            if not callable(self.make):
-                raise NotALoaderError(
-                    f"audit needs a DataLoader or a function make(rank, world_size) that returns one, and got "
-                    f"{self.make!r} ({type(self.make).__name__}). Pass the finished loader itself."
-                )
             _require_two_arguments(self.make)
         elif (found := self.make.sharded_by) is not None:
             rank, ranks = self.make.made_for or ("?", "?")
@@ -309,9 +301,7 @@ def digest(dataset: Any) -> str | None:
             return None
         case range():
             return fingerprint([repr(held)])
-        case torch.Tensor():
-            return fingerprint([held])
-        case np.ndarray() if not held.dtype.hasobject:
+        case torch.Tensor() | np.ndarray() if not getattr(held.dtype, "hasobject", False):
             return fingerprint([held])
     return fingerprint(held) if all(map(_is_told, held)) else None
 
@@ -384,16 +374,19 @@ def traits_of(facts: LoaderFacts[Any]) -> Traits:
     """Return the traits of a loader that was looked at."""
     samplers, batches = facts.samplers, None if facts.unit is ShardedUnit.UNBATCHED else facts.iterated
     is_iterable = facts.unit is ShardedUnit.ITERABLE
+    divides = isinstance(facts.sharded_by, EpochSampler) and facts.sharded_by.agreed.options.divides_batches
+    gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
+    are_batches = facts.unit is ShardedUnit.BATCH or (facts.unit is ShardedUnit.UNBATCHED and gives_batches)
     size = facts.batch_size or getattr(batches, "batch_size", None)
     return Traits(
-        units="batches" if made_of_batches(facts) else "samples",
+        units="batches" if are_batches and not divides else "samples",
         is_iterable=is_iterable,
         batch_size=size if isinstance(size, int) and size > 0 else 1,
         num_workers=facts.num_workers,
         keeps_workers=facts.loader.persistent_workers,
         num_shards=_num_shards(facts.dataset) if is_iterable else None,
         may_be_split=is_iterable and not isinstance(facts.sharded_by, EpochSampler) and _may_be_split(facts.dataset),
-        divides_batches=divides_batches(facts),
+        divides_batches=divides,
         drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
         drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
         sharers=sum(map(shards_itself, (*samplers, facts.dataset))),
@@ -418,17 +411,3 @@ def length_of(sized: Any) -> int | None:
     with suppress(Exception):
         return len(sized)
     return None
-
-
-def divides_batches(facts: LoaderFacts[Any]) -> bool:
-    """Tell whether each rank takes a part of every batch of one process."""
-    return isinstance(facts.sharded_by, EpochSampler) and facts.sharded_by.agreed.options.divides_batches
-
-
-def made_of_batches(facts: LoaderFacts[Any]) -> bool:
-    """Tell whether ranks shard whole batches of this loader."""
-    if divides_batches(facts):
-        return False
-    if facts.unit is ShardedUnit.UNBATCHED:
-        return any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
-    return facts.unit is ShardedUnit.BATCH

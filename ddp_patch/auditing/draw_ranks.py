@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, islice
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -19,15 +19,12 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw_loaders import (
     Audited,
-    Factory,
     Traits,
     base_of,
     digest,
-    divides_batches,
     layers_of,
     length_of,
     made_by,
-    made_of_batches,
     samples_of,
     traits_of,
 )
@@ -45,7 +42,7 @@ from ddp_patch.streams.reading import Reader
 from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.walks import LOOKED_AT, elements, stored
 
-__all__ = ["Rank", "Workers", "called", "returned_by"]
+__all__ = ["Rank", "Workers", "called"]
 
 
 # What processes share that were forked, beside tensors in shared memory.
@@ -104,11 +101,9 @@ class Workers:
                 if task is None and has_batches:
                     return
                 size = 1 if task is None or not has_batches else len(task)
-                if not (batch := worker.batch(size, facts.drop_last)):
-                    workers.remove(worker)
-                    continue
-                yield batch
-                if len(batch) < size:
+                if batch := worker.batch(size, facts.drop_last):
+                    yield batch
+                if len(batch) < max(1, size):
                     workers.remove(worker)
 
     def _begun(self) -> "list[_Worker]":
@@ -118,65 +113,58 @@ class Workers:
                 worker.begin()
             return self._latest
         seed = _base_seed(self._facts.loader)
-        return [_Worker.started(self._facts, number, seed) for number in range(max(1, self._facts.num_workers))]
+        return [_Worker(self._facts, number, seed) for number in range(max(1, self._facts.num_workers))]
 
 
-@dataclass
 class _Worker:
-    """Simulate one worker with its copy of the dataset, or the main process where the loader has no workers.
+    """Simulates one worker with its copy of the dataset, or the main process where the loader has no workers.
+
+    It starts as torch does in a new worker process.
+
+    Args:
+        facts: What a look at the loader told.
+        number: The worker's number.
+        seed: The seed that the loader drew for its workers.
 
     Attributes:
-        dataset: Its copy of the dataset; the dataset itself in the main process.
-        info: What ``get_worker_info()`` returns in the worker; None in the main process.
-        rng: The worker's global random states; None in the main process.
         reader: Notes whether the dataset asks which worker it is in.
-        items: The samples that it has not yet read.
-        given: How many it has given in this pass.
+        given: How many items it has given in this pass.
     """
 
-    dataset: Any
-    info: Any = None
-    rng: PrivateRNG | None = None
-    reader: Reader = field(default_factory=Reader)
-    items: Iterator[Any] = field(default_factory=lambda: iter(()))
-    given: int = 0
-
-    @classmethod
-    def started(cls, facts: LoaderFacts[Any], number: int, seed: int) -> "_Worker":
-        """Start a worker as torch does in a new worker process."""
-        if facts.num_workers == 0:
-            worker = cls(facts.dataset)
-        else:
-            dataset = deep_copy(facts.dataset, sharing=_in_shared_memory(facts.dataset, _DEPTH))
-            info = made_worker_info(number, facts.num_workers, seed + number, dataset)
-            worker = cls(dataset, info, PrivateRNG(seed, number))
-            with worker._at_work():
+    def __init__(self, facts: LoaderFacts[Any], number: int, seed: int) -> None:
+        self.reader: Reader = Reader()
+        self._dataset = facts.dataset
+        self._rng: PrivateRNG | None = None  # the main process has no random states of its own
+        if facts.num_workers > 0:
+            self._dataset = deep_copy(facts.dataset, sharing=_in_shared_memory(facts.dataset, _DEPTH))
+            self._info = made_worker_info(number, facts.num_workers, seed + number, self._dataset)
+            self._rng = PrivateRNG(seed, number)
+            with self._at_work():
                 seed_as_worker(seed, number)
                 if (prepare := facts.loader.worker_init_fn) is not None:
-                    worker.reader.prepare(dataset, prepare, number)
-        worker.begin()
-        return worker
+                    self.reader.prepare(self._dataset, prepare, number)
+        self.begin()
 
     def begin(self) -> None:
         """Begin a pass over the dataset."""
-        self.given = 0
+        self.given: int = 0
         with self._at_work():
-            self.items = start_iterating(self.dataset)
+            self._items = start_iterating(self._dataset)
 
     def batch(self, size: int, drop_last: bool) -> list[Any]:
         """Read the next batch; an empty one at the end."""
         with self._at_work():
-            batch = list(islice(self.items, size))
+            batch = list(islice(self._items, size))
         self.given += len(batch)
         return [] if drop_last and len(batch) < size else batch
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        if self.rng is None:
+        if self._rng is None:
             yield
             return
-        with self.rng, worker_info_told(self.info):
-            info = self.reader.info(self.info.id, self.info.num_workers, self.info.seed, self.dataset)
+        with self._rng, worker_info_told(self._info):
+            info = self.reader.info(self._info.id, self._info.num_workers, self._info.seed, self._dataset)
             with worker_info_told(info):
                 yield
 
@@ -195,34 +183,6 @@ def _in_shared_memory(holder: object, depth: int) -> Iterator[object]:
 
 # Draw this many batches before recording them.
 _BLOCK = 1024
-
-
-def _draw(facts: LoaderFacts[Any], workers: Workers, coding: Coding, subject: Audited) -> RankDraws:
-    """Draw an epoch, or its first ``subject.max_items`` items, and record it.
-
-    Args:
-        facts: What a look at one rank's loader told.
-        workers: Read an iterable dataset.
-        coding: Gives every item its number.
-        subject: Says how many items to draw, and whether to compare samples by their contents.
-    """
-    length_before = length_of(facts.loader)
-    record = _Record(coding)
-    steps = workers.batches() if facts.unit is ShardedUnit.ITERABLE else _steps(facts)
-    if facts.unit is not ShardedUnit.ITERABLE:
-        steps = samples_of(facts.dataset, steps, subject.by_contents)
-    ended = False
-    while record.count < subject.max_items and record.error is None and not ended:
-        has_drawn = record.draw_block(steps, subject.max_items - record.count)
-        ended = not has_drawn and record.error is None
-    if record.error is None and not ended:
-        # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is no finding.
-        with suppress(Exception):
-            ended = next(steps, None) is None
-    drawn = record.drawn(ended, (length_before, length_of(facts.loader)))
-    # Each batch that is divided is shared by itself.
-    parts = tuple(drawn.sizes.tolist()) if divides_batches(facts) else workers.parts
-    return replace(drawn, asked=workers.have_asked, idle=workers.idle, parts=parts)
 
 
 class _Record:
@@ -289,18 +249,6 @@ def _resident_bytes() -> int:
         return 0
 
 
-def _steps(facts: LoaderFacts[Any]) -> Iterator[list[Any]]:
-    """Yield the items of every step, as the loader would ask its dataset for them."""
-    indices = start_iterating(facts.iterated)
-    _base_seed(facts.loader)
-    if facts.unit is ShardedUnit.SAMPLE:
-        yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
-    elif facts.unit is ShardedUnit.BATCH or made_of_batches(facts):
-        yield from (list(copy_item(batch)) for batch in indices)
-    else:
-        yield from ([copy_item(item)] for item in indices)
-
-
 # Seed simulated ranks with this and their rank, so that no two are seeded alike.
 _SEED = 20_000
 
@@ -317,6 +265,10 @@ class Rank:
         world_size: The number of ranks.
         seeded_as: The rank whose global random states this one starts with.
         is_real: Whether this process is that rank, with a process group and its own copy of the subject.
+
+    Attributes:
+        traits: Describes its loader.
+        base: The dataset below torch's ``Subset`` layers.
     """
 
     def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int, *, is_real: bool = False) -> None:
@@ -329,16 +281,8 @@ class Rank:
             held = random_generators([*reached, *self._facts.stream.holders, *given])
         self._workers = Workers(self._facts)
         self._held = [[generator, generator_state(generator)] for generator in held]
-
-    @property
-    def traits(self) -> Traits:
-        """Return the traits of its loader."""
-        return traits_of(self._facts)
-
-    @property
-    def base(self) -> object:
-        """Return the dataset below torch's ``Subset`` layers."""
-        return base_of(self._facts.dataset)
+        self.traits: Traits = traits_of(self._facts)
+        self.base: object = base_of(self._facts.dataset)
 
     @property
     def digest(self) -> str | None:
@@ -356,7 +300,42 @@ class Rank:
             warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
-            return _draw(self._facts, self._workers, coding, self._subject)
+            return self._draw(coding)
+
+    def _draw(self, coding: Coding) -> RankDraws:
+        """Draw an epoch, or its first ``max_items`` items, and record it."""
+        most, workers = self._subject.max_items, self._workers
+        length_before = length_of(self._facts.loader)
+        record, steps = _Record(coding), self._steps()
+        ended = False
+        while record.count < most and record.error is None and not ended:
+            has_drawn = record.draw_block(steps, most - record.count)
+            ended = not has_drawn and record.error is None
+        if record.error is None and not ended:
+            # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is none.
+            with suppress(Exception):
+                ended = next(steps, None) is None
+        drawn = record.drawn(ended, (length_before, length_of(self._facts.loader)))
+        # Each batch that is divided is shared by itself.
+        parts = tuple(drawn.sizes.tolist()) if self.traits.divides_batches else workers.parts
+        return replace(drawn, asked=workers.have_asked, idle=workers.idle, parts=parts)
+
+    def _steps(self) -> Iterator[list[Any]]:
+        """Return the items of every step: of an iterable dataset what workers read, else what the loader asks for."""
+        if self._facts.unit is ShardedUnit.ITERABLE:
+            return self._workers.batches()
+        return samples_of(self._facts.dataset, self._indices(), self._subject.by_contents)
+
+    def _indices(self) -> Iterator[list[Any]]:
+        """Yield the items of every step, as the loader would ask its dataset for them."""
+        indices = start_iterating(self._facts.iterated)
+        _base_seed(self._facts.loader)
+        if self._facts.unit is ShardedUnit.SAMPLE:
+            yield from indices  # torch's batch sampler makes a new list for each batch, so nothing needs copying
+        elif self._facts.unit is ShardedUnit.BATCH or self.traits.units == "batches":
+            yield from (list(copy_item(batch)) for batch in indices)
+        else:
+            yield from ([copy_item(item)] for item in indices)
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
@@ -369,22 +348,10 @@ class Rank:
                 held[1] = generator_state(held[0])
 
 
-def called(make: Callable[[], Any]) -> Any:
-    """Call the user's function, and leave all random states as they are."""
-    with _random_states_kept(make):
-        return make()
-
-
-def returned_by(make: Factory) -> Any:
-    """Return what a factory returns for a single process, and leave all random states as they are."""
-    with _random_states_kept(make):
-        return made_by(make, 0, 1)
-
-
-@contextmanager
-def _random_states_kept(make: Callable[..., Any]) -> Iterator[None]:
+def called(make: Callable[..., Any], *rank_and_size: int) -> Any:
+    """Call a function ``make()`` or ``make(rank, world_size)``, and leave all random states as they are."""
     with PrivateRNG(_SEED, 0), generators_restored(random_generators(_reached_by(make))), unwatched():
-        yield
+        return made_by(make, *rank_and_size) if rank_and_size else make()
 
 
 def _reached_by(make: Callable[..., Any]) -> list[object]:

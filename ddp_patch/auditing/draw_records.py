@@ -1,7 +1,6 @@
 """What the ranks of a made-up world drew, coded as numbers."""
 
 import hashlib
-import operator
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,13 +86,10 @@ class Coding:
 
 def _index(item: Any) -> int | None:
     """Return an item as the index that a dataset would see, or None if it is another kind of key."""
-    is_tensor = (
-        isinstance(item, torch.Tensor) and item.ndim == 0 and not (item.is_floating_point() or item.is_complex())
-    )
-    if isinstance(item, bool) or not (is_tensor or isinstance(item, int | np.integer)):
-        return None
-    index = operator.index(item)
-    return index if 0 <= index < 2**63 else None
+    if isinstance(item, torch.Tensor) and item.ndim == 0:
+        item = item.item()
+    is_index = isinstance(item, int | np.integer) and not isinstance(item, bool) and 0 <= item < 2**63
+    return int(item) if is_index else None
 
 
 def narrow(codes: Numbers) -> Numbers:

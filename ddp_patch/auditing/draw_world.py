@@ -46,28 +46,6 @@ class RealRank:
         return replace(drawn, items=coding.adopt(self.coding, drawn.items).astype(np.int64))
 
 
-def _real_ranks_of(subject: Audited, seeds: Sequence[int], numbers: Sequence[int], timeout: float) -> list[RealRank]:
-    """Start a process for every rank, draw epochs there one after the other, and return what each rank drew.
-
-    Args:
-        subject: What is audited.
-        seeds: For each rank, as which one it is seeded.
-        numbers: The epochs to draw.
-        timeout: Seconds until every rank must have returned.
-
-    Raises:
-        InvalidOptionError: The subject cannot be pickled.
-    """
-    try:
-        pickled = pickle.dumps(subject)
-    except Exception as error:
-        raise InvalidOptionError(
-            f"audit with processes=True sends what it audits to other processes, and pickling {subject.name} raised "
-            f"{type(error).__name__}: {error}. Pass a factory that is a function of a module."
-        ) from error
-    return run_ranks(sampling, len(seeds), pickled, numbers, seeds, timeout=timeout)
-
-
 def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], seeds: Sequence[int]) -> RealRank:
     """Draw epochs on one rank; errors call it by this name."""
     subject: Audited = pickle.loads(pickled)  # noqa: S301 - the parent's own
@@ -88,11 +66,22 @@ def ranks_of(
         subject: What is audited.
         seeds: For each rank, as which one it is seeded.
         numbers: The epochs that they will draw.
-        timeout: Seconds until every real rank must have returned; None for ranks that this process simulates.
+        timeout: Seconds until every real rank must have returned, each in a process where it draws one epoch after the
+            other; None for ranks that this process simulates.
+
+    Raises:
+        InvalidOptionError: The subject cannot be pickled for real ranks.
     """
-    if timeout is not None:
-        return _real_ranks_of(subject, seeds, numbers, timeout)
-    return [Rank(subject, rank, len(seeds), seed) for rank, seed in enumerate(seeds)]
+    if timeout is None:
+        return [Rank(subject, rank, len(seeds), seed) for rank, seed in enumerate(seeds)]
+    try:
+        pickled = pickle.dumps(subject)
+    except Exception as error:
+        raise InvalidOptionError(
+            f"audit with processes=True sends what it audits to other processes, and pickling {subject.name} raised "
+            f"{type(error).__name__}: {error}. Pass a factory that is a function of a module."
+        ) from error
+    return run_ranks(sampling, len(seeds), pickled, numbers, seeds, timeout=timeout)
 
 
 def _drawn_anew(ranks: "Sequence[Rank | RealRank | _Alone]", number: int, coding: Coding) -> list[RankDraws]:
@@ -220,12 +209,11 @@ class MadeUpWorld:
         everyone = self._everyone()
         if len({id(rank.base) for rank in everyone}) == 1:
             return True
-        return len({rank.traits.base_length for rank in everyone}) == 1 and len(set(self._digests())) == 1
+        return len({rank.traits.base_length for rank in everyone}) == 1 and len(self._digests()) == 1
 
-    def _digests(self) -> list[str | None]:
-        known: dict[int, str | None] = {}
-        ranks = self._everyone()
-        return [known[at] if (at := id(rank.base)) in known else known.setdefault(at, rank.digest) for rank in ranks]
+    def _digests(self) -> set[str | None]:
+        one_of_each = {id(rank.base): rank for rank in self._everyone()}
+        return {rank.digest for rank in one_of_each.values()}
 
     def whole(self) -> Numbers | None:
         """Return the indices of what all ranks' datasets are made of: the last layer that they have in common.

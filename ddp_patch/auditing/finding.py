@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.draw_loaders import Factory, name_of
-from ddp_patch.auditing.draw_ranks import called, returned_by
+from ddp_patch.auditing.draw_ranks import called
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 from ddp_patch.walks import KeyPath, is_empty, nested
 
@@ -192,7 +192,7 @@ def _parts(make: Callable[[int, int], Any]) -> list[KeyPath]:
     it may ask a process group that only real ranks have.
     """
     try:
-        return [path for path, _ in _nested(returned_by(make))]
+        return [path for path, _ in _nested(called(make, 0, 1))]
     except Exception:  # noqa: BLE001 - the user's own; it is raised again where the loaders are made
         return [()]
 

@@ -49,21 +49,6 @@ class Expectations:
     costs: SampleCosts | None
 
 
-@dataclass(frozen=True, slots=True)
-class _EpochNote:
-    """Keep what later epochs are compared with, instead of the epoch itself, which may be large.
-
-    Attributes:
-        signature: The hash of the epoch's order.
-        items: How many items a single process would draw.
-        is_sample: Whether only a part of the epoch was drawn.
-    """
-
-    signature: bytes
-    items: int
-    is_sample: bool
-
-
 class Inspection:
     """Collect what is found epoch by epoch.
 
@@ -78,10 +63,13 @@ class Inspection:
         self._judge = Judge(world.traits, subject.options.get("uneven"), expect.padding, not subject.patches)
         self._problems: list[Problem] = []  # one of each kind
         self._epochs: list[EpochReport] = []
-        self._notes: list[_EpochNote] = []  # of the epochs in which no rank raised
+        # Of the epochs in which no rank raised: hashes of their orders, and how many items one process draws.
+        self._orders: list[bytes] = []
+        self._lengths: list[int] = []
+        self._is_sample = False
         self._lost: list[Lost] = []  # of the epochs in which samples were lost
         self._pictured = Pictured()
-        self._first: RankDraws | None = None  # what rank 0 drew in epoch 0
+        self._first: RankDraws  # what rank 0 drew in epoch 0
         self._seeds_agree: bool | None = True  # None where that cannot be told
         self._is_against_whole = False  # whether a factory ignores the world's size, and a whole dataset is compared
 
@@ -93,35 +81,29 @@ class Inspection:
         self._compare_orders()
         self._compare_lost()
         allowed = self._expect.allow
-        first = self._first or RankDraws(np.empty(0, np.int32), np.empty(0, np.int32), ended=True)
         return Report(
             name=self._world.subject.name,
             how=self._how(),
             world_size=self._world.world_size,
             units="batches" if all(epoch.units == "batches" for epoch in self._epochs) else "samples",
             epochs=tuple(self._epochs),
-            epochs_differ=None if len(self._notes) < 2 else self._orders == len(self._notes),
+            epochs_differ=None if len(self._orders) < 2 else len(set(self._orders)) == len(self._orders),
             seeds_agree=self._seeds_agree,
-            is_sample=any(note.is_sample for note in self._notes),
-            seconds=first.seconds,
-            memory=first.memory,
+            is_sample=self._is_sample,
+            seconds=self._first.seconds,
+            memory=self._first.memory,
             problems=tuple(problem for problem in self._problems if problem.kind not in allowed),
             allowed=tuple(problem for problem in self._problems if problem.kind in allowed),
             pictured=self._pictured,
-            note=self._note(first),
+            note=self._note(),
         )
 
-    def _note(self, first: RankDraws) -> str | None:
+    def _note(self) -> str | None:
         """Return what would be faster, by what rank 0 drew in epoch 0."""
         traits, ranks = self._world.traits, self._world.world_size
-        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(first.parts) < 2:
+        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(self._first.parts) < 2:
             return None
-        return faster_by_worker(self._world.subject.name, ranks, sum(first.parts))
-
-    @property
-    def _orders(self) -> int:
-        """Return how many different orders the epochs have."""
-        return len({note.signature for note in self._notes})
+        return faster_by_worker(self._world.subject.name, ranks, sum(self._first.parts))
 
     def _how(self) -> str:
         subject = self._world.subject
@@ -154,7 +136,8 @@ class Inspection:
         else:
             self._seeds_agree = None
         costs = step_costs(epoch, self._expect.costs)
-        self._first = self._first or epoch.ranks[0]
+        if not self._epochs:
+            self._first = epoch.ranks[0]
         if not self._epochs or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
             self._pictured = pictured(epoch, judged, self._world.coding, costs)
@@ -177,7 +160,9 @@ class Inspection:
     def _inspect_shards(self, about: About) -> None:
         """Look for problems in an epoch in which no rank raised."""
         epoch, judged, world = about.epoch, about.judged, self._world
-        self._notes.append(_EpochNote(signature(epoch.ranks), len(epoch.alone.items), epoch.is_sample))
+        self._orders.append(signature(epoch.ranks))
+        self._lengths.append(len(epoch.alone.items))
+        self._is_sample |= epoch.is_sample
         self._add(steps_problem(epoch, self._judge.uneven_steps(epoch)))
         self._add(length_problem(epoch))
         self._add(idle_problem(epoch, world.traits))
@@ -209,13 +194,13 @@ class Inspection:
 
     def _compare_orders(self) -> None:
         """Check whether epochs repeat an order."""
-        orders, world = self._orders, self._world
-        if orders == len(self._notes) or self._first is None or not len(self._first.items):
+        orders, world = len(set(self._orders)), self._world
+        if orders == len(self._orders) or not len(self._first.items):
             return
         is_told = world.subject.set_epoch
         may_tell = orders == 1 and (world.traits.keeps_workers or not is_told)
         tells = may_tell and world.is_changed_by_epoch(self._first)
-        fewest = min(note.items for note in self._notes)
+        fewest = min(self._lengths)
         self._add(order_problem(tells, world.epochs, orders, self._expect.epochs_differ, fewest, is_told=is_told))
 
     def _compare_lost(self) -> None:

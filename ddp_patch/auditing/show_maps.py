@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers
 from ddp_patch.auditing.judge_coverage import Judged, counts_of, dense, imbalance
 
-__all__ = ["Pictured", "ShareMap", "StepMap", "Waits", "pictured", "width_of_columns"]
+__all__ = ["Pictured", "ShareMap", "StepMap", "Waits", "pictured"]
 
 
 Counts: TypeAlias = tuple[tuple[int, ...], ...]
@@ -178,7 +178,8 @@ def _share_map(epoch: EpochDraws, coding: Coding, reason: Literal["padding", "re
             cells = rank[here] * columns + position[here] // width
             counts += np.bincount(cells, minlength=counts.size).reshape(counts.shape)
     how_often = counts_of(seen, int(seen.max(initial=0)) + 1)
-    levels = _levels(seen, width)
+    level = np.arange(positions) // width * 3 + np.minimum(seen, 2)  # of a column's three
+    levels = np.bincount(level, minlength=3 * columns).reshape(columns, 3)
     if epoch.is_sample:  # what nobody has may come later
         how_often[0] = levels[:, 0] = 0
     return ShareMap(
@@ -193,14 +194,6 @@ def _share_map(epoch: EpochDraws, coding: Coding, reason: Literal["padding", "re
         tuple(foreign.tolist()) if not epoch.is_sample else (0,) * ranks,
         reason,
     )
-
-
-def _levels(seen: NDArray[np.int32], width: int) -> NDArray[np.int64]:
-    """Return how many positions of each column are seen never, once and more often, shape (columns, 3)."""
-    begins = np.arange(0, len(seen), width)
-    if not len(begins):
-        return np.zeros((0, 3), np.int64)
-    return np.stack([np.add.reduceat(level, begins, dtype=np.int64) for level in (seen == 0, seen == 1, seen > 1)], 1)
 
 
 def _places_in_stream(

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from functools import partial
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -22,7 +21,7 @@ from ddp_patch.auditing.show_maps import Pictured
 from ddp_patch.auditing.show_svg import PATTERNS, figure_html, with_own_patterns
 from ddp_patch.auditing.show_svg import STYLE as FIGURES
 from ddp_patch.errors import AuditError
-from ddp_patch.loaders.hooks import made
+from ddp_patch.loaders.hooks import from_here, made
 
 __all__ = ["Provenance", "Report", "Reports", "page", "place_in_code"]
 
@@ -48,20 +47,14 @@ def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
     """
     if isinstance(audited, DataLoader):
         where = made(audited)
-        return None if where is None else _from_here(where.place)
+        return None if where is None else from_here(where.place)
     while isinstance(audited, partial):
         audited = audited.func
     function = inspect.unwrap(audited)
     if not hasattr(function, "__code__"):  # an object that can be called
         function = getattr(type(function), "__call__", None)  # noqa: B004 - it is the method's code that tells
     code = getattr(function, "__code__", None)
-    return None if code is None else _from_here(f"{code.co_filename}:{code.co_firstlineno}")
-
-
-def _from_here(place: str) -> str:
-    """Return a place in a file as seen from the working folder, if the file is in there."""
-    here = f"{Path.cwd()}/"
-    return place.removeprefix(here)
+    return None if code is None else from_here(f"{code.co_filename}:{code.co_firstlineno}")
 
 
 @dataclass(frozen=True, slots=True)

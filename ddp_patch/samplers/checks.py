@@ -1,14 +1,14 @@
 """Checks of the arguments that samplers take: numbers, flags, sequences, seeds and generators."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
-from typing import Any, SupportsIndex, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ddp_patch.errors import SamplerError
+from ddp_patch.validation import as_index
 
 __all__ = ["Integers", "flag", "integers", "randomness", "sequence", "whole"]
 
@@ -35,10 +35,7 @@ def whole(name: str, value: object, least: int, reason: str, bits: int | None = 
         >>> whole("batch_size", np.int32(8), 1, "it is the number of samples in a batch")
         8
     """
-    number = None
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool | np.bool_):
-        with suppress(TypeError):  # a tensor of floats, say, has the method and refuses
-            number = int(value.__index__())
+    number = as_index(value)
     if number is None or number < least:
         raise SamplerError(f"{name}={value!r} is not a whole number of at least {least}: {reason}. Pass such an int.")
     if bits is not None and number.bit_length() > bits:

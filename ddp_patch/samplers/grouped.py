@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRa
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.loaders.samples import deep_copy, nested_samplers, tell_epoch
-from ddp_patch.orders.generators import RandomGenerator, generator_state, set_generator_state
+from ddp_patch.orders.generators import RandomGenerator, generator_state, is_stateful, set_generator_state
 from ddp_patch.orders.orders import is_random_access
 from ddp_patch.orders.random_states import ambient_state, ambient_unmoved
 from ddp_patch.samplers.checks import flag, sequence, whole
@@ -22,10 +22,9 @@ from ddp_patch.samplers.keyed import (
     Positions,
     ResumableSampler,
     ScalableRandomSampler,
-    Stateful,
     check_number,
 )
-from ddp_patch.samplers.lengths import LengthBatches, Runs, cut
+from ddp_patch.samplers.lengths import LengthBatches, cut
 
 __all__ = ["GroupedBatchSampler", "aspect_ratio_groups"]
 
@@ -161,8 +160,8 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         indices = _indices_of(self.sampler, drawn)
         group_of = self._group_of(indices)
         places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
-        runs = self._cut(group_of)
-        return LengthBatches(indices[places], runs.at(np.argsort(places[runs.starts])))
+        bounds = self._cut(group_of)
+        return LengthBatches(indices[places], bounds[np.argsort(places[bounds[:, 0]])])
 
     def _group_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         groups = self._groups.codes
@@ -173,10 +172,10 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             )
         return np.take(groups, indices)
 
-    def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> Runs:
+    def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
         """Return where the batches begin and end once the samples are grouped."""
-        runs = cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
-        return runs.at(runs.stops - runs.starts == self.batch_size) if self.drop_uneven else runs
+        bounds = cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
+        return bounds[bounds[:, 1] - bounds[:, 0] == self.batch_size] if self.drop_uneven else bounds
 
     def _state(self, *, in_pass: bool) -> dict[str, Any]:
         if in_pass and self._begun is None:
@@ -188,10 +187,10 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         if in_pass and self._begun is not None:
             return self._begun
         sampler: Any = self.sampler
-        is_stateful = isinstance(sampler, Stateful)
+        has_state = is_stateful(sampler)
         return {
-            "epoch": None if is_stateful else _epoch_of(sampler),
-            "sampler": getattr(sampler, "state_between_passes", sampler.state_dict)() if is_stateful else None,
+            "epoch": None if has_state else _epoch_of(sampler),
+            "sampler": getattr(sampler, "state_between_passes", sampler.state_dict)() if has_state else None,
             "generators": [generator_state(generator) for generator in _generators_without_state(sampler)],
         }
 
@@ -212,8 +211,9 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             tell_epoch(self.sampler, state["epoch"])
         for generator, saved in zip(_generators_without_state(self.sampler), state["generators"], strict=True):
             set_generator_state(generator, saved)
-        if isinstance(self.sampler, Stateful):
-            self.sampler.load_state_dict(state["sampler"])
+        sampler: Any = self.sampler
+        if is_stateful(sampler):
+            sampler.load_state_dict(state["sampler"])
 
 
 def _epoch_of(sampler: object) -> int | None:
@@ -265,7 +265,7 @@ def _indices_of(sampler: object, drawn: Iterable[Any]) -> npt.NDArray[np.integer
 
 def _generators_without_state(sampler: object) -> list[RandomGenerator]:
     """Return the generators of the nested samplers that have no ``state_dict`` to save them in."""
-    stateless = (nested for nested in nested_samplers(sampler) if not isinstance(nested, Stateful))
+    stateless = (nested for nested in nested_samplers(sampler) if not is_stateful(nested))
     return [value for value in _attributes(stateless) if isinstance(value, RandomGenerator)]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ __all__ = [
     "Positions",
     "ResumableSampler",
     "ScalableRandomSampler",
-    "Stateful",
     "check_names",
     "check_number",
     "generator_of",
@@ -40,17 +39,6 @@ Epoch = TypeVar("Epoch")
 
 # Raise this number when states get other contents, or when an epoch's order changes.
 _VERSION = 1
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object whose state can be saved and loaded, by torch's protocol."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a saved state."""
 
 
 def named_state(sampler: object, values: Mapping[str, Any]) -> dict[str, Any]:

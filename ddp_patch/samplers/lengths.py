@@ -19,27 +19,7 @@ from ddp_patch.samplers.checks import Integers, flag, integers, whole
 from ddp_patch.samplers.classes import smallest
 from ddp_patch.samplers.keyed import At, KeyedSampler, Positions, generator_of
 
-__all__ = ["LengthBatches", "LengthBucketBatchSampler", "Runs", "WindowDataset", "WindowSampler", "cut"]
-
-
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Where batches begin and end in an array.
-
-    Attributes:
-        starts: Each batch's first position.
-        stops: The position after each batch's last.
-    """
-
-    starts: npt.NDArray[np.int64]
-    stops: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def at(self, chosen: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "Runs":
-        """Return the runs with these numbers, in their order, or those that a mask keeps."""
-        return Runs(self.starts[chosen], self.stops[chosen])
+__all__ = ["LengthBatches", "LengthBucketBatchSampler", "WindowDataset", "WindowSampler", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +28,7 @@ class LengthBatches:
 
     Attributes:
         items: The samples of all batches.
-        runs: Where each batch lies among them.
+        bounds: Where each batch begins among them and where it ends, in the shape ``(batches, 2)``.
 
     Examples:
         >>> batches = LengthBatches(np.array([7, 8, 9]), cut(np.array([3]), 2))
@@ -57,29 +37,29 @@ class LengthBatches:
     """
 
     items: npt.NDArray[np.integer[Any]]
-    runs: Runs
+    bounds: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return len(self.bounds)
 
     def __call__(self, positions: Positions) -> list[list[int]]:
         """Return the batches at some positions."""
-        chosen = self.runs.at(positions)
-        bounds = zip(chosen.starts.tolist(), chosen.stops.tolist(), strict=True)
-        return [self.items[start:stop].tolist() for start, stop in bounds]
+        return [self.items[start:stop].tolist() for start, stop in self.bounds[positions].tolist()]
 
 
-def cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int) -> Runs:
+def cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
     """Cut consecutive groups into batches; a group's last batch holds what is left.
 
     Args:
         sizes: How many samples each group has.
         batch_sizes: How many samples make a batch: one number for each group, or one for all.
 
+    Returns:
+        Each batch's first position, and the one after its last, in the shape ``(batches, 2)``.
+
     Examples:
-        >>> runs = cut(np.array([5, 2]), np.array([2, 2]))
-        >>> runs.starts.tolist(), runs.stops.tolist()
-        ([0, 2, 4, 5], [2, 4, 5, 7])
+        >>> cut(np.array([5, 2]), np.array([2, 2])).tolist()
+        [[0, 2], [2, 4], [4, 5], [5, 7]]
     """
     if isinstance(batch_sizes, int):
         batch_sizes = np.full(len(sizes), min(batch_sizes, sizes.max(initial=1)))
@@ -89,7 +69,7 @@ def cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int) 
     number = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a batch within its group
     ends = np.cumsum(sizes)
     starts = (ends - sizes)[group] + number * batch_sizes[group]
-    return Runs(starts, np.minimum(starts + batch_sizes[group], ends[group]))
+    return np.stack([starts, np.minimum(starts + batch_sizes[group], ends[group])], axis=1)
 
 
 class LengthBucketBatchSampler(KeyedSampler[list[int]]):
@@ -156,7 +136,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         items = self._batches.items.copy()
         for bucket in np.split(items, np.cumsum(self._sizes)[:-1]):  # views, so this shuffles `items`
             rng.shuffle(bucket)
-        return LengthBatches(items, self._batches.runs.at(rng.permutation(len(self))))
+        return LengthBatches(items, self._batches.bounds[rng.permutation(len(self))])
 
 
 def _at_least_one(name: str, value: object, reason: str) -> int | None:

@@ -75,7 +75,9 @@ class WeightedClassSampler(KeyedSampler[int]):
             {'cat': 5, 'dog': 5}
         """
         n = whole("n", n, 1, "it is the number of indices of every class in an epoch")
-        return cls._alike(Classes.of("labels", labels), n, seed, generator)
+        classes: Any = Classes.of("labels", labels)  # which numbers them once
+        weights = dict.fromkeys(classes.labels, 1)
+        return cls(classes, weights, n * len(weights), seed=seed, generator=generator)
 
     @classmethod
     def upsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
@@ -87,8 +89,8 @@ class WeightedClassSampler(KeyedSampler[int]):
             >>> WeightedClassSampler.upsample(["cat", "cat", "dog"]).counts
             {'cat': 2, 'dog': 2}
         """
-        classes = Classes.of("labels", labels)
-        return cls._alike(classes, int(classes.sizes.max()), seed, generator)
+        classes: Any = Classes.of("labels", labels)
+        return cls.n_per_class(classes, int(classes.sizes.max()), seed=seed, generator=generator)
 
     @classmethod
     def downsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
@@ -100,13 +102,8 @@ class WeightedClassSampler(KeyedSampler[int]):
             >>> WeightedClassSampler.downsample(["cat", "cat", "dog"]).counts
             {'cat': 1, 'dog': 1}
         """
-        classes = Classes.of("labels", labels)
-        return cls._alike(classes, int(classes.sizes.min()), seed, generator)
-
-    @classmethod
-    def _alike(cls, classes: Classes, n: int, seed: int | None, generator: torch.Generator | None) -> Self:
-        labels: Any = classes  # so that labels are numbered once
-        return cls(labels, dict.fromkeys(classes.labels, 1), n * len(classes.labels), seed=seed, generator=generator)
+        classes: Any = Classes.of("labels", labels)
+        return cls.n_per_class(classes, int(classes.sizes.min()), seed=seed, generator=generator)
 
     def __len__(self) -> int:
         return self._length

@@ -202,4 +202,4 @@ def test_the_samplers_know_nothing_of_ranks() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch.")
         }
-        assert imported <= {"errors", "loaders", "orders", "plan", "samplers"}
+        assert imported <= {"errors", "loaders", "orders", "plan", "samplers", "validation"}
