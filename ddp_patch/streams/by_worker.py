@@ -191,13 +191,12 @@ class OwnBatches:
         channel.begin_gather([self.held, state, *ends])
         plan.has_reported = True
 
-    def hand_over(self, plan: RoundPlan, channel: Channel) -> bool:
-        """Begin to send each rank all that it gets of this one in the planned rounds; return whether it must wait."""
+    def hand_over(self, plan: RoundPlan, channel: Channel) -> None:
+        """Begin to send each rank all that it gets of this one in the planned rounds."""
         for rank, gets in enumerate(plan.gets):
             given = [self._held[place] for source, place in gets if source == channel.index != rank]
             if given:
                 channel.send(rank, given)
-        return any(source.rank != rank for rank, gets in enumerate(plan.gets) for source in gets)
 
     def take(self, plan: RoundPlan, channel: Channel) -> None:
         """Have all that this rank gets in the planned rounds lie ready, and no longer what it has handed over."""
@@ -253,9 +252,9 @@ def even_steps(
             is_fast = clock() - heard_at < _FAST_S * (rounds.count - steps)
             heard = _heard(channel, own, rounds, 2 * plan.wanted)
             plan.hear(heard, is_fast=is_fast, room=own.room)
-            # All that the plan hands over goes at once: it is less to do, and nobody waits for another in its rounds.
-            if own.hand_over(plan, channel):
-                yield WAITS
+            # All at once: it takes fewer messages, and in the planned rounds nobody waits for another.
+            own.hand_over(plan, channel)
+            yield WAITS
             own.take(plan, channel)
             heard_at, steps = clock(), rounds.count
             continue
@@ -270,7 +269,7 @@ def even_steps(
             try:
                 yield got.pop()
             except GeneratorExit:
-                # Connections stay open while it gathers.
+                # If it has reported, it is missed when the ranks next exchange something.
                 if not plan.has_reported:
                     channel.say_goodbye([0, _LEFT, *ends()])
                 raise
