@@ -161,8 +161,9 @@ class ExitNotes:
         self._store.delete_key(f"{self._waits}/{self._index}")
 
 
-# The first message of a value, which has it whole where that is small.
-_FIRST_BYTES = 4096
+# The first message of a value, which has it whole where that is small. Of a larger one, up to so much is in one more:
+# to copy that takes less than a message for each part.
+_FIRST_BYTES, _JOINED_BYTES = 4096, 2**20
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
@@ -296,6 +297,8 @@ class Channel:
             header, parts = torch.cat([header, *parts]), []
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         first[: len(header)] = header[:_FIRST_BYTES]
+        if parts and sum(map(len, parts)) <= _JOINED_BYTES:
+            parts = [torch.cat(parts)]
         messages = [first, header[_FIRST_BYTES:], *parts]
         with self._connected(target):
             self._sends += [(target, self._group.send([part], target, 0)) for part in messages if len(part)]
@@ -313,11 +316,10 @@ class Channel:
         begin = 8 * (1 + int(header.view(torch.int64)[0]))
         header = torch.cat([header, self._received(source, begin - _FIRST_BYTES)])
         sizes: list[int] = header[8:begin].view(torch.int64).tolist()
-        if (end := begin + sum(sizes)) <= _FIRST_BYTES:
-            parts = [part.clone() for part in torch.split(header[begin:end], sizes)]  # each begins where any dtype may
-        else:
-            parts = [self._received(source, size) for size in sizes]
-        return from_parts(parts)
+        if (total := sum(sizes)) > _JOINED_BYTES:
+            return from_parts([self._received(source, size) for size in sizes])
+        joined = header[begin : begin + total] if begin + total <= _FIRST_BYTES else self._received(source, total)
+        return from_parts([part.clone() for part in torch.split(joined, sizes)])  # each begins where any dtype may
 
     def _received(self, source: int, size: int) -> torch.Tensor:
         into = torch.empty(max(0, size), dtype=torch.uint8)

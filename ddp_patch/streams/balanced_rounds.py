@@ -21,6 +21,7 @@ __all__ = [
     "Round",
     "RoundPlan",
     "ahead_of_next",
+    "gets_of",
     "next_round",
     "rounds_ahead",
 ]
@@ -73,14 +74,6 @@ class Round:
         object.__setattr__(self, "taken", tuple(given[rank] for rank in range(len(self.gets))))
         is_other = (source is not None and source.rank != rank for rank, source in enumerate(self.gets))
         object.__setattr__(self, "hands_over", any(is_other))
-
-    def handed_by(self, rank: int) -> list[tuple[int, int]]:
-        """Return which batches a rank hands to others, as (index, the rank that gets it)."""
-        return [
-            (source.place, target)
-            for target, source in enumerate(self.gets)
-            if source is not None and source.rank == rank != target
-        ]
 
 
 class NextMove(Enum):
@@ -164,6 +157,24 @@ def rounds_ahead(ranks: Sequence[Holding], uneven: Uneven) -> list[Round]:
     return rounds
 
 
+def gets_of(rounds: Sequence[Round], ranks: int) -> tuple[list[list[BatchSource]], list[int]]:
+    """Return what each rank gets in some rounds, with places that count from their beginning, and what they take.
+
+    Examples:
+        >>> gets, taken = gets_of(rounds_ahead([Holding(3, True), Holding(1, False)], "pad"), 2)
+        >>> [tuple(source) for source in gets[1]], taken
+        ([(1, 0), (0, 2)], [3, 1])
+    """
+    gets: list[list[BatchSource]] = [[] for _ in range(ranks)]
+    taken = [0] * ranks
+    for step in rounds:
+        for of_rank, source in zip(gets, step.gets, strict=True):
+            if source is not None:
+                of_rank.append(BatchSource(source.rank, taken[source.rank] + source.place))
+        taken = [before + gone for before, gone in zip(taken, step.taken, strict=True)]
+    return gets, taken
+
+
 class RoundPlan:
     """The rounds that all ranks have agreed on, and when one of them reports again. It is the same on every rank.
 
@@ -180,9 +191,9 @@ class RoundPlan:
         least: How many batches beyond the planned ones a rank that still reads must report.
         wanted: How many it reads if it need not wait long for them.
         is_fast: Whether it is worth waiting a little for these.
-        reserved: How many of its own the planned rounds take.
+        gets: What each rank gets in the planned rounds, in order; places count from the first that they take.
+        takes: How many of its own the planned rounds take.
         has_reported: Whether it has reported since all were last heard.
-        hands_over: Whether ranks get batches of others in the planned rounds. Once they do, they do to the last.
     """
 
     def __init__(self, rank: int, uneven: Uneven) -> None:
@@ -194,9 +205,9 @@ class RoundPlan:
         self.least: int = 1
         self.wanted: int = 1
         self.is_fast: bool = False
-        self.reserved: int = 0
+        self.gets: Sequence[Sequence[BatchSource]] = ()
+        self.takes: int = 0
         self.has_reported: bool = False
-        self.hands_over: bool = False
 
     def hear(self, ranks: Sequence[Holding], *, is_fast: bool, room: int) -> None:
         """Plan by what all ranks reported.
@@ -210,36 +221,31 @@ class RoundPlan:
         rounds = rounds_ahead(ranks, self._uneven)
         self.is_over = not rounds and next_round(ranks, self._uneven) is NextMove.END
         self._rounds.extend(rounds)
-        self._planned, self.hands_over = len(rounds), any(step.hands_over for step in rounds)
-        taken = [sum(of_rank) for of_rank in zip(*(step.taken for step in rounds), strict=True)] or [0] * len(ranks)
-        self.reserved += taken[self._rank]
+        self._planned = len(rounds)
+        self.gets, taken = gets_of(rounds, len(ranks))
+        self.takes = taken[self._rank]
         self.least = ahead_of_next(ranks, taken)
         self.wanted = max(self.least, min(room if is_fast else AHEAD, 2 * self.least * len(rounds)))
 
     def next(self) -> Round | None:
         """Return the next round; None if the ranks must hear of each other first."""
-        if not self._rounds:
-            return None
-        step = self._rounds.popleft()
-        self.reserved -= step.taken[self._rank]
-        self.hands_over &= bool(self._rounds)
-        return step
+        return self._rounds.popleft() if self._rounds else None
 
     def may_report(self, held: int, reads: bool) -> bool:
         """Return whether to report now, in the background of what follows, and not when more is asked for.
 
         Before the last planned round, only a rank that holds as many again does, or the next plan would be shorter. Not
-        if its report could be its last one, or batches are handed over before: nobody would miss it if it then left.
+        if its report could be its last one: nobody would miss it if it then left.
 
         Args:
-            held: How many batches it holds.
+            held: How many batches it holds beyond those of the planned rounds.
             reads: Whether there may be more.
         """
         left = len(self._rounds)
-        if self.has_reported or self.hands_over or left > self._planned // 2 or (left and not reads):
+        if self.has_reported or left > self._planned // 2 or (left and not reads):
             return False
-        enough = max(self.least, self._planned) if left or self.is_fast else self.least
-        return held - self.reserved >= enough or not reads
+        enough = max(self.least, self.takes) if left or self.is_fast else self.least
+        return held >= enough or not reads
 
 
 class BalancedRounds:

@@ -15,7 +15,7 @@ from ddp_patch.compat.private_torch import WrappedIterator, pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, Round, RoundPlan
+from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, RoundPlan
 from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
 from ddp_patch.walks import nested
@@ -109,6 +109,7 @@ class OwnBatches:
     Attributes:
         failure: What reading them raised.
         ready: Returns how many come without waiting, when so many were received.
+        due: What this rank gets in the planned rounds, in order: batches of its own and of others.
     """
 
     def __init__(self, wrapped: Iterator[Any]) -> None:
@@ -118,10 +119,11 @@ class OwnBatches:
         self._ran_out = False
         self.failure: Exception | None = None
         self.ready: Callable[[int], int] = lambda _: 0
+        self.due: deque[Any] = deque()
 
     @property
     def held(self) -> int:
-        """How many are held."""
+        """How many are held beyond those of the planned rounds."""
         return len(self._held)
 
     @property
@@ -177,28 +179,29 @@ class OwnBatches:
 
     def report(self, channel: Channel, plan: RoundPlan, ends: Sequence[int]) -> None:
         """Begin to report to the others what this rank holds beyond the plan, and where its workers end."""
-        beyond, state = self.held - plan.reserved, _RAN_OUT if self._ran_out else _READS
-        if self.failure is not None and beyond < plan.least:  # what came before it is given
+        state = _RAN_OUT if self._ran_out else _READS
+        if self.failure is not None and self.held < plan.least:  # what came before it is given
             channel.fail(self.failure)
             state = _FAILED
-        channel.begin_gather([beyond, state, *ends])
+        channel.begin_gather([self.held, state, *ends])
         plan.has_reported = True
 
-    def take(self, step: Round, channel: Channel) -> list[Any]:
-        """Hand to others what the round says; return the batch that this rank gets, if it gets one."""
-        source = step.gets[channel.index]
-        if not step.hands_over:  # most rounds
-            return [] if source is None else [self._held.popleft()]
-        for place, target in step.handed_by(channel.index):
-            channel.send(target, self._held[place])
-        got = []
-        if source is not None:
-            is_own = source.rank == channel.index
-            got.append(self._held[source.place] if is_own else pinned_by(self._wrapped, channel.receive(source.rank)))
+    def hand_over(self, plan: RoundPlan, channel: Channel) -> None:
+        """Begin to send each rank all that it gets of this one in the planned rounds."""
+        for rank, gets in enumerate(plan.gets):
+            given = [self._held[place] for source, place in gets if source == channel.index != rank]
+            if given:
+                channel.send(rank, given)
+
+    def take(self, plan: RoundPlan, channel: Channel) -> None:
+        """Have all that this rank gets in the planned rounds lie ready, and no longer what it has handed over."""
+        gets, own = plan.gets[channel.index], channel.index
+        came = {rank: iter(channel.receive(rank)) for rank in sorted({source.rank for source in gets} - {own})}
+        for rank, place in gets:
+            self.due.append(self._held[place] if rank == own else pinned_by(self._wrapped, next(came[rank])))
         channel.all_sent()
-        for _ in range(step.taken[channel.index]):
+        for _ in range(plan.takes):
             self._held.popleft()
-        return got
 
 
 def _handed_out(own: OwnBatches, maker: EvenIterators) -> Generator[Any]:
@@ -244,13 +247,15 @@ def even_steps(
             is_fast = clock() - heard_at < _FAST_S * (rounds.count - steps)
             heard = _heard(channel, own, rounds, 2 * plan.wanted)
             plan.hear(heard, is_fast=is_fast, room=own.room)
+            # All at once: it takes fewer messages, and in the planned rounds nobody waits for another.
+            own.hand_over(plan, channel)
+            yield WAITS
+            own.take(plan, channel)
             heard_at, steps = clock(), rounds.count
             continue
-        if step.hands_over:
-            yield WAITS
-        got = own.take(step, channel)
+        got = [own.due.popleft()] if step.gets[channel.index] is not None else []
         rounds.add(step.taken)
-        own.read(plan.reserved, min(plan.reserved, plan.wanted) + plan.wanted)
+        own.read(0, min(plan.wanted, 2 * plan.wanted - len(own.due)))
         if plan.may_report(own.held, own.reads):
             own.report(channel, plan, ends())
         if got:
@@ -259,8 +264,8 @@ def even_steps(
             try:
                 yield got.pop()
             except GeneratorExit:
-                # Ranks that need its batches are told when its connections close, and these stay while it gathers.
-                if not plan.has_reported and not plan.hands_over:
+                # If it has reported, it is missed when the ranks next exchange something.
+                if not plan.has_reported:
                     channel.say_goodbye([0, _LEFT, *ends()])
                 raise
 

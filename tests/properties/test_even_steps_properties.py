@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 
 from ddp_patch.options import Uneven
-from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, Round, RoundPlan
+from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, RoundPlan
 from ddp_patch.streams.by_worker import WAITS, OwnBatches, even_steps
 
 Batch = tuple[int, int]
@@ -44,7 +44,8 @@ class FakeChannel:
     def __init__(self, network: Network, index: int, world: int) -> None:
         self.network, self.index, self.world = network, index, world
         self.begun = self.heard = 0
-        self.is_lost = False
+        self.sent_to = Counter[tuple[int, int]]()  # by after how many gathers, and to whom
+        self.is_lost = self.is_sending = False
 
     def begin_gather(self, row: Sequence[int]) -> None:
         assert self.begun == self.heard, "one at a time"
@@ -69,6 +70,8 @@ class FakeChannel:
         return [rows[rank] for rank in range(self.world)]
 
     def send(self, target: int, value: Any) -> None:
+        self.sent_to[self.heard, target] += 1
+        self.is_sending = True
         self.network.sent[self.index, target].append(value)
 
     def receive(self, source: int) -> Any:
@@ -81,6 +84,7 @@ class FakeChannel:
     def all_sent(self) -> None:
         if self.is_lost:
             raise LostError
+        self.is_sending = False
 
     def count_batch(self) -> None:
         pass
@@ -97,22 +101,12 @@ class FakeChannel:
         raise LostError
 
 
-class Plan(RoundPlan):
-    """Tells which round it gave last."""
-
-    current: Round | None = None
-
-    def next(self) -> Round | None:
-        self.current = super().next()
-        return self.current
-
-
 class Rank:
     """One rank: its workers make so many batches, and may fail at one."""
 
     def __init__(self, network: Network, index: int, case: "Case", random: Random) -> None:
         self.index, self.case, self.random = index, case, random
-        self.channel, self.plan = FakeChannel(network, index, len(case.counts)), Plan(index, case.uneven)
+        self.channel, self.plan = FakeChannel(network, index, len(case.counts)), RoundPlan(index, case.uneven)
         self.rounds, self.got = BalancedRounds(), list[Batch]()
         self.made, self.most_held, self.most_beside, self.now = 0, 0, 0, 0.0
         self.own = OwnBatches(self.batches())
@@ -145,22 +139,22 @@ class Rank:
     def can_go_on(self, ranks: Sequence["Rank"]) -> bool:
         if self.state is not WAITS:
             return True
-        if self.plan.current is None:
-            return self.channel.has_gathered()
-        return all(rank.is_at(self.rounds.count, sends=sends) for rank, sends in self.partners(ranks))
+        return self.channel.has_gathered() if self.gathers else not self.late(ranks)
 
-    def partners(self, ranks: Sequence["Rank"]) -> Iterator[tuple["Rank", bool]]:
-        """Yield with whom it exchanges batches in its round, and whether these send one: they must come first."""
-        step = cast(Round, self.plan.current)
-        source = step.gets[self.index]
-        if source is not None and source.rank != self.index:
-            yield ranks[source.rank], True
-        yield from ((ranks[target], False) for _, target in step.handed_by(self.index))
+    @property
+    def gathers(self) -> bool:
+        """Whether it waits for reports; otherwise for who sends it batches, or gets its own."""
+        return self.channel.begun > self.channel.heard
 
-    def is_at(self, number: int, *, sends: bool) -> bool:
-        """Whether it has come to a round; to send something there, or to receive."""
-        at_it = self.rounds.count == number and self.state is WAITS and self.plan.current is not None
-        return self.rounds.count > number or (at_it and not sends)
+    def late(self, ranks: Sequence["Rank"]) -> list["Rank"]:
+        """Return with whom it exchanges batches and who has not heard of that yet."""
+        partners = {
+            ranks[source.rank if rank == self.index else rank]
+            for rank, gets in enumerate(self.plan.gets)
+            for source in gets
+            if self.index in {rank, source.rank}
+        }
+        return [rank for rank in partners if rank.channel.heard < self.channel.heard]
 
     def run(self) -> None:
         """Go on until it waits, or has a batch, or more."""
@@ -172,9 +166,10 @@ class Rank:
             self.is_over, self.error = True, error
             self.channel.network.notes.setdefault(self.index, self.channel.begun)
         else:
-            self.most_held = max(self.most_held, self.own.held)
+            self.most_held = max(self.most_held, self.own.held + len(self.own.due))
             if self.state is not WAITS:
-                self.most_beside = max(self.most_beside, self.own.held)
+                assert not self.channel.is_sending, "the loop may change its batch"
+                self.most_beside = max(self.most_beside, self.own.held + len(self.own.due))
                 self.got.append(self.state)
                 if len(self.got) == self.case.breaks.get(self.index):
                     self.leave()
@@ -186,11 +181,9 @@ class Rank:
 
     def hears_of_loss(self, ranks: Sequence["Rank"]) -> bool:
         """Whether what it waits for will not come, and it is told so."""
-        notes = self.channel.network.notes
-        if self.plan.current is None:
-            return any(self.channel.heard >= begun for begun in notes.values())
-        number = self.rounds.count
-        return any(rank.is_gone and not rank.is_at(number, sends=sends) for rank, sends in self.partners(ranks))
+        if self.gathers:
+            return any(self.channel.heard >= begun for begun in self.channel.network.notes.values())
+        return any(rank.is_gone for rank in self.late(ranks))
 
     @property
     def is_gone(self) -> bool:
@@ -286,6 +279,7 @@ def all_come_once_in_equal_steps(case: Case) -> None:
     # A rank that alone reads needs a batch for each other one.
     most = 2 * max(AHEAD if case.pace == SLOW else AHEAD_IF_FAST, world)
     assert all(rank.most_held <= most for rank in ranks)
+    assert all(messages == 1 for rank in ranks for messages in rank.channel.sent_to.values())
 
 
 def all_know_of_a_failure_at_the_same_step(case: Case) -> None:
@@ -319,6 +313,11 @@ def who_leaves_with_all_leaves_nothing_behind(case: Case) -> None:
     assert not any(rank.error for rank in ranks)
     after = case.breaks[0]
     assert len({min(after, len(rank.got)) for rank in ranks}) <= 1 + (case.uneven == "keep")
+    # What was handed over and not given yet does not count as consumed.
+    consumed = ranks[0].rounds.taken(ranks[0].rounds.count)
+    assert {batch for rank in ranks for batch in rank.got} == {
+        (r, n) for r, many in enumerate(consumed) for n in range(many)
+    }
     if all(len(rank.got) == after for rank in ranks):
         for rows in ranks[0].channel.network.gathers:  # an incomplete one would keep its connections
             assert len(rows) == len(ranks)
@@ -376,11 +375,11 @@ def test_what_is_read_ahead_has_room(batch: Any, room: int) -> None:
     assert own.room == room
 
 
-def test_after_the_last_planned_round_nothing_is_handed_over() -> None:
-    """A rank that breaks off there says goodbye: nobody waits for a batch of it."""
+def test_who_reads_alone_reports_while_its_batches_are_taken() -> None:
+    """It does when it has as many again as the plan took of it: that is more than one for each round."""
     plan = RoundPlan(0, "pad")
-    plan.hear([Holding(3, reads=True), Holding(1, reads=False)], is_fast=False, room=AHEAD)
-    told = []
-    while plan.next() is not None:
-        told.append(plan.hands_over)
-    assert told == [True, False]
+    plan.hear([Holding(8, reads=True), Holding(0, reads=False)], is_fast=True, room=AHEAD_IF_FAST)
+    assert not plan.may_report(8, reads=True)
+    for _ in range(2):
+        assert plan.next() is not None
+    assert [plan.may_report(held, reads=True) for held in (7, 8)] == [False, True]
