@@ -1,7 +1,7 @@
 """Real ranks, started quickly: forked from a process that has imported what they need."""
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, TypeVar
 
@@ -37,6 +37,15 @@ def _on_rank(rank: int, world_size: int, fn: Callable[..., R], address: str, *ar
     server._forkserver_address = address
     server.ensure_running = resource_tracker.ensure_running
     return fn(rank, world_size, *args)
+
+
+def in_turn(those: Iterable[tuple[Any, ...]], ways: Sequence[Any]) -> list[Any]:
+    """Return cases: each of those in one of the ways, in turn, and for the session ``soak`` in the others, too."""
+    return [
+        (*one, way) if number % len(ways) == place else soaked(*one, way)
+        for number, one in enumerate(those)
+        for place, way in enumerate(ways)
+    ]
 
 
 def soaked(*values: Any) -> Any:
