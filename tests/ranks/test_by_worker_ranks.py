@@ -197,7 +197,7 @@ def stops(case: Case, ranks: int) -> Iterator[Stopped]:
         yield Stopped(before, more + rest, [numbers(batch, 1) for batch in last], state)
 
 
-@pytest.mark.parametrize("ranks", [2, soaked(3)])
+@pytest.mark.parametrize("ranks", [soaked(2), 3])
 def test_a_pass_resumes_wherever_it_was_stopped(ranks: int) -> None:
     """Each batch comes once, in equal steps; who gets one that is handed over may change."""
     said = run_ranks(stopped_everywhere, ranks, timeout=240)
