@@ -161,7 +161,8 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
     # From the folder itself, where ddp_patch is the wheel's.
     with session.chdir("tests/typing"):
-        session.run("mypy", "--strict", "--config-file=", ".")
+        # With the options of the first: what that has read of torch is in its cache.
+        session.run("mypy", "--strict", "--warn-unreachable", "--config-file=", "--cache-dir=../../.mypy_cache", ".")
         session.run("basedpyright")
         stubs = {"PYTHONPATH": "typings"}  # from an installed package, pyright looks for other packages here alone
         session.run("basedpyright", "--verifytypes", "ddp_patch", "--ignoreexternal", env=stubs)
@@ -284,7 +285,7 @@ def install(session: nox.Session, *packages: str) -> None:
 def install_soundfile(session: nox.Session) -> None:
     """Install soundfile with its library: pip takes the wheel that fits best of any index, uv perhaps another."""
     install(session, "pip")
-    session.run("python", "-m", "pip", "install", "-c", "constraints.txt", "soundfile")
+    session.run_install("python", "-m", "pip", "install", "-c", "constraints.txt", "soundfile")
 
 
 def install_catalyst(session: nox.Session, constraints: str) -> None:

@@ -1,11 +1,18 @@
 """Real ranks, started quickly: forked from a process that has imported what they need."""
 
 import multiprocessing
-from collections.abc import Callable
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
+import torch.distributed as dist
 
 from ddp_patch import testing
 
@@ -37,6 +44,47 @@ def _on_rank(rank: int, world_size: int, fn: Callable[..., R], address: str, *ar
     server._forkserver_address = address
     server.ensure_running = resource_tracker.ensure_running
     return fn(rank, world_size, *args)
+
+
+def run_script(folder: Path, world_size: int, *command: str, environment: Mapping[str, str] = {}) -> str:
+    """Run a script in a folder on ranks as ``torchrun --standalone`` does, and return what they write to stdout.
+
+    The ranks are forked from a process that has imported what torchrun's would import, each for seconds.
+    """
+    # The launcher's. torch leaves it out of what it exports.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with TemporaryDirectory() as kept:
+        output = Path(kept, "stdout")
+        settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        settings |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", **environment}
+        run_ranks(_script_on_rank, world_size, folder, output, settings, command, timeout=240)
+        return output.read_text("utf-8")
+
+
+def _script_on_rank(
+    rank: int, world_size: int, folder: Path, output: Path, settings: Mapping[str, str], command: Sequence[str]
+) -> None:
+    dist.destroy_process_group()  # the script makes its own
+    os.chdir(folder)
+    os.environ |= settings
+    os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # a file
+    sys.argv[:] = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    warnings.simplefilter("ignore")
+    # Unlike runpy's, this module is kept to the end: torch may hang where a group is freed before.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = command[0]
+    exec(compile(Path(command[0]).read_text(), command[0], "exec"), vars(main))  # noqa: S102 - our own script
+
+
+def in_turn(those: Iterable[tuple[Any, ...]], ways: Sequence[Any]) -> list[Any]:
+    """Return cases: each of those in one of the ways, in turn, and for the session ``soak`` in the others, too."""
+    return [
+        (*one, way) if number % len(ways) == place else soaked(*one, way)
+        for number, one in enumerate(those)
+        for place, way in enumerate(ways)
+    ]
 
 
 def soaked(*values: Any) -> Any:

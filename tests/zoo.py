@@ -371,11 +371,6 @@ class Kind:
     parts: tuple[int, ...] = ()
 
     @property
-    def worlds(self) -> tuple[int, ...]:
-        """The numbers of ranks that it is tried in. Starting workers takes long, so with them there is but one."""
-        return (3,) if self.make().num_workers else (1, 2, 5)
-
-    @property
     def tried(self) -> int:
         """How many epochs are tried; with workers, two: another one that does as the epoch before shows nothing new."""
         return min(self.epochs, 2) if self.make().num_workers else self.epochs

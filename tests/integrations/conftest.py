@@ -1,9 +1,15 @@
 """The tables of ``docs/frameworks.md`` are written from what the tests of frameworks measured."""
 
+import multiprocessing
 from typing import Any
 
 import pytest
 from frameworks.page import write_tables
+from quick import OF_RANKS
+
+# What most ranks import here, each for seconds, if the process that they are forked from has not done so.
+FRAMEWORKS = ["transformers.trainer", "lightning.pytorch", "ignite.distributed", "ignite.engine", "torchdata"]
+multiprocessing.set_forkserver_preload([*FRAMEWORKS, *OF_RANKS])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from documented import CHECKOUT
-from quick import soaked
+from quick import run_script, soaked
 
 FOLDER = CHECKOUT / "docs" / "examples" / "frameworks"
 CHECKPOINTS = {
@@ -17,9 +17,7 @@ CHECKPOINTS = {
     "ignite_attached": "trainer_5.pt",
 }
 TRAIN = ["accelerate_loop", "fsdp", "torchdata_stateful"]
-# What imports for long resumes, or is patched, in CI by the frameworks' own tests alone.
-RESUMES: list[Any] = [("lightning_callback", False), ("hf_mixin", False), ("ignite_attached", True)]
-RESUMES += [soaked("lightning_callback", True), soaked("hf_mixin", True)]
+# What imports for long is patched in CI by the frameworks' own tests alone.
 SOAKED = ["hf_datasets", "lightning_fabric", "pyg"]
 STARTS_RANKS = ["notebook", pytest.param("ray_train", marks=pytest.mark.ray)]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -45,17 +43,30 @@ def script(name: str) -> str:
     return str(FOLDER / f"{name}.py")
 
 
-@pytest.mark.parametrize(("name", "resumes"), RESUMES)
-def test_a_script_of_the_page_trains_and_resumes(name: str, resumes: bool, tmp_path: Path) -> None:
+def by_torchrun(folder: Path, *command: str) -> None:
+    run(folder, *TORCHRUN, *command)
+
+
+def forked(folder: Path, *command: str) -> None:
+    run_script(folder, 2, *command)
+
+
+launched = pytest.mark.parametrize("launch", [forked, soaked(by_torchrun)])
+
+
+@launched
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_script_of_the_page_trains_and_resumes(name: str, launch: Any, tmp_path: Path) -> None:
     kept = Path("checkpoints", CHECKPOINTS[name])
-    for arguments in ([], [str(kept)])[: 1 + resumes]:
-        run(tmp_path, *TORCHRUN, script(name), *arguments)
+    for arguments in ([], [str(kept)]):
+        launch(tmp_path, script(name), *arguments)
         assert (tmp_path / kept).exists()
 
 
+@launched
 @pytest.mark.parametrize("name", [*TRAIN, *map(soaked, SOAKED)])
-def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
-    run(tmp_path, *TORCHRUN, script(name))
+def test_a_script_of_the_page_trains(name: str, launch: Any, tmp_path: Path) -> None:
+    launch(tmp_path, script(name))
 
 
 @pytest.mark.parametrize("name", STARTS_RANKS)

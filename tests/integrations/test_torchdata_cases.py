@@ -190,12 +190,21 @@ def test_every_stop_without_workers(kind: Any, loader: Any) -> None:
         assert_goes_on(kind, loader, (("num_workers", 0),), share, epoch, stop, place)
 
 
+# Every other stop with workers that persist, and those between with workers that do not; the session soak tries all.
 @pytest.mark.parametrize(
-    ("persistent", "loader"),
-    [(False, StatefulDataLoader), (True, DataLoader), soaked(False, DataLoader), soaked(True, StatefulDataLoader)],
+    ("persistent", "loader", "first"),
+    [
+        (False, StatefulDataLoader, 0),
+        (True, DataLoader, 1),
+        soaked(False, StatefulDataLoader, 1),
+        soaked(True, DataLoader, 0),
+        *(soaked(False, DataLoader, first) for first in range(2)),
+        *(soaked(True, StatefulDataLoader, first) for first in range(2)),
+    ],
 )
 @pytest.mark.parametrize("kind", [OwnCountsEpochs, OwnFromIter, BothHave, CountsEpochs])
-def test_stops_with_workers(kind: Any, persistent: bool, loader: Any) -> None:
+def test_stops_with_workers(kind: Any, persistent: bool, loader: Any, first: int) -> None:
     options = (("num_workers", 2), ("persistent_workers", persistent))
-    for stop, place, share in zip(STOPS, cycle(PLACES), cycle(SHARES[:1] + SHARES[-1:]), strict=False):
+    ways = zip(STOPS, cycle(PLACES), cycle(SHARES[:1] + SHARES[-1:]), strict=False)
+    for stop, place, share in islice(ways, first, None, 2):
         assert_goes_on(kind, loader, options, share, 1, stop, place)

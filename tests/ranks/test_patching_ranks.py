@@ -93,7 +93,7 @@ def test_every_kind_is_shared_exactly(world_size: int) -> None:
 
 def with_workers(rank: int, world_size: int) -> list[list[Any]]:
     seed_ambient(SEED + rank)
-    given = loader(shuffle=True, num_workers=2, persistent_workers=True, multiprocessing_context="spawn")
+    given = loader(shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
     patched = patch_dataloader_to_ddp(given)
     assert isinstance(patched.sampler, DDPSamplerWrapper)
     return [[item for batch in InStep(patched, rank) for item in batch] for _ in range(2)]

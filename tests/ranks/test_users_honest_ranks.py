@@ -261,7 +261,7 @@ SOMETIMES: dict[str, Callable[[random.Random, int], Any]] = {
 
 @right(of=SOMETIMES)
 def some_items_of_a_stream_are_augmented(me: Me, made: Callable[[random.Random, int], Any]) -> None:
-    for _ in range(5):
+    for _ in range(2):
         train = me.patch(loader(users.Stream(480, made=partial(made, random.Random(time.time_ns())))))
         for _ in range(2):
             me.train(train, range(480))

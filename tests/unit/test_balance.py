@@ -13,7 +13,7 @@ import pytest
 import torch
 from costed import costed
 from messages import raises
-from test_contract import over
+from test_contract import over_in_turn
 from test_resume import as_saved
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from zoo import (
@@ -66,7 +66,7 @@ def balanced(given: Any, world_size: int = 2, rank: int = 0, **options: Any) -> 
 def epochs_of(kind: Kind, world_size: int, rank: int, **options: Any) -> list[list[Any]]:
     seed_ambient(1000 * world_size + rank)
     one = balanced(kind.make(), world_size, rank, **options)
-    return [units(kind, one) for _ in range(kind.epochs)]
+    return [units(kind, one) for _ in range(kind.tried)]
 
 
 def size_of(kind: Kind) -> int:
@@ -80,37 +80,41 @@ def windows(items: list[Any], world_size: int, size: int, steps: int = 2) -> lis
     return [items[start : start + width] for start in range(0, len(items), width)]
 
 
-@over([kind for kind in DEALT if "drop_last" not in kind.name])
-def test_every_window_is_dealt_anew_and_shared_as_always(kind: Kind) -> None:
+@over_in_turn(
+    [kind for kind in DEALT if "drop_last" not in kind.name],
+    "ranks",
+    [{"world_size": 2}, {"world_size": 3}, *({"world_size": 3, "uneven": uneven} for uneven in ("drop", "keep"))],
+    suits=lambda kind, ranks: (
+        ranks.get("uneven") != "drop" or "item" not in kind.name
+    ),  # so few that no rank makes a step
+)
+def test_every_window_is_dealt_anew_and_shared_as_always(kind: Kind, ranks: dict[str, Any]) -> None:
+    world_size, uneven = ranks["world_size"], ranks.get("uneven", "pad")
     size, alone = size_of(kind), epochs_of(kind, 1, 0, window=1)
     assert alone == epochs_of(kind, 1, 0, cost=None)  # one process has its own order
-    for world_size in (2,) if kind.make().num_workers else (2, 3):
-        for uneven in ("pad", "drop", "keep") if world_size == 3 else ("pad",):
-            if uneven == "drop" and min(map(len, alone)) < world_size:
-                continue  # a rank would make no step
-            ranks = [epochs_of(kind, world_size, rank, uneven=uneven) for rank in range(world_size)]
-            for epoch, stream in enumerate(alone):
-                shares = [of_rank[epoch] for of_rank in ranks]
-                dealt = [shares[place % world_size][place // world_size] for place in range(sum(map(len, shares)))]
-                if kind.endless:
-                    told = windows(dealt, world_size, size)[: STEPS // 2]
-                    assert len(told) == STEPS // 2
-                    del dealt[2 * world_size * size * len(told) :]
-                    several = epochs_of_endless(kind, world_size * STEPS * size)
-                    assert_windows(dealt, several[epoch][: len(dealt)], world_size, size, kind.batches)
-                    continue
-                plan = Plan(0, world_size, uneven=uneven)
-                assert len(dealt) == plan.total(len(stream))
-                real = dealt[: len(stream)]
-                assert dealt[len(stream) :] == [real[place % len(real)] for place in range(len(dealt) - len(real))]
-                assert_windows(real, stream[: len(real)], world_size, size, kind.batches)
+    by_rank = [epochs_of(kind, world_size, rank, uneven=uneven) for rank in range(world_size)]
+    for epoch, stream in enumerate(alone):
+        shares = [of_rank[epoch] for of_rank in by_rank]
+        dealt = [shares[place % world_size][place // world_size] for place in range(sum(map(len, shares)))]
+        if kind.endless:
+            told = windows(dealt, world_size, size)[: STEPS // 2]
+            assert len(told) == STEPS // 2
+            del dealt[2 * world_size * size * len(told) :]
+            several = epochs_of_endless(kind, world_size * STEPS * size)
+            assert_windows(dealt, several[epoch][: len(dealt)], world_size, size, kind.batches)
+            continue
+        plan = Plan(0, world_size, uneven=uneven)
+        assert len(dealt) == plan.total(len(stream))
+        real = dealt[: len(stream)]
+        assert dealt[len(stream) :] == [real[place % len(real)] for place in range(len(dealt) - len(real))]
+        assert_windows(real, stream[: len(real)], world_size, size, kind.batches)
 
 
 def epochs_of_endless(kind: Kind, items: int) -> list[list[Any]]:
     """What one process takes of each epoch, that far."""
     seed_ambient(1000)
     one = balanced(kind.make(), 1)
-    return [units(kind, one, items) for _ in range(kind.epochs)]
+    return [units(kind, one, items) for _ in range(kind.tried)]
 
 
 def assert_windows(dealt: list[Any], stream: list[Any], world_size: int, size: int, are_batches: bool) -> None:
@@ -127,26 +131,26 @@ def assert_windows(dealt: list[Any], stream: list[Any], world_size: int, size: i
             assert sums.max() - sums.min() <= costs.max()
 
 
-@over([kind for kind in DEALT if not kind.endless])
-def test_a_pass_resumes_anywhere(kind: Kind) -> None:
+@over_in_turn([kind for kind in DEALT if not kind.endless], "world_size", (2, 3))
+def test_a_pass_resumes_anywhere(kind: Kind, world_size: int) -> None:
     """In the same world, all that follows is the same."""
-    for world_size, rank in ((2, 1), (3, 0)):
+    rank = 3 - world_size
 
-        def start(world_size: int = world_size, rank: int = rank) -> Any:
-            seed_ambient(world_size + rank)
-            return balanced(kind.make(), world_size, rank)
+    def start() -> Any:
+        seed_ambient(world_size + rank)
+        return balanced(kind.make(), world_size, rank)
 
-        whole = start()
-        epochs = [[comparable_batch(batch) for batch in whole] for _ in range(3)]
-        for stop in range(1, len(epochs[1]), 1 if whole.num_workers == 0 else 3):
-            running = start()
-            list(running)
-            iterator = iter(running)
-            list(islice(iterator, stop))
-            again = start()
-            restore_loader(again, as_saved(loader_state(running, batches_done=stop)))
-            assert [[comparable_batch(batch) for batch in again] for _ in range(2)] == [epochs[1][stop:], epochs[2]]
-            del iterator
+    whole = start()
+    epochs = [[comparable_batch(batch) for batch in whole] for _ in range(3)]
+    for stop in range(1, len(epochs[1]), 1 if whole.num_workers == 0 else 3):
+        running = start()
+        list(running)
+        iterator = iter(running)
+        list(islice(iterator, stop))
+        again = start()
+        restore_loader(again, as_saved(loader_state(running, batches_done=stop)))
+        assert [[comparable_batch(batch) for batch in again] for _ in range(2)] == [epochs[1][stop:], epochs[2]]
+        del iterator
 
 
 def comparable_batch(batch: Any) -> Any:

@@ -1,7 +1,7 @@
 """One contract over every kind of loader: equal steps, shares disjoint and complete, new epochs, no trace."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain, combinations, islice
@@ -18,6 +18,7 @@ from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
 
 SEED = 7
+WORLDS = (3, 2, 5)
 
 FINITE = [kind for kind in ALL_KINDS if not kind.endless]
 # A rank's own drop_last takes items off its share, so that shares of such a loader say nothing of the stream.
@@ -41,6 +42,29 @@ def over(kinds: list[Kind], every: bool = False) -> pytest.MarkDecorator:
     marks = [[pytest.mark.soak] * is_later for is_later in later]
     cases = [pytest.param(kind, id=kind.name, marks=mark) for kind, mark in zip(kinds, marks, strict=True)]
     return pytest.mark.parametrize("kind", cases)
+
+
+def over_in_turn(
+    kinds: list[Kind],
+    name: str,
+    ways: Sequence[Any],
+    every: bool = False,
+    suits: Callable[[Kind, Any], bool] = lambda kind, way: True,
+) -> pytest.MarkDecorator:
+    """Try kinds as ``over`` does, each in one of the ways that suit it, in turn; the session soak tries the others.
+
+    Those with workers are tried in the first way only.
+    """
+    cases = []
+    for number, kind in enumerate(kinds):
+        has_workers = kind.make().num_workers > 0
+        is_later = has_workers and not every and kind.name not in WITH_WORKERS
+        suitable = ways[:1] if has_workers else [way for way in ways if suits(kind, way)]
+        for place, way in enumerate(suitable):
+            told = " ".join(map(str, way.values() if isinstance(way, dict) else [way]))
+            marks = [pytest.mark.soak] * (is_later or number % len(suitable) != place)
+            cases.append(pytest.param(kind, way, id=f"{kind.name}-{told}", marks=marks))
+    return pytest.mark.parametrize(("kind", name), cases)
 
 
 @contextmanager
@@ -71,13 +95,13 @@ def epochs_of(kind: Kind, rank: int, num_replicas: int, steps: int = STEPS, **op
     return epochs
 
 
-@over(WHOLE, every=True)
-def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind) -> None:
+@over_in_turn(WHOLE, "num_replicas", WORLDS, every=True)
+def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind, num_replicas: int) -> None:
     streams = epochs_of(kind, 0, 1)
-    for num_replicas in kind.worlds:
-        for rank in range(num_replicas):
-            shares = epochs_of(kind, rank, num_replicas)
-            assert shares == [kind.of_rank(stream, Plan(rank, num_replicas)) for stream in streams]
+    assert streams == [kind.of_rank(stream, Plan(0, 1)) for stream in streams]
+    for rank in range(num_replicas):
+        shares = epochs_of(kind, rank, num_replicas)
+        assert shares == [kind.of_rank(stream, Plan(rank, num_replicas)) for stream in streams]
 
 
 @over([kind for kind in FINITE if not kind.shuffles and (kind.parts or not kind.make().num_workers)])
@@ -85,18 +109,17 @@ def test_the_one_stream_is_the_unpatched_loaders(kind: Kind) -> None:
     assert epochs_of(kind, 0, 1) == [units(kind, kind.make()) for _ in range(kind.tried)]
 
 
-@pytest.mark.parametrize("uneven", ["drop", "keep"])
-@over([kind for kind in WHOLE if kind.make().num_workers < 2])
+@over_in_turn([kind for kind in WHOLE if kind.make().num_workers < 2], "uneven", ("drop", "keep"))
 def test_the_last_round_is_dropped_or_kept(kind: Kind, uneven: Uneven) -> None:
     streams = epochs_of(kind, 0, 1)
-    for num_replicas in (4,) if not kind.make().num_workers else (3,):
-        for rank in range(num_replicas):
-            if uneven == "drop" and any(0 < len(stream) < num_replicas for stream in streams):
-                with raises(NoStepsError, ("no step", f"{num_replicas} ranks"), "uneven='pad'"):
-                    epochs_of(kind, rank, num_replicas, uneven=uneven)
-                continue
-            shares = epochs_of(kind, rank, num_replicas, uneven=uneven)
-            assert shares == [kind.of_rank(stream, Plan(rank, num_replicas, uneven)) for stream in streams]
+    num_replicas = 3 if kind.make().num_workers else 4
+    for rank in range(num_replicas):
+        if uneven == "drop" and any(0 < len(stream) < num_replicas for stream in streams):
+            with raises(NoStepsError, ("no step", f"{num_replicas} ranks"), "uneven='pad'"):
+                epochs_of(kind, rank, num_replicas, uneven=uneven)
+            continue
+        shares = epochs_of(kind, rank, num_replicas, uneven=uneven)
+        assert shares == [kind.of_rank(stream, Plan(rank, num_replicas, uneven)) for stream in streams]
 
 
 @over([kind for kind in WHOLE if kind.sized])
@@ -117,7 +140,7 @@ def test_contiguous_shares_of_an_unknown_length_are_refused_at_the_patch(kind: K
 @over([kind for kind in ALL_KINDS if kind.endless])
 def test_an_endless_stream_is_shared_from_its_beginning(kind: Kind) -> None:
     """And its length is the usual TypeError."""
-    for world_size in kind.worlds:
+    for world_size in (3,) if kind.make().num_workers else WORLDS:
         ranks = [epochs_of(kind, rank, world_size) for rank in range(world_size)]
         stream = epochs_of(kind, 0, 1, steps=world_size * STEPS)[0]
         assert list(chain.from_iterable(zip(*(epochs[0] for epochs in ranks), strict=True))) == stream

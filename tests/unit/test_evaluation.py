@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import raises
-from test_contract import SEED, over
+from test_contract import SEED, WORLDS, over, over_in_turn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from zoo import (
     BY_NAME,
@@ -99,18 +99,16 @@ def assert_false_on_padding_alone(given: DataLoader[Any], batches: Masked, paddi
         assert len(flat) == len(padding) or given.drop_last
 
 
-@over(KINDS)
-def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind) -> None:
+@over_in_turn(KINDS, "num_replicas", WORLDS)
+def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind, num_replicas: int) -> None:
     lengths = [10**9] * kind.tried if kind.endless else lengths_of(kind)
-    for num_replicas in kind.worlds:
-        for rank in range(num_replicas):
-            given = patched(kind, rank, num_replicas)
-            for n in lengths:
-                batches = masked(kind, given)
-                steps = STEPS * (given.batch_size or 1) if kind.endless else None
-                assert_false_on_padding_alone(
-                    given, batches, list(islice(padding(kind, n, Plan(rank, num_replicas)), steps)), kind.batches
-                )
+    for rank in range(num_replicas):
+        given = patched(kind, rank, num_replicas)
+        for n in lengths:
+            batches = masked(kind, given)
+            steps = STEPS * (given.batch_size or 1) if kind.endless else None
+            pads = list(islice(padding(kind, n, Plan(rank, num_replicas)), steps))
+            assert_false_on_padding_alone(given, batches, pads, kind.batches)
 
 
 @over([kind for kind in KINDS if not kind.endless and kind.make().num_workers == 0])

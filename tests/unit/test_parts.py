@@ -25,6 +25,7 @@ from iterables import (
 )
 from messages import raises
 from parts import assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
+from quick import in_turn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 from zoo import Source
@@ -54,7 +55,8 @@ UNSPLIT: dict[str, Callable[[], IterableDataset[int]]] = {
 }
 ALONE = [name for name, (_, workers) in SPLIT.items() if 0 in workers]
 READ_BY_WORKERS = [(name, k) for name, (_, workers) in SPLIT.items() for k in workers if k]
-every_uneven = pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+UNEVEN: list[Uneven] = ["pad", "drop", "keep"]
+every_uneven = pytest.mark.parametrize("uneven", UNEVEN)
 
 
 @every_uneven
@@ -66,11 +68,10 @@ def test_a_main_process_reads_the_one_part_that_there_is(name: str, uneven: Unev
             assert_parts_are_shared(make, 0, world_size, uneven, batch_size, drop_last)
 
 
-@every_uneven
-@pytest.mark.parametrize(("name", "workers"), READ_BY_WORKERS)
+@pytest.mark.parametrize(("name", "workers", "uneven"), in_turn(READ_BY_WORKERS, UNEVEN))
 def test_workers_read_what_torchs_would_and_ranks_share_it(name: str, workers: int, uneven: Uneven) -> None:
     make, _ = SPLIT[name]
-    world_size = 2 + (workers + ["pad", "drop", "keep"].index(uneven)) % 3  # each of 2, 3 and 4 with each of both
+    world_size = 2 + (workers + UNEVEN.index(uneven)) % 3  # each of 2, 3 and 4 with each of both
     assert_parts_are_shared(make, workers, world_size, uneven)
 
 
@@ -116,8 +117,7 @@ def test_parts_that_the_workers_seed_shuffles_are_shared_too(workers: int) -> No
 # A dataset that never asks.
 
 
-@every_uneven
-@pytest.mark.parametrize("name", UNSPLIT)
+@pytest.mark.parametrize(("name", "uneven"), in_turn(((name,) for name in UNSPLIT), UNEVEN))
 def test_a_dataset_that_never_asks_gives_each_sample_once(name: str, uneven: Uneven) -> None:
     """Where torch's workers would each give all of it. They take turns at the rank's share."""
     make = UNSPLIT[name]

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from messages import raises
-from test_contract import over
+from test_contract import over_in_turn
 from torch.utils.data import BatchSampler, DataLoader
 from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
@@ -66,33 +66,32 @@ def assert_weigh_the_mean(kind: Kind, world_size: int, **options: Any) -> None:
                 )
 
 
-@over(ALL_KINDS)
-def test_a_real_sample_weighs_the_ranks_over_the_real_samples_of_its_step(kind: Kind) -> None:
-    has_workers = kind.make().num_workers > 0  # starting them takes long
-    for way in WAYS[:1] if has_workers else WAYS:
-        if way["layout"] == "contiguous" and (kind.batches or not kind.sized or kind.endless):
-            continue
-        with suppress(NoStepsError):  # uneven="drop" of one item
-            assert_weigh_the_mean(kind, 2 if has_workers else 3, **way)
+def suits(kind: Kind, way: dict[str, Any]) -> bool:
+    return way["layout"] == "interleaved" or not (kind.batches or not kind.sized or kind.endless)
+
+
+@over_in_turn(ALL_KINDS, "way", WAYS, suits=suits)
+def test_a_real_sample_weighs_the_ranks_over_the_real_samples_of_its_step(kind: Kind, way: dict[str, Any]) -> None:
+    with suppress(NoStepsError):  # uneven="drop" of one item
+        assert_weigh_the_mean(kind, 2 if kind.make().num_workers else 3, **way)  # starting workers takes long
 
 
 DIVISIBLE = [kind for kind in ALL_KINDS if kind.make().batch_sampler is not None and not kind.make().num_workers]
 
 
-@pytest.mark.parametrize("kind", DIVISIBLE, ids=lambda kind: kind.name)
-def test_the_weights_of_a_divided_batch_are_its_mean(kind: Kind) -> None:
+@over_in_turn(DIVISIBLE, "options", [{}, {"uneven": "keep"}, {"layout": "contiguous"}])
+def test_the_weights_of_a_divided_batch_are_its_mean(kind: Kind, options: dict[str, Any]) -> None:
     """Whatever has it: the weights of a sample, of all ranks together, are ranks / samples of the batch."""
-    for options in ({}, {"uneven": "keep"}, {"layout": "contiguous"}):
-        alone = weighed(kind, 1, 0)
-        ranks = [weighed(kind, 3, rank, share="within_batches", **options) for rank in range(3)]
-        for (batch, _), *parts in zip(alone, *ranks, strict=True):
-            weights: defaultdict[str, Fraction] = defaultdict(Fraction)
-            for items, own in parts:
-                for item, weight in zip(items, own, strict=True):
-                    weights[repr(item)] += Fraction(weight)
-            expected = Counter(map(repr, batch))
-            assert weights.keys() == expected.keys()
-            assert all(abs(weights[item] - Fraction(3 * expected[item], len(batch))) < 1e-12 for item in expected)
+    alone = weighed(kind, 1, 0)
+    ranks = [weighed(kind, 3, rank, share="within_batches", **options) for rank in range(3)]
+    for (batch, _), *parts in zip(alone, *ranks, strict=True):
+        weights: defaultdict[str, Fraction] = defaultdict(Fraction)
+        for items, own in parts:
+            for item, weight in zip(items, own, strict=True):
+                weights[repr(item)] += Fraction(weight)
+        expected = Counter(map(repr, batch))
+        assert weights.keys() == expected.keys()
+        assert all(abs(weights[item] - Fraction(3 * expected[item], len(batch))) < 1e-12 for item in expected)
 
 
 def test_one_process_alone_needs_no_patch() -> None:
