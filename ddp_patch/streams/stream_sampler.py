@@ -115,7 +115,7 @@ class StreamSampler(EpochSampler[None]):
         """Return a ``collate_fn`` with whose batches travels what their workers note; see ``EpochSampler``."""
         return self.dataset.collate_with_notes(collate_fn)
 
-    def beginning(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
+    def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
         self._follow_dataset()
         return super().iterator_context(loader)

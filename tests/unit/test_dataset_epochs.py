@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import as_it_is
 
@@ -137,3 +138,17 @@ def test_a_dataset_that_is_told_nothing_has_no_set_epoch() -> None:
     (loader, _) = ranks_of(Plain())
     assert not hasattr(loader.dataset, "set_epoch")
     assert [len(list(loader)) for _ in range(2)] == [3, 3]
+
+
+def augmented(batch: list[Any]) -> float:
+    return float(torch.rand(()))
+
+
+def test_workers_are_seeded_for_the_epoch_that_is_set_on_the_dataset() -> None:
+    def drawn(on_dataset: bool) -> list[float]:
+        given: Any = DataLoader(Told(), 2, collate_fn=augmented, num_workers=2)
+        loader = patch_dataloader_to_ddp(given, rank=0, num_replicas=2, seed=0)
+        (loader.dataset if on_dataset else loader).set_epoch(3)
+        return list(loader)
+
+    assert drawn(on_dataset=True) == drawn(on_dataset=False)
