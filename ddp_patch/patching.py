@@ -429,10 +429,10 @@ def _iterators_of(
         return passes.begin_anew
     is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
     if is_split and world.share_of_rank is not None and world.num_replicas > 1:
-        from ddp_patch.streams.by_worker import EvenIterators  # most loaders do not need it
+        from ddp_patch.streams.by_worker import EvenStepsFactory  # most loaders do not need it
 
         # Ranks make equally many steps that read unequally much.
-        return EvenIterators(sharded, facts.num_workers, type(patched).__name__)
+        return EvenStepsFactory(sharded, facts.num_workers, type(patched).__name__)
     return None
 
 

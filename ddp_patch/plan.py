@@ -181,7 +181,7 @@ class Plan:
         plans = [Plan(rank, ranks, self.uneven, self.layout) for rank in range(ranks)]
         ends = [plan.own_and_repeated(length)[0][each:] for plan in plans]
         left_out = range(min(length, plans[0].total(length)), length)
-        return Rest(tuple(run for part in (*ends, left_out) for run in before.cut(part)), before.n)
+        return Rest(tuple(run for part in (*ends, left_out) for run in before.stream_positions(part)), before.n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class Rest:
     def __len__(self) -> int:
         return sum(map(len, self.runs))
 
-    def cut(self, positions: range) -> list[range]:
+    def stream_positions(self, positions: range) -> list[range]:
         """Turn positions in the rest into positions in the whole stream."""
         found, start = [], 0
         for run in self.runs:

@@ -157,7 +157,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     sampler = patched_sampler("restore_loader", loader)
     with failures_broadcast(sampler.agreed.world, _RESTORING):
         position = sampler.read(state).or_next_epoch()
-        left = sampler.items_left(position) if sampler.has_one_iterator and position.is_begun else None
+        left = sampler.items_left(position) if sampler.has_one_iterator and position.is_within_pass else None
         if left is not None and batches_of("restore_loader", loader).count(left) < 1:
             raise StateError(
                 f"The loader cannot resume from the state: rank {sampler.rank} has no batch left in epoch "

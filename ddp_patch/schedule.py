@@ -119,7 +119,7 @@ class Sizes:
             self.add(_size_of(own))
             yield own
 
-    def alike_until(self, number: int) -> int:
+    def same_size_until(self, number: int) -> int:
         """Return the first batch after batch ``number`` whose size may be another, as far as they are known."""
         return self._ends[bisect_right(self._ends, number)]
 
@@ -277,12 +277,12 @@ class Schedule:
         return sum(found) if len(found) == len(self.parts) else None
 
     @property
-    def most(self) -> int | None:
+    def most_batches(self) -> int | None:
         """How many batches the rank with the largest share makes; None while an end is unknown."""
         return self._on_rank(0).count
 
     @property
-    def fewest(self) -> int | None:
+    def fewest_batches(self) -> int | None:
         """How many batches the rank with the smallest share makes; None while an end is unknown."""
         return self._on_rank(self.plan.num_replicas - 1).count
 
@@ -388,16 +388,16 @@ class Schedule:
         is_known = all(position < len(sizes) for position in positions)
         return sum(sizes[position] for position in positions) if is_known else None
 
-    def alike_until(self, number: int) -> int:
+    def same_size_until(self, number: int) -> int:
         """Return the first batch from ``number`` on whose sample count may differ on some rank."""
         if self.sizes is None:
             return number if len(self.parts) > 1 else max(number, self._alike(self.parts[0]))
         if self.batch_plan is not None:
-            return self.sizes.alike_until(number)
+            return self.sizes.same_size_until(number)
         if self.sizes_of_all is None or self.plan.needs_length:
             return number
         skip, ranks = self.parts[0].skip, self.plan.num_replicas
-        return self.sizes_of_all.alike_until((skip + number) * ranks) // ranks - skip
+        return self.sizes_of_all.same_size_until((skip + number) * ranks) // ranks - skip
 
     def _alike(self, part: Part) -> int:
         """Return how many first batches of a part surely are full and without padding on every rank."""

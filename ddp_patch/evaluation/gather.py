@@ -90,7 +90,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     # Whether a rank has found the end already depends on chance, so only a length that was known before counts.
     is_length_known = sampler.items_left(current.start) is not None
-    knows_steps = len(schedule.parts) == 1 and is_length_known and ends.fewest == ends.most
+    knows_steps = len(schedule.parts) == 1 and is_length_known and ends.fewest_batches == ends.most_batches
     if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1 and not knows_steps:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
@@ -107,7 +107,7 @@ def _require_one_pass(current: Pass[Any]) -> None:
             "used two iterators of the loader at once, so it is unknown which of them the outputs belong to; finish "
             "one before the next begins"
         )
-    if current.left_out:
+    if current.resumed_elsewhere:
         raise Misfit(
             f"resumed within epoch {current.epoch} by the loader's own load_state_dict(), so its first batches were "
             "counted elsewhere; take the state with loader_state(), and resume with restore_loader()"

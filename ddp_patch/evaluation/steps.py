@@ -77,7 +77,7 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
                 current = cast("Pass[Any]", sampler.latest)
-                if current.left_out:
+                if current.resumed_elsewhere:
                     raise UnsupportedLoaderError(
                         f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() "
                         f"resumed within epoch {current.epoch}, so its first batches were counted elsewhere. Take the "
@@ -85,7 +85,7 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
                     )
             if number >= until:
                 schedule = current.schedule()
-                record, until = schedule.record(number), schedule.alike_until(number)
+                record, until = schedule.record(number), schedule.same_size_until(number)
             yield batch, record
 
 

@@ -294,20 +294,20 @@ class IterationProgress:
         skip: How many items were taken before the pass, which continues after these.
 
     Attributes:
-        items_prepared: How many items were given, those before the pass included.
+        items_given: How many items were given, those before the pass included.
         state: Which state the pass is in.
     """
 
     def __init__(self, skip: int = 0) -> None:
         self.skip: int = skip
-        self.items_prepared: int = skip
+        self.items_given: int = skip
         self.state: IterationState = IterationState.NOT_BEGUN
         self._run: Iterator[Any] = iter(())
 
     @property
-    def items_pulled(self) -> int:
+    def items_taken(self) -> int:
         """How many of the items given were taken, those before the pass included."""
-        return self.items_prepared - length_hint(self._run)
+        return self.items_given - length_hint(self._run)
 
     @property
     def is_ended(self) -> bool:
@@ -325,7 +325,7 @@ class IterationProgress:
 
     def give(self, part: Sequence[T]) -> Iterator[T]:
         """Give the items that come next; return an iterator over them."""
-        self.items_prepared += len(part)
+        self.items_given += len(part)
         self._run = run = iter(part)
         return run
 

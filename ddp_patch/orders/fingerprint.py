@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPARED",
-    "Checkpoint",
     "Fingerprint",
     "ItemHashes",
     "PassFingerprint",
+    "PrefixHash",
     "evenly_spread",
     "fingerprint",
     "hashes_if_any",
@@ -261,7 +261,7 @@ def _kept(parts: Iterable[tuple[Any, Any]], types: _Types) -> Any:
 
 
 # How many items had been drawn, and a hash of those that were looked at up to there.
-Checkpoint: TypeAlias = tuple[int, int]
+PrefixHash: TypeAlias = tuple[int, int]
 
 # So many items are all looked at: of plain indices, of others, and of each later chunk of a stream.
 _FIRST_PLAIN, _FIRST, _OF_CHUNK = 1024, 256, 16
@@ -277,18 +277,18 @@ class PassFingerprint:
     Hashes of whole numbers are Python's own, which are the same in all processes and take the least time.
 
     Attributes:
-        checkpoints: The fingerprints at growing counts, the last of them after the end once that was found.
+        prefix_hashes: The fingerprints at growing counts, the last of them after the end once that was found.
 
     Examples:
         >>> one, other = PassFingerprint(), PassFingerprint()
         >>> one.add(0, [3, 1, 2])
         >>> other.add(0, [3, 2, 1])
-        >>> one.checkpoints[0][0], one.checkpoints == other.checkpoints
+        >>> one.prefix_hashes[0][0], one.prefix_hashes == other.prefix_hashes
         (3, False)
     """
 
     def __init__(self) -> None:
-        self.checkpoints: list[Checkpoint] = []
+        self.prefix_hashes: list[PrefixHash] = []
         self._hash, self._next, self._first = 0, 1, _FIRST_PLAIN
 
     def wanted(self, start: int, *, is_begun: bool) -> int:
@@ -326,7 +326,7 @@ class PassFingerprint:
         self._add_checkpoint(count)
 
     def _add_checkpoint(self, count: int) -> None:
-        self.checkpoints.append((count, self._hash))
+        self.prefix_hashes.append((count, self._hash))
         self._next = int(count * _GROWTH) + 1
 
 

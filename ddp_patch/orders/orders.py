@@ -218,7 +218,7 @@ class EpochOrder:
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
         random_access: How many of the first items may be looked up in any order before all others; None for all.
-        cut: Cuts positions into pieces that are looked up one after the other.
+        pieces: Cuts positions into pieces that are looked up one after the other.
         original_positions: Returns where the items at some positions stand in the sampler's own order; None if just
             there.
         drawn: All items, where they lie in memory as whole numbers; otherwise None.
@@ -230,13 +230,13 @@ class EpochOrder:
     array: Callable[[range], NDArray[Any] | None] = lambda _: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
     random_access: int | None = None
-    cut: Callable[[range], Iterable[range]] = blocks
+    pieces: Callable[[range], Iterable[range]] = blocks
     original_positions: Callable[[range], NDArray[np.int64]] | None = None
     drawn: torch.Tensor | None = None
 
     def items(self) -> Iterator[Any]:
         """Yield all items, then draw what the sampler draws after its last one."""
-        for positions in self.cut(range(self.length)):
+        for positions in self.pieces(range(self.length)):
             yield from self.at(positions)
         self.finish()
 

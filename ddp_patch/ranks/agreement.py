@@ -19,7 +19,7 @@ from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import Leader, by_value, exchange, ranks_text, refuse, require_same
-from ddp_patch.ranks.mailbox import Peers, agreed_peers, given_peers
+from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
 from ddp_patch.ranks.world import World
 
 __all__ = [
@@ -248,7 +248,7 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     settled, agreed = _settled(options, orders_differ=False), []
     for subject in subjects:
         with error_context(subject.label):
-            peers = given_peers(world.rank, world.num_replicas, subject.compared)
+            peers = peers_of_explicit_world(world.rank, world.num_replicas, subject.compared)
         agreed.append(Agreed(world, settled, _seed(options, 0), peers=peers))
     return agreed
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from ddp_patch.loaders.contents import Row
-from ddp_patch.orders.fingerprint import Checkpoint
+from ddp_patch.orders.fingerprint import PrefixHash
 
 __all__ = [
     "History",
@@ -20,8 +20,8 @@ __all__ = [
     "pass_mismatch",
 ]
 
-# Returns how many items a long look takes at most: who takes no more may still be about to choose an epoch.
-LongLook: TypeAlias = Callable[[], int]
+# Returns how many items a long peek takes at most: who takes no more may still be about to choose an epoch.
+LongPeek: TypeAlias = Callable[[], int]
 
 # A history holds so many passes, as ``PassMonitor`` keeps notes of: those over the latest epochs.
 _MOST_PASSES = 16
@@ -64,13 +64,13 @@ class PassEntry(NamedTuple):
     attempt: int
     is_withdrawn: bool = False
 
-    def is_more_than(self, look_items: int) -> bool:
-        """Return whether this is more than a look that takes so many items."""
-        return self.items > look_items and not self.is_withdrawn
+    def exceeds_peek(self, peek_items: int) -> bool:
+        """Return whether this is more than a peek that takes so many items."""
+        return self.items > peek_items and not self.is_withdrawn
 
-    def is_longer_than(self, long_look: int) -> bool:
+    def exceeds_long_peek(self, long_peek: int) -> bool:
         """Return whether this is surely no long look: it is whole, or takes more than so many items."""
-        return self.items > long_look or (self.items > 0 and self.state is PassState.ENDED)
+        return self.items > long_peek or (self.items > 0 and self.state is PassState.ENDED)
 
     def withdrawn(self) -> "PassEntry":
         """Return it as it counts once another epoch was chosen."""
@@ -84,9 +84,9 @@ class NotesReport(NamedTuple):
         epoch: The epoch.
         begins_at: Where in the epoch it begins.
         attempt: How often the rank had gone back to an epoch that was whole.
-        is_more: Whether it is more than a look. Nobody compares that: the epoch may begin again.
+        is_more: Whether it is more than a peek. Nobody compares that: the epoch may begin again.
         first: The number of the first mark that is left.
-        checkpoints: After how many items the fingerprint of what was drawn had which value.
+        prefix_hashes: After how many items the fingerprint of what was drawn had which value.
         rows: What each look at the dataset after the first showed for the first time, by its name.
     """
 
@@ -95,7 +95,7 @@ class NotesReport(NamedTuple):
     attempt: int
     is_more: bool
     first: int
-    checkpoints: Sequence[Checkpoint]
+    prefix_hashes: Sequence[PrefixHash]
     rows: Sequence[Mapping[str, Row]]
 
 
@@ -108,7 +108,7 @@ class PassRecord:
         since: The epoch from which on all of them are here.
         share: Which share it takes, if the user gave it by rank= and num_replicas=.
         notes: What it noted of its latest passes.
-        past_attempts: Its latest attempts that are over, with the last epoch of which each took more than a long look.
+        past_attempts: Its latest attempts that are over, with the last epoch of which each took more than a long peek.
     """
 
     passes: Mapping[int, PassEntry] = field(default_factory=dict)
@@ -117,14 +117,14 @@ class PassRecord:
     notes: Sequence[NotesReport] = ()
     past_attempts: Sequence[tuple[int, int]] = ()
 
-    def top(self, look_items: int, attempt: int | None = None) -> int:
-        """Return the latest epoch of which more than a look was taken, in one attempt or in any; -1 if none."""
+    def top(self, peek_items: int, attempt: int | None = None) -> int:
+        """Return the latest epoch of which more than a peek was taken, in one attempt or in any; -1 if none."""
         made = (entry for entry in self.passes.values() if attempt in {None, entry.attempt})
-        return max((entry.epoch for entry in made if entry.is_more_than(look_items)), default=-1)
+        return max((entry.epoch for entry in made if entry.exceeds_peek(peek_items)), default=-1)
 
-    def top_of_long(self, long_look: int) -> int:
-        """Return the latest epoch of which more than a long look was taken; -1 if none."""
-        return max((epoch for epoch, entry in self.passes.items() if entry.is_longer_than(long_look)), default=-1)
+    def top_beyond_long_peek(self, long_peek: int) -> int:
+        """Return the latest epoch of which more than a long peek was taken; -1 if none."""
+        return max((epoch for epoch, entry in self.passes.items() if entry.exceeds_long_peek(long_peek)), default=-1)
 
     def after(self, epoch: int) -> int:
         """Return the epoch of the first pass after one over ``epoch``."""
@@ -235,15 +235,15 @@ class History:
     read.
 
     Args:
-        look_items: How many items a mere look takes at most: a batch.
+        peek_items: How many items a mere peek takes at most: a batch.
     """
 
-    def __init__(self, look_items: int = 1) -> None:
-        self._look_items = look_items
+    def __init__(self, peek_items: int = 1) -> None:
+        self._peek_items = peek_items
         self._past_attempts: list[tuple[int, int]] = []
         self._passes: list[_Pass] = []  # by epoch
         self._since = self._attempt = 0
-        self._furthest = -1  # the latest epoch of this attempt of which more than a look was taken
+        self._furthest = -1  # the latest epoch of this attempt of which more than a peek was taken
         self._is_chosen = False
 
     @property
@@ -251,28 +251,28 @@ class History:
         """How often this rank has started again at an epoch that it had trained."""
         return self._attempt
 
-    def set_look_items(self, look_items: int) -> None:
-        """Set how many items a mere look takes at most, before the first pass."""
-        self._look_items = look_items
+    def set_peek_items(self, peek_items: int) -> None:
+        """Set how many items a mere peek takes at most, before the first pass."""
+        self._peek_items = peek_items
 
     def choose(self) -> None:
         """Record that the user chose the epoch that comes next."""
         self._is_chosen = True
 
-    def begin(self, epoch: int, progress: Callable[[], PassProgress], long_look: LongLook) -> None:
+    def begin(self, epoch: int, progress: Callable[[], PassProgress], long_peek: LongPeek) -> None:
         """Add a pass.
 
         Args:
             epoch: The epoch that it is over.
             progress: Tells how far it has come.
-            long_look: Returns how many items a look takes at most that is still no attempt at an epoch that
+            long_peek: Returns how many items a peek takes at most that is still no attempt at an epoch that
                 nobody chose.
         """
         chosen, self._is_chosen = self._is_chosen, False
         states = [before.entry.state for before in self._passes]
         for before, next_state in zip(self._passes, [*states[1:], None], strict=False):
             before.settle(next_state)
-        self._go_back_to(epoch, long_look)
+        self._go_back_to(epoch, long_peek)
         for before in reversed(self._passes) if chosen else ():
             if before.chosen:
                 break
@@ -294,13 +294,13 @@ class History:
         passes = {known.epoch: known.entry for known in self._passes}
         return PassRecord(passes, self._since, share, notes, tuple(self._past_attempts))
 
-    def _go_back_to(self, epoch: int, long_look: LongLook) -> None:
-        """Drop the passes from an epoch on; if they were more than looks, this is another attempt."""
+    def _go_back_to(self, epoch: int, long_peek: LongPeek) -> None:
+        """Drop the passes from an epoch on; if they were more than peeks, this is another attempt."""
         entries = [known.entry for known in self._passes if known.epoch > self._furthest]
-        made = [entry for entry in entries if entry.is_more_than(self._look_items)]
-        # What nobody chose may have been a look.
-        most = long_look() if any(not entry.chosen for entry in made) else self._look_items
-        trained = [entry.epoch for entry in made if entry.chosen or entry.is_longer_than(most)]
+        made = [entry for entry in entries if entry.exceeds_peek(self._peek_items)]
+        # What nobody chose may have been a peek.
+        most = long_peek() if any(not entry.chosen for entry in made) else self._peek_items
+        trained = [entry.epoch for entry in made if entry.chosen or entry.exceeds_long_peek(most)]
         self._furthest = max(trained, default=self._furthest)
         if self._furthest >= epoch:
             self._past_attempts = [*self._past_attempts, (self._attempt, self._furthest)][-_MOST_ATTEMPTS:]
@@ -326,17 +326,17 @@ class PassMismatch(NamedTuple):
 
 
 def pass_mismatch(
-    mine: PassRecord, theirs: PassRecord, look_items: int, slack: int, long_look: LongLook
+    mine: PassRecord, theirs: PassRecord, peek_items: int, slack: int, long_peek: LongPeek
 ) -> PassMismatch | None:
     """Return where the passes of two ranks contradict each other; None if one may only be faster than the other.
 
     Args:
         mine: This rank's passes.
         theirs: Another rank's.
-        look_items: How many items a mere look takes at most. It contradicts nothing, because ``set_epoch`` may still
+        peek_items: How many items a mere peek takes at most. It contradicts nothing, because ``set_epoch`` may still
             follow.
         slack: How many items more one rank's share may have.
-        long_look: Returns how many items a look takes at most where the other rank has chosen an epoch, so that
+        long_peek: Returns how many items a peek takes at most where the other rank has chosen an epoch, so that
             this one may be about to.
     """
     found = []
@@ -344,43 +344,43 @@ def pass_mismatch(
     for is_mine, behind, further in ((True, mine, theirs), (False, theirs, mine)):
         for entry in further.passes.values():
             # Most passes went alike on both.
-            if entry.items > look_items and behind.passes.get(entry.epoch) != entry:
-                less = _went_on(behind, further, entry, look_items, slack, long_look)
-                less = less or _gone_back(behind, entry, long_look)
+            if entry.items > peek_items and behind.passes.get(entry.epoch) != entry:
+                less = _went_on(behind, further, entry, peek_items, slack, long_peek)
+                less = less or _gone_back(behind, entry, long_peek)
                 found += [] if less is None else [PassMismatch(*less, is_mine)]
     return min(found, default=None)
 
 
 # Each returns the epoch of which a rank took less although it continued, with how much it took, and to where. Where
 # only one of two ranks has chosen an epoch, the other may be about to: what it did without that no longer counts then,
-# unless it was more than a long look.
+# unless it was more than a long peek. tests/unit/test_histories.py has a table of cases, with what contradicts what.
 
 
 def _went_on(
-    behind: PassRecord, other: PassRecord, further: PassEntry, look_items: int, slack: int, long_look: LongLook
+    behind: PassRecord, other: PassRecord, further: PassEntry, peek_items: int, slack: int, long_peek: LongPeek
 ) -> tuple[int, int, int] | None:
     """Return where a rank broke off or left out an epoch of which another took more."""
     epoch, own = further.epoch, behind.passes.get(further.epoch)
     if own is None:
-        is_less, top = epoch >= behind.since, behind.top(look_items, further.attempt)
+        is_less, top = epoch >= behind.since, behind.top(peek_items, further.attempt)
     else:
         is_known = own.state is PassState.ABANDONED and further.state is not PassState.UNKNOWN
         is_less = is_known and own.attempt == further.attempt and further.items > own.items + slack
-        top = behind.top(look_items)
+        top = behind.top(peek_items)
     if not is_less or epoch >= top:
         return None
     next_epoch, chosen = behind.after(epoch), other.chosen_before(epoch)
-    goes_on = further.chosen or behind.chosen_before(next_epoch) == chosen or further.is_longer_than(long_look())
-    has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_of_long(long_look())
+    goes_on = further.chosen or behind.chosen_before(next_epoch) == chosen or further.exceeds_long_peek(long_peek())
+    has_left = own is None or behind.chosen_before(epoch) == chosen or epoch < behind.top_beyond_long_peek(long_peek())
     return (epoch, 0 if own is None else own.items, next_epoch) if goes_on and has_left else None
 
 
-def _gone_back(behind: PassRecord, further: PassEntry, long_look: LongLook) -> tuple[int, int, int] | None:
+def _gone_back(behind: PassRecord, further: PassEntry, long_peek: LongPeek) -> tuple[int, int, int] | None:
     """Return where a rank started again before it came to an epoch of which another took more."""
     top = dict(behind.past_attempts).get(further.attempt)
     if top is None or further.epoch <= top or further.state is PassState.UNKNOWN:
         return None
-    if not further.chosen and not further.is_longer_than(long_look()):
+    if not further.chosen and not further.exceeds_long_peek(long_peek()):
         return None
     again = min((entry.epoch for entry in behind.passes.values() if entry.attempt > further.attempt), default=top)
     return further.epoch, 0, again

@@ -18,7 +18,7 @@ from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import digest, ranks_text
 from ddp_patch.ranks.histories import PassRecord
 
-__all__ = ["Mailbox", "Peers", "StepCounts", "agreed_peers", "given_peers", "unwatched"]
+__all__ = ["Mailbox", "Peers", "StepCounts", "agreed_peers", "peers_of_explicit_world", "unwatched"]
 
 V = TypeVar("V")
 
@@ -89,7 +89,7 @@ def agreed_peers(members: Sequence[int], number: int) -> Peers:
     return _peers_among(members, f"ddp_patch/passes/{digest(members)}/{number}", number)
 
 
-def given_peers(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
+def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
     """Return who may share with this rank in an explicit world; None if there is nothing to compare.
 
     All ranks of the process group may. The n-th loader that looks like this one is the n-th on every rank.
@@ -318,7 +318,7 @@ class StepCounts:
             posted_s = perf_counter()
             self.due_s = posted_s + _TIMES_THEIR_COST * (posted_s - now_s)
 
-    def longer(self, batches: int) -> Mapping[int, int]:
+    def ranks_given_more(self, batches: int) -> Mapping[int, int]:
         """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.
 
         Args:

@@ -83,16 +83,16 @@ class PassNotes:
         if progress.state is not PassState.OPEN:
             self._progress = partial(PassProgress, *progress)
 
-    def observe_dataset(self, look_items: int) -> None:
+    def observe_dataset(self, peek_items: int) -> None:
         """Look at the dataset, where that is due in the latest pass: the user may change it before the next.
 
         Args:
-            look_items: How many items a mere look takes at most.
+            peek_items: How many items a mere peek takes at most.
         """
         items, state = self._progress()
         looks = 0 if self._seen is None else 1 + len(self._rows)
         is_over = state is PassState.ENDED
-        is_due = not self._is_seen_whole if is_over else looks < _LOOKS and items - self._skip >= look_items * looks
+        is_due = not self._is_seen_whole if is_over else looks < _LOOKS and items - self._skip >= peek_items * looks
         if self._dataset is None or not is_due:
             return
         before, self._seen, self._is_seen_whole = self._seen, self._dataset.now(), is_over
@@ -101,16 +101,16 @@ class PassNotes:
             steady = self._dataset.steady(before, self._seen)
             self._rows.append({name: row for name, row in steady.items() if name not in known})
 
-    def report(self, look_items: int, *, is_old: bool = False) -> NotesReport:
+    def report(self, peek_items: int, *, is_old: bool = False) -> NotesReport:
         """Return what to tell the other ranks of them.
 
         Args:
-            look_items: How many items a mere look takes at most. Nobody compares it: the epoch may begin again.
+            peek_items: How many items a mere peek takes at most. Nobody compares it: the epoch may begin again.
             is_old: Whether to leave only the last mark: for ranks that are some epochs behind.
         """
         items, state = self._progress()
-        is_more = items - self._skip > look_items or state is PassState.ENDED
-        marks = self._fingerprint.checkpoints
+        is_more = items - self._skip > peek_items or state is PassState.ENDED
+        marks = self._fingerprint.prefix_hashes
         first = max(0, len(marks) - 1) if is_old else 0
         return NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
 
@@ -147,10 +147,10 @@ def notes_mismatch(mine: Sequence[NotesReport], theirs: Sequence[NotesReport]) -
         if names := _differing(seen, theirs_seen):
             return NotesMismatch(ours.epoch, attributes=names)
         first = max(ours.first, other.first)  # as far as both have come
-        both = (notes.checkpoints[first - notes.first :] for notes in (ours, other))
-        for checkpoint, their_checkpoint in zip(*both, strict=False):
-            if checkpoint != their_checkpoint:
-                return NotesMismatch(ours.epoch, min(checkpoint[0], their_checkpoint[0]))
+        both = (notes.prefix_hashes[first - notes.first :] for notes in (ours, other))
+        for prefix_hash, their_prefix_hash in zip(*both, strict=False):
+            if prefix_hash != their_prefix_hash:
+                return NotesMismatch(ours.epoch, min(prefix_hash[0], their_prefix_hash[0]))
     return None
 
 
@@ -177,7 +177,7 @@ _TIMES_THEIR_COST = 200
 # At a pass's end one part in this many: in the last epoch nobody would tell later.
 _TIMES_AT_AN_END = 20
 # A look at a stream of unknown length may take so many batches.
-_LONG_LOOK = 32
+_LONG_PEEK = 32
 # Notes of this many passes are left, for ranks that are epochs behind; of these many in full.
 _NOTED, _IN_FULL = 16, 2
 
@@ -188,13 +188,13 @@ class PassMonitor:
     Args:
         peers: Who they are; None if there are none.
         name: What errors call the loader.
-        keeps: Whether one rank's share may have an item more than another's.
+        shares_may_differ: Whether one rank's share may have an item more than another's.
 
     Attributes:
         read_ahead: How the loader takes items.
     """
 
-    def __init__(self, peers: Peers | None = None, name: str = "", *, keeps: bool = False) -> None:
+    def __init__(self, peers: Peers | None = None, name: str = "", *, shares_may_differ: bool = False) -> None:
         self._peers = peers
         self._mailbox: Mailbox[PassRecord] | None = None if peers is None else Mailbox(peers, "passes")
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
@@ -202,7 +202,7 @@ class PassMonitor:
         self._noted: list[PassNotes] = []
         self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
         self._thread = get_ident()
-        self._keeps = keeps
+        self._shares_may_differ = shares_may_differ
         self._compare_order: Callable[[bool], None] = lambda at_end: None
         self._epochs_differ = True
         self._name, self._units = name, ("item", "items")
@@ -222,7 +222,7 @@ class PassMonitor:
         self._name, self._units = name, ("batch", "batches")
         self.read_ahead = read_ahead
         self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
-        self._history.set_look_items(read_ahead.size)
+        self._history.set_peek_items(read_ahead.size)
 
     def ignore_epochs(self) -> None:
         """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
@@ -261,16 +261,16 @@ class PassMonitor:
         """
         if self.is_on:
             if self._epochs_differ:
-                self._history.begin(epoch, progress, self._long_look)
+                self._history.begin(epoch, progress, self._long_peek)
             if notes is not None:
                 self._note(notes)
             self.compare(epoch)
 
-    def _long_look(self) -> int:
-        """Return how many items a long look takes at most: half of a share, or some batches if its size is unknown."""
+    def _long_peek(self) -> int:
+        """Return how many items a long peek takes at most: half of a share, or some batches if its size is unknown."""
         share = self._share()
         items = None if share is None else share()
-        return self.read_ahead.size * _LONG_LOOK if items is None else max(self.read_ahead.size, items // 2)
+        return self.read_ahead.size * _LONG_PEEK if items is None else max(self.read_ahead.size, items // 2)
 
     def _note(self, notes: PassNotes) -> None:
         """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""
@@ -310,7 +310,8 @@ class PassMonitor:
     def steps(self, epoch: int, begins_at: str) -> StepCounts:
         """Return where to leave how many batches this rank is given of a pass whose end nobody knows before."""
         if self._steps is None:
-            self._steps = StepCounts(cast(Peers, self._peers), self.read_ahead.readers if self._keeps else 0)
+            slack = self.read_ahead.readers if self._shares_may_differ else 0
+            self._steps = StepCounts(cast(Peers, self._peers), slack)
         self._steps.begin(epoch, f"{begins_at} ({self._history.attempt})")
         return self._steps
 
@@ -320,7 +321,7 @@ class PassMonitor:
         Raises:
             RankMismatchError: Another rank was given more.
         """
-        if found := self.steps(epoch, begins_at).longer(batches):
+        if found := self.steps(epoch, begins_at).ranks_given_more(batches):
             peers = cast(Peers, self._peers)
             ranks, most = ranks_text(sorted(found)), max(found.values())
             raise RankMismatchError(
@@ -344,8 +345,8 @@ class PassMonitor:
         differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()}
         if other_orders := {rank: where for rank, where in differing.items() if where is not None}:
             raise self._other_order(self._peers, other_orders)
-        slack = size * self.read_ahead.readers if self._keeps else 0
-        compared = {rank: pass_mismatch(mine, their, size, slack, self._long_look) for rank, their in others.items()}
+        slack = size * self.read_ahead.readers if self._shares_may_differ else 0
+        compared = {rank: pass_mismatch(mine, their, size, slack, self._long_peek) for rank, their in others.items()}
         if other_passes := {rank: where for rank, where in compared.items() if where is not None}:
             raise self._other_passes(self._peers, other_passes)
 

@@ -140,7 +140,7 @@ class ResumableSampler(Sampler[T]):
         """
         if self._progress is None or self._progress.is_ended:
             return self.state_between_passes()
-        return named_state(self, {self._count: self._progress.items_pulled, **self._state(in_pass=True)})
+        return named_state(self, {self._count: self._progress.items_taken, **self._state(in_pass=True)})
 
     def state_between_passes(self) -> dict[str, Any]:
         """Return the state from which the next pass begins, as if a pass that is running were left."""

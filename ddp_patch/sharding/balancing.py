@@ -476,4 +476,4 @@ def balanced_order(
         for number, here in in_blocks(positions, width):
             yield range(here.start + number * width, here.stop + number * width, here.step)
 
-    return EpochOrder(order.length, at, cut=by_window, original_positions=in_order_as_it_came)
+    return EpochOrder(order.length, at, pieces=by_window, original_positions=in_order_as_it_came)

@@ -55,12 +55,14 @@ class EpochSampler(DistributedSampler[T]):
         self.has_one_iterator: bool = False
         self._batch_plan = agreed.batch_plan
         self._sampler_states = sampler_states
-        self._choices, self._is_chosen = 0, False  # how often an epoch was chosen; whether none has begun since
-        self._has_begun_states = self._draws_once = False
-        self._applied = 0  # the latest choice that was put back
-        self._drawn_from: torch.Generator | None = None  # by the loader, for the iterator that it made last
+        self._set_epoch_calls = self._last_call_applied = 0  # the last one is that whose states were put back
+        self._epoch_was_set = False  # and none has begun since
+        self._states_prepared = self._persistent_iterator_draws = False
+        self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
         options = agreed.options
-        self.monitor: PassMonitor = PassMonitor(agreed.peers, type(self).__name__, keeps=self.plan.uneven == "keep")
+        self.monitor: PassMonitor = PassMonitor(
+            agreed.peers, type(self).__name__, shares_may_differ=self.plan.uneven == "keep"
+        )
         self._facts = {
             **facts,
             "uneven": options.uneven,
@@ -110,11 +112,12 @@ class EpochSampler(DistributedSampler[T]):
             # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
             return one_at_a_time() if self.agreed.leader is None else nullcontext()
         if loader.persistent_workers:
-            self._draws_once = True
+            self._persistent_iterator_draws = True
         else:
-            self._has_begun_states, self._drawn_from = False, None  # an iterator that was never used does not count
+            # An iterator that was never used does not count.
+            self._states_prepared, self._iterator_generator = False, None
             self._begin_sampler_states()
-            self._has_begun_states, self._drawn_from = True, loader.generator
+            self._states_prepared, self._iterator_generator = True, loader.generator
         return self._sampler_states.drawing()
 
     def _require_no_failure(self, loader: DataLoader[Any]) -> None:
@@ -131,18 +134,19 @@ class EpochSampler(DistributedSampler[T]):
 
     def _begin_sampler_states(self) -> None:
         """Put back what the samplers draw from, for the upcoming pass."""
-        if self._draws_once:  # persistent workers: the loader draws once, and any pass may be another rank's first
+        if self._persistent_iterator_draws:  # once, and any pass may be another rank's first
             self._sampler_states.begin_from_here()
-            self._draws_once = False
-        if not self._has_begun_states:
+            self._persistent_iterator_draws = False
+        if not self._states_prepared:
             # Only once per set_epoch: torchdata iterates the sampler twice for one pass.
-            is_new, self._applied = self._is_chosen and self._applied != self._choices, self._choices
+            is_new = self._epoch_was_set and self._last_call_applied != self._set_epoch_calls
+            self._last_call_applied = self._set_epoch_calls
             self._sampler_states.begin(self.epochs.upcoming if is_new else None)
-            if is_new and self._drawn_from is not None:
+            if is_new and self._iterator_generator is not None:
                 # The iterator was made before the epoch was chosen, and drew its number from what was there.
                 with self._sampler_states.drawing():
-                    torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
-        self._has_begun_states, self._drawn_from = False, None
+                    torch.empty((), dtype=torch.int64).random_(generator=self._iterator_generator)
+        self._states_prepared, self._iterator_generator = False, None
 
     def sampler_snapshot(self) -> SamplerSnapshot:
         """Return what the samplers hold now."""
@@ -223,7 +227,7 @@ class EpochSampler(DistributedSampler[T]):
             self.position = None
         self._finish_latest()
         self.latest = None
-        self._choices, self._is_chosen, self._has_begun_states = self._choices + 1, True, False
+        self._set_epoch_calls, self._epoch_was_set, self._states_prepared = self._set_epoch_calls + 1, True, False
         self.monitor.choose()
         self.epochs.set(number)
 
@@ -315,7 +319,7 @@ class EpochSampler(DistributedSampler[T]):
             return Position(self.epochs.upcoming, sampler_snapshot=self.sampler_snapshot())
         if self.latest.is_ended:
             return self.latest.position_at_end(self.sampler_snapshot())
-        return self.latest.position(self.latest.items_pulled)
+        return self.latest.position(self.latest.items_taken)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass resume where a ``state_dict`` was taken, with its seed if the user chose none.

@@ -119,12 +119,12 @@ class Indexed(ItemSource[T]):
             at = partial(self._looking_at_all, at, plan, length)
         if order.original_positions is not None:
             at = partial(self._noting_origins, at, order.original_positions)
-        yield from map(at, order.cut(real[skip:rounds]))
+        yield from map(at, order.pieces(real[skip:rounds]))
         if epoch.balancer is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
         if epoch.compare_end is not None and skip <= rounds:  # after the items that every rank has
             epoch.compare_end(drawn.length, fingerprint([*drawn.at(evenly_spread(drawn.length)), *window_orders]))
-        yield from map(at, order.cut(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
+        yield from map(at, order.pieces(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
@@ -220,7 +220,7 @@ def _sizes_in(order: EpochOrder, rest: Rest) -> Sizes | None:
 
 def _items_at(order: EpochOrder, rest: Rest, positions: range) -> Sequence[Any]:
     """Return the items at these positions of the rest."""
-    runs = rest.cut(positions)
+    runs = rest.stream_positions(positions)
     return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
 
 

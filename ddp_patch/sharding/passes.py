@@ -29,7 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Ranks compare when 1, 2, 4, ... batches were taken, and then whenever so many more were.
-_MOST_STEPS = 32
+_LARGEST_GAP = 32
 
 
 _PASS_STATE_OF = {
@@ -101,7 +101,7 @@ class Pass(IterationProgress, Generic[T]):
         self._sampler_states, self._monitor = context.sampler_states, context.monitor
         self._stream_length = context.stream_length
         self._counter: Callable[[], object] | None = None
-        self._steps, self._surely_taken, self._awaited = 1, skip, 0
+        self._next_comparison, self._surely_taken, self._pending_items = 1, skip, 0
         self._notes = None if note is None else note(self)
         self._step_counts: StepCounts | None = None  # where the count of batches is left for the other ranks
 
@@ -149,7 +149,7 @@ class Pass(IterationProgress, Generic[T]):
         raise NotImplementedError
 
     @property
-    def left_out(self) -> int:
+    def resumed_elsewhere(self) -> int:
         """How many items it leaves out because another package's loader resumed within it."""
         return 0
 
@@ -188,7 +188,7 @@ class Pass(IterationProgress, Generic[T]):
         return self._batches_asked() if self.batches_delivered is None else self.batches_delivered
 
     def _batches_asked(self) -> int:
-        return self._batching.count(self.items_pulled - self.skip)
+        return self._batching.count(self.items_taken - self.skip)
 
     def set_batching(self, batching: Batching) -> None:
         """Record how a loader makes batches of its items, whose sampler was wrapped before there was a loader."""
@@ -213,24 +213,24 @@ class Pass(IterationProgress, Generic[T]):
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
         read_ahead = self._monitor.read_ahead
-        while (moment := self.skip + read_ahead.ahead + self._steps * read_ahead.size) < self.items_prepared:
-            yield islice(run, moment - self.items_pulled)
-            self._steps += min(self._steps, _MOST_STEPS)
-            self._awaited = 1  # whoever asks on gets one more
+        while (moment := self.skip + read_ahead.ahead + self._next_comparison * read_ahead.size) < self.items_given:
+            yield islice(run, moment - self.items_taken)
+            self._next_comparison += min(self._next_comparison, _LARGEST_GAP)
+            self._pending_items = 1  # whoever asks on gets one more
             self._monitor.compare(self.epoch)
-            self._awaited = 0
+            self._pending_items = 0
         yield run
 
     def progress(self) -> PassProgress:
         """Return how many items of the share were surely taken, and what is known of the pass."""
         read_ahead, known = self._monitor.read_ahead, _PASS_STATE_OF[self.state]
-        asked = self.items_pulled + self._awaited - self.skip
+        asked = self.items_taken + self._pending_items - self.skip
         taken = self.skip + read_ahead.taken(asked, is_over=self.loop_saw_end and self.is_ended)
         is_known = self.batches_delivered is not None
         if known is PassState.ENDED and read_ahead.ahead and is_known and not self.loop_saw_end:
             # Workers were asked for all, and the loop may not have taken it.
             taken = self._in_batches()
-            if taken < self.items_pulled:
+            if taken < self.items_taken:
                 is_looping = self._counter is not None and self._counter() is not None
                 known = PassState.OPEN if is_looping else PassState.ABANDONED
         if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
@@ -250,7 +250,7 @@ class Pass(IterationProgress, Generic[T]):
     def _in_batches(self) -> int:
         """Return how many items are in the batches that the loop was given, and in one that failed."""
         batches = (self.batches_delivered or 0) + self.has_failed
-        return min(self.items_pulled, self.skip + batches * self._monitor.read_ahead.size)
+        return min(self.items_taken, self.skip + batches * self._monitor.read_ahead.size)
 
     # ---- what the training loop was given ----
 
@@ -309,13 +309,13 @@ class Pass(IterationProgress, Generic[T]):
         """Return its batches, with the ends that this rank has found so far."""
         found = self.length
         length = self.likely_length if found is None and self._plan.needs_length else found
-        return self._schedule_of([Part(self.skip, length, least_items=self.items_prepared)])
+        return self._schedule_of([Part(self.skip, length, least_items=self.items_given)])
 
     def whole_schedule(self) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""
         length = self.length if self.is_ended else self.likely_length
         # A loop that takes len() batches never asks for the end.
-        if length is None or not (self.is_ended or self.items_pulled >= len(self._plan.share(length))):
+        if length is None or not (self.is_ended or self.items_taken >= len(self._plan.share(length))):
             return None
         return self._schedule_of([Part(self.skip, length)])
 
@@ -324,7 +324,7 @@ class Pass(IterationProgress, Generic[T]):
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
-        return Schedule(self._plan, self._batching, [Part(self.skip, self.likely_length)]).most
+        return Schedule(self._plan, self._batching, [Part(self.skip, self.likely_length)]).most_batches
 
     def most_found(self, batches: int) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows; None if it does not.
@@ -349,7 +349,7 @@ class Pass(IterationProgress, Generic[T]):
 
     def _prepared_beyond(self, batches: int) -> int:
         """Return how many items of the share were given beyond so many batches."""
-        return self.items_prepared - self.skip - batches * self._batching.size
+        return self.items_given - self.skip - batches * self._batching.size
 
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
@@ -366,7 +366,7 @@ class Pass(IterationProgress, Generic[T]):
 
     def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
-        return replace(self.position(self.items_pulled), sampler_snapshot=snapshot, ended=True)
+        return replace(self.position(self.items_taken), sampler_snapshot=snapshot, ended=True)
 
 
 class SamplerPass(Pass[T]):
@@ -378,8 +378,8 @@ class SamplerPass(Pass[T]):
         source: How it gets its items.
         sizes: Records how many samples each item has; None if nobody needs that.
         divide: Returns this rank's part of an item; None if ranks take whole items.
-        at_end: Called with how many items all ranks share in it, once that is known and before a rank is given items
-            of the incomplete round.
+        on_length_known: Called with how many items all ranks share in it, once that is known and before a rank is given
+            items of the incomplete round.
 
     Attributes:
         source: As given.
@@ -393,13 +393,13 @@ class SamplerPass(Pass[T]):
         *,
         sizes: Sizes | None,
         divide: BatchDivider | None,
-        at_end: Callable[[int], object],
+        on_length_known: Callable[[int], object],
         note: Callable[["Pass[T]"], PassNotes] | None,
     ) -> None:
         super().__init__(start, context, note)
         self.source: ItemSource[T] = source
         self.sizes = sizes
-        self._divide, self._at_end = divide, at_end
+        self._divide, self._on_length_known = divide, on_length_known
 
     @property
     def length(self) -> int | None:
@@ -426,7 +426,7 @@ class SamplerPass(Pass[T]):
     def _chunks(self) -> Iterator[Sequence[T]]:
         for chunk in self.source.chunks(self.skip):
             if self.length is not None:
-                self._at_end(self.length)
+                self._on_length_known(self.length)
             part = chunk if self.sizes is None else list(self.sizes.recording(chunk))
             yield part if self._divide is None else list(map(self._divide, part))
 

@@ -88,7 +88,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             current = current.sampler
             yield current
 
-    def _changing(self) -> AbstractContextManager[object] | None:
+    def _user_changes(self) -> AbstractContextManager[object] | None:
         return self._sampler_states.changed_by_user() if self._sampler_states.has_counters else None
 
     def _set(self, name: str, value: Any) -> None:
@@ -165,7 +165,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             epoch: In which epoch.
             drawn_from: Tells which generators to put back, besides the global ones.
         """
-        now = (epoch, self._choices, self.epochs.passes, None if self.latest is None else self.latest.state)
+        now = (epoch, self._set_epoch_calls, self.epochs.passes, None if self.latest is None else self.latest.state)
         if self._draws_nothing_at == now:
             yield
             return
@@ -184,7 +184,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if latest is None or latest.is_ended:
             length = None
         else:
-            length = self._restored_length if latest.start.is_begun else latest.length
+            length = self._restored_length if latest.start.is_within_pass else latest.length
         return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
@@ -220,11 +220,11 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         # Somebody may have set the epoch of a nested sampler, past this one.
         if (epoch := self._nested_epochs.set_by_user()) is not None:
             self.set_epoch(epoch)
-        return chain.from_iterable(self._runs(self._take_up_pass(), self._choices))
+        return chain.from_iterable(self._runs(self._take_up_pass(), self._set_epoch_calls))
 
     def _runs(self, current: SamplerPass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        is_other = current.epoch != self.epochs.upcoming or choices != self._choices
+        is_other = current.epoch != self.epochs.upcoming or choices != self._set_epoch_calls
         if not current.is_ended and (is_other or self._note_new_generators()):
             # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
             # sampler of torch's looks at its generator now.
@@ -233,7 +233,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             return
         self._begin(current.epoch, {"position": current.begins_at}, self._known_end)
         self._known_end = {}
-        self.latest, self.position, self._is_chosen = current, None, False
+        self.latest, self.position, self._epoch_was_set = current, None, False
         yield from current.runs()
 
     def _take_up_pass(self) -> SamplerPass[T]:
@@ -245,7 +245,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         number = self.epochs.upcoming
         self._nested_epochs.tell(number)
         start = self.position
-        if start is not None and start.is_begun:
+        if start is not None and start.is_within_pass:
             # Others may have drawn from the generators since it was loaded.
             self._sampler_states.restore_states(start.sampler_snapshot)
         else:
@@ -260,7 +260,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             source,
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._batch_plan is not None else None,
             divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, options.costs),
-            at_end=partial(self._require_steps, start),
+            on_length_known=partial(self._require_steps, start),
             note=None if fingerprint is None else partial(self._notes, fingerprint),
         )
         if is_empty:
@@ -312,7 +312,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
         count, share = self._batching.count, self.plan.smallest_share(length)
-        if not current.items_pulled or count(current.items_pulled - current.skip) < count(max(0, share - current.skip)):
+        if not current.items_taken or count(current.items_taken - current.skip) < count(max(0, share - current.skip)):
             return
         if current.state is IterationState.NOT_BEGUN:  # it resumed where nothing was left
             current.draw_to_end()
@@ -335,7 +335,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             draws_ahead=options.order != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
-            at_end=partial(self._compare_length, start.epoch),
+            check_length=partial(self._compare_length, start.epoch),
             has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
             # The leader alone draws, so there is nothing to compare.
             compare_end=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,

@@ -129,7 +129,7 @@ class SamplerStates:
         self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
         self._own: list[_Generator] = []
-        self._changing = set(changing)
+        self._counter_keys = set(changing)
         self._counters: dict[tuple[int, str], Any] = {}
         self._attributes_before: Sequence[Mapping[str, Any]] | None = None  # the attributes when a pass began to draw
         self._find()
@@ -185,9 +185,9 @@ class SamplerStates:
     def _note_changes(self) -> None:
         """Note which attributes a pass has changed, and what all those are that passes change."""
         for place, was in enumerate(self._attributes_before or ()):
-            self._changing.update((place, name) for name in changed_attributes(self.holders[place], was))
+            self._counter_keys.update((place, name) for name in changed_attributes(self.holders[place], was))
         held = [getattr(holder, "__dict__", {}) for holder in self.holders]
-        self._counters = {key: held[key[0]][key[1]] for key in self._changing if key[1] in held[key[0]]}
+        self._counters = {key: held[key[0]][key[1]] for key in self._counter_keys if key[1] in held[key[0]]}
 
     def _put_back(self) -> None:
         for (place, name), value in self._counters.items():
@@ -196,7 +196,7 @@ class SamplerStates:
     @property
     def has_counters(self) -> bool:
         """Whether passes are known to change attributes."""
-        return bool(self._changing)
+        return bool(self._counter_keys)
 
     @contextmanager
     def changed_by_user(self) -> Iterator[None]:
@@ -343,7 +343,7 @@ class AttributeProxy:
         """Yield what may have an attribute that the wrapper lacks, from the outside in."""
         yield self.__dict__[self._kept_as]
 
-    def _changing(self) -> AbstractContextManager[object] | None:
+    def _user_changes(self) -> AbstractContextManager[object] | None:
         """Return what to enter while the user may change what is wrapped; None if nobody needs to know."""
         return None
 
@@ -359,12 +359,12 @@ class AttributeProxy:
         holder = self._holder(name)
         found = getattr(holder, name)
         is_method = isinstance(found, MethodType) and found.__self__ is holder
-        return self._noted(found) if is_method and self._changing() is not None else found
+        return self._noted(found) if is_method and self._user_changes() is not None else found
 
     def _noted(self, method: MethodType) -> Any:
         @wraps(method)
         def call(*args: Any, **options: Any) -> Any:
-            with self._changing() or nullcontext():
+            with self._user_changes() or nullcontext():
                 return method(*args, **options)
 
         return call
@@ -377,14 +377,14 @@ class AttributeProxy:
 
     def _set(self, name: str, value: Any) -> None:
         """Set an attribute of what is wrapped."""
-        with self._changing() or nullcontext():
+        with self._user_changes() or nullcontext():
             setattr(self._holder(name), name, value)
 
     def __delattr__(self, name: str) -> None:
         if not self._is_sealed or self._is_own(name):
             super().__delattr__(name)
         else:
-            with self._changing() or nullcontext():
+            with self._user_changes() or nullcontext():
                 delattr(self._holder(name), name)
 
     def _is_own(self, name: str) -> bool:

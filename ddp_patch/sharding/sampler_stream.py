@@ -88,7 +88,7 @@ class EpochDrawing(Generic[T]):
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
         has_earlier_pass: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
-        at_end: Called with how many items the whole stream had and how many were assumed.
+        check_length: Called with how many items the whole stream had and how many were assumed.
         compare_end: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
         balancer: How to balance the stream by cost; None if it is sharded as it comes.
@@ -106,7 +106,7 @@ class EpochDrawing(Generic[T]):
     shuffle_seed: int | None
     length: Callable[[], int]
     has_earlier_pass: Callable[[], bool]
-    at_end: Callable[[int, int], None]
+    check_length: Callable[[int, int], None]
     compare_end: Callable[[int, str], None] | None
     keeps_sizes: bool
     balancer: Balancer | None
@@ -158,7 +158,7 @@ class Stream(Generic[T]):
         if epoch.compare_end is not None:
             chunks = running.watching(chunks)
 
-        def at_end(drawn: int) -> None:
+        def on_end(drawn: int) -> None:
             if epoch.compare_end is not None:
                 epoch.compare_end(drawn, running.hexdigest())
             if epoch.fingerprint is not None:
@@ -171,9 +171,9 @@ class Stream(Generic[T]):
                     "sampler."
                 )
             # Items before the rest were drawn too.
-            epoch.at_end(drawn + rest.n - len(rest), rest.n)
+            epoch.check_length(drawn + rest.n - len(rest), rest.n)
 
-        yield from split_chunks(plans, chunks, len(rest), at_end)
+        yield from split_chunks(plans, chunks, len(rest), on_end)
 
     def _chunked(self, stream: Iterator[T], plans: Sequence[Plan], length: int) -> Iterator[Chunk[T]]:
         """Draw a stream in chunks, of a length as far as that is needed, and keep what these plans take."""
@@ -207,7 +207,7 @@ def split_chunks(
     plans: Sequence[Plan],
     chunks: Iterable[Chunk[T]],
     length: int,
-    at_end: Callable[[int], None],
+    on_end: Callable[[int], None],
     skipped: Chunk[T] | None = None,
 ) -> Iterator[list[list[T]]]:
     """Yield each plan's items of a stream, chunk by chunk, then their padding.
@@ -217,7 +217,7 @@ def split_chunks(
         chunks: The stream, in chunks of whole rounds; only the last may be shorter. The first has all its items; others
             may have those alone that are in the one plan.
         length: The stream's length, for ``layout="contiguous"``. Otherwise the end is found, not predicted.
-        at_end: Called with the number of items that came: before any padding, and before the items of an incomplete
+        on_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
         skipped: The rounds that came before, if any; with those items alone that padding may repeat.
     """
@@ -228,11 +228,11 @@ def split_chunks(
         first += items[: repeatable - len(first)]
         start, drawn = drawn, drawn + count
         if ended := count % plans[0].num_replicas > 0:
-            at_end(drawn)
+            on_end(drawn)
         is_cut = len(items) < count
         yield [items] if is_cut else [items[plan.slice_of_chunk(start, count, length)] for plan in plans]
     if not ended:
-        at_end(drawn)
+        on_end(drawn)
     yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
 
 

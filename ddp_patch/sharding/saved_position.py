@@ -140,7 +140,7 @@ class Position:
     seed: int | None = None
 
     @property
-    def is_begun(self) -> bool:
+    def is_within_pass(self) -> bool:
         """Whether it is within a pass, not where one begins."""
         return bool(self.consumed)
 

@@ -20,7 +20,7 @@ from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
 from ddp_patch.walks import nested
 
-__all__ = ["WAITS", "EvenIterators", "OwnBatches", "even_steps"]
+__all__ = ["WAITS", "EvenStepsFactory", "OwnBatches", "even_steps"]
 
 
 _READS, _RAN_OUT, _FAILED, _LEFT = range(4)
@@ -37,7 +37,7 @@ WAITS: Final = object()
 
 
 @dataclass(frozen=True)
-class EvenIterators:
+class EvenStepsFactory:
     """Makes the iterators of a patched loader, and knows what the ranks agree on for each pass.
 
     Attributes:
@@ -80,7 +80,7 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
         maker: What made it, and knows what the ranks agree on.
     """
 
-    def __init__(self, loader: DataLoader[Any], maker: EvenIterators) -> None:
+    def __init__(self, loader: DataLoader[Any], maker: EvenStepsFactory) -> None:
         super().__init__(loader)
         self._maker = maker
         self._pass: Generator[Any] | None = None
@@ -115,7 +115,7 @@ class OwnBatches:
     def __init__(self, wrapped: Iterator[Any]) -> None:
         self._wrapped = wrapped
         self._held: deque[Any] = deque()
-        self._received = self._surely = 0
+        self._received = self._known_to_come = 0
         self._ran_out = False
         self.failure: Exception | None = None
         self.ready: Callable[[int], int] = lambda _: 0
@@ -151,9 +151,9 @@ class OwnBatches:
         """
         self._read_up_to(least)
         if self.held < most and self.reads:
-            if self._received >= self._surely:
-                self._surely = self._received + self.ready(self._received)
-            self._read_up_to(min(most, self.held + self._surely - self._received))
+            if self._received >= self._known_to_come:
+                self._known_to_come = self._received + self.ready(self._received)
+            self._read_up_to(min(most, self.held + self._known_to_come - self._received))
         until = monotonic() + patience_s
         while self.held < most and self.reads and patience_s and monotonic() < until:
             self._read_up_to(self.held + 1)
@@ -204,7 +204,7 @@ class OwnBatches:
             self._held.popleft()
 
 
-def _handed_out(own: OwnBatches, maker: EvenIterators) -> Generator[Any]:
+def _handed_out(own: OwnBatches, maker: EvenStepsFactory) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks, and ``WAITS``."""
     own.read(1)  # which begins the pass
     current = cast(StreamPass, maker.sampler.latest)

@@ -328,7 +328,7 @@ class StreamWorker(Generic[T]):
             return
         if position.epoch != epoch:
             self.forget(number)
-        elif position.is_begun:
+        elif position.is_within_pass:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
             set_generator_states([generators_only(self.dataset)], position.sampler_snapshot.generators)
 

@@ -36,7 +36,7 @@ class StreamPass(Pass[None]):
         worker: What reads the stream, as the main process has it.
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
-        at_end: Called when the loop has seen the end.
+        on_loop_end: Called when the loop has seen the end.
 
     Attributes:
         rounds: What it has given, if ranks send each other batches.
@@ -49,10 +49,10 @@ class StreamPass(Pass[None]):
         worker: StreamWorker[Any],
         number: int,
         ahead: int,
-        at_end: Callable[[], object],
+        on_loop_end: Callable[[], object],
     ) -> None:
         super().__init__(start, context)
-        self._at_end = at_end
+        self._on_loop_end = on_loop_end
         self.rounds: BalancedRounds | None = None
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
@@ -72,7 +72,7 @@ class StreamPass(Pass[None]):
     def note_end_seen(self) -> None:
         """Record that the training loop has seen the end; see ``Pass``."""
         super().note_end_seen()
-        self._at_end()
+        self._on_loop_end()
 
     @property
     def is_comparable(self) -> bool:
@@ -134,7 +134,7 @@ class StreamPass(Pass[None]):
         return self.is_comparable and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
 
     @property
-    def left_out(self) -> int:
+    def resumed_elsewhere(self) -> int:
         """How many items were left out because another package's loader resumed within the pass."""
         return self._shared.offset(self._number)
 
@@ -168,7 +168,7 @@ class StreamPass(Pass[None]):
             return self.rounds.batches_delivered if self.rounds.is_over else None
         if not self.is_in_parts:
             return super().most_batches()
-        return self.schedule().most if self.is_inactive else None
+        return self.schedule().most_batches if self.is_inactive else None
 
     def most_found(self, batches: int) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows; see ``Pass``."""
@@ -179,7 +179,7 @@ class StreamPass(Pass[None]):
         may_end = by_length is not None and batches >= by_length
         # Workers read on while the last batches are used, so the end is found in a moment.
         until = monotonic() + (_ENDS_S if may_end else 0)
-        while (most := self.schedule().most) is None and monotonic() < until:
+        while (most := self.schedule().most_batches) is None and monotonic() < until:
             sleep(0.005)
         if most is None and may_end:
             raise StateError(
@@ -203,7 +203,7 @@ class StreamPass(Pass[None]):
             return replace(position, parts=self.start.parts, stream_snapshots=self.start.stream_snapshots)
         if not self.is_comparable:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
-        if self.left_out:
+        if self.resumed_elsewhere:
             raise StateError(
                 f"The state of {self._name} cannot be saved by a number of batches: the loader's own load_state_dict() "
                 "resumed within this pass, and its first batches were not counted here. Use the loader's own "
@@ -264,7 +264,7 @@ class StreamPass(Pass[None]):
     def is_done_without_workers(self) -> bool:
         """Whether a loader without workers has found the end of it: it asked for more than there is."""
         if self._worker.loaded_at_end == self.epoch:
-            return self.items_pulled > self.skip
+            return self.items_taken > self.skip
         end = self.schedule().count
-        asked = self._batches_asked() + self._batching.count(self.left_out)
+        asked = self._batches_asked() + self._batching.count(self.resumed_elsewhere)
         return end is not None and asked > end

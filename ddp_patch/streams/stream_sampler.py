@@ -151,10 +151,10 @@ class StreamSampler(EpochSampler[None]):
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
-        start = self.position or self._beginning(epoch)
-        at_end = partial(self._finish, start, number, perf_counter())
-        current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, at_end)
-        if start.is_begun:
+        start = self.position or self._start_of_epoch(epoch)
+        on_loop_end = partial(self._finish, start, number, perf_counter())
+        current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, on_loop_end)
+        if start.is_within_pass:
             self._sampler_states.restore_generators(
                 start.sampler_snapshot.generators
             )  # a loader may have drawn from them since
@@ -219,7 +219,7 @@ class StreamSampler(EpochSampler[None]):
             )
         return position
 
-    def _beginning(self, epoch: int) -> Position:
+    def _start_of_epoch(self, epoch: int) -> Position:
         return Position(
             epoch, sampler_snapshot=self.sampler_snapshot(), stream_snapshots=self.worker.snapshots_between()
         )
@@ -230,9 +230,9 @@ class StreamSampler(EpochSampler[None]):
             return self.position
         current = self.latest
         if current is None or current.epoch != self._iterated:
-            return self._beginning(self._iterated)
+            return self._start_of_epoch(self._iterated)
         if not self._workers and current.is_done_without_workers:
-            return self._beginning(current.epoch + 1)
+            return self._start_of_epoch(current.epoch + 1)
         return replace(
             current.position(current.skip), parts=current.start.parts, stream_snapshots=current.start.stream_snapshots
         )

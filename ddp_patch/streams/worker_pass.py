@@ -134,7 +134,7 @@ class WorkerPass(Generic[T]):
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.
         self._noted: StreamStart | None = None
-        self._has_noted_before = not start.snapshot.initial_state
+        self._has_noted_initial_state = not start.snapshot.initial_state
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
     def by_worker(self) -> Iterator[T]:
@@ -180,12 +180,12 @@ class WorkerPass(Generic[T]):
         if is_verified := worker.options.verify and skipped is None:
             chunks = running.watching(chunks)
 
-        def at_end(drawn: int) -> None:
+        def on_end(drawn: int) -> None:
             order = running.hexdigest() if is_verified else None
             worker.shared.end(start.number, start.part, drawn, order, worker.reader.spent_s - spent_s)
             self._require_ends(drawn, len(rest))
 
-        of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), at_end, skipped) for item in part)
+        of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), on_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         self._is_over = True
@@ -214,10 +214,10 @@ class WorkerPass(Generic[T]):
         size, start = self._worker.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
         state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
-        before = None if self._has_noted_before else pickled(self.start.snapshot.initial_state[0])
+        before = None if self._has_noted_initial_state else pickled(self.start.snapshot.initial_state[0])
         if state is not None and len(state) > LARGEST:
             self._takes_snapshots, state = False, None
-        self._noted, self._has_noted_before = start or self._noted, True
+        self._noted, self._has_noted_initial_state = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
         return BatchNote(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
 

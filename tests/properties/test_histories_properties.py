@@ -39,7 +39,7 @@ class Rank:
         self.history, self.epochs = History(SIZE), EpochCounter()
         self.batches, self.takes_looks = batches, takes_looks
 
-    def long_look(self) -> int:
+    def long_peek(self) -> int:
         return max(SIZE, self.batches * SIZE // 2)
 
     def runs(self, program: Sequence[Iterates]) -> list[PassRecord]:
@@ -48,7 +48,7 @@ class Rank:
     def records(self, does: Iterates) -> Iterator[PassRecord]:
         if does.epoch is not None:
             for steps in does.looks if self.takes_looks else ():
-                yield from self.iterates(min(steps, self.long_look() // SIZE))
+                yield from self.iterates(min(steps, self.long_peek() // SIZE))
             self.choose(does.epoch)
         yield from self.iterates(does.steps, does.nested, does.keeps)
 
@@ -60,7 +60,7 @@ class Rank:
         progress = [PassProgress(0, PassState.OPEN)]
         epoch = self.epochs.upcoming
         self.epochs.begin(epoch)
-        self.history.begin(epoch, lambda: progress[0], self.long_look)
+        self.history.begin(epoch, lambda: progress[0], self.long_peek)
         yield self.history.record()
         for step in range(min(steps, self.batches)):
             progress[0] = PassProgress(step * SIZE + 1, PassState.OPEN)  # the next batch was asked for
@@ -98,7 +98,7 @@ def test_ranks_that_run_one_program_never_contradict_each_other(program: list[It
     records = rank.runs(program)
     for mine in records:
         for theirs in records:
-            assert pass_mismatch(mine, theirs, SIZE, 0, rank.long_look) is None
+            assert pass_mismatch(mine, theirs, SIZE, 0, rank.long_peek) is None
 
 
 def agree(program: Sequence[Iterates], batches: int) -> bool:
@@ -106,7 +106,7 @@ def agree(program: Sequence[Iterates], batches: int) -> bool:
     rank = Rank(batches)
     looking, plain = Rank(batches, takes_looks=True).runs(program), rank.runs(program)
     found = [
-        pass_mismatch(*both, SIZE, 0, rank.long_look)
+        pass_mismatch(*both, SIZE, 0, rank.long_peek)
         for mine in looking
         for theirs in plain
         for both in ((mine, theirs), (theirs, mine))
@@ -142,7 +142,7 @@ def test_a_pass_of_one_rank_alone_is_found_once_both_have_gone_on(
     other.runs([whole] * extra)
     alone.runs([Iterates(None, steps, 0, False, ())])
     after = zip(alone.records(whole), other.records(whole), strict=True)
-    found = [pass_mismatch(mine, theirs, SIZE, 0, other.long_look) for mine, theirs in after]
+    found = [pass_mismatch(mine, theirs, SIZE, 0, other.long_peek) for mine, theirs in after]
     assert found[-1] is not None
     assert found[-1] == (extra, steps * SIZE, extra + 1, True)
 

@@ -44,7 +44,7 @@ def taken(schedule: Schedule, record: BatchRecord) -> list[int]:
 def assert_alike(schedule: Schedule, records: Sequence[BatchRecord]) -> None:
     """Batches that are said to be alike are so."""
     for number, record in enumerate(records):
-        for other in records[number : schedule.alike_until(number)]:
+        for other in records[number : schedule.same_size_until(number)]:
             assert other[4:] == record[4:]
 
 
@@ -63,8 +63,8 @@ def test_records_tell_what_each_batch_has_and_all_ranks_of_its_step(
             assert (record.samples, record.real_samples) == (record.items, record.real)
             assert (record.real, record.total) == (len(real), real_in_step[number] if schedule.knows_totals else None)
         assert_alike(schedule, of_rank)
-        assert schedule.fewest == min(map(len, records))
-        assert schedule.most == max(map(len, records))
+        assert schedule.fewest_batches == min(map(len, records))
+        assert schedule.most_batches == max(map(len, records))
 
 
 @given(st.integers(0, 40), ranks_of, unevens, batchings, st.integers(0, 2))
@@ -75,8 +75,8 @@ def test_before_the_end_is_found_batches_are_full_and_those_that_surely_come_ali
     skip = batches * batching.size
     schedule = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, least_items=given_before)])
     ended = Schedule(Plan(0, ranks, uneven), batching, [Part(skip, given_before * ranks)])
-    until = schedule.alike_until(0)
-    assert until == max(0, given_before - skip) // batching.size == ended.alike_until(0)
+    until = schedule.same_size_until(0)
+    assert until == max(0, given_before - skip) // batching.size == ended.same_size_until(0)
     assert [schedule.record(number) for number in range(until)] == [ended.record(number) for number in range(until)]
 
 

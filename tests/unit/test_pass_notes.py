@@ -50,7 +50,7 @@ def drawn(items: list[Any], ranks: int = 3, rank: int = 0) -> PassFingerprint:
 @pytest.mark.parametrize("n", [0, 1, 7, 300, 20_000])
 def test_all_ranks_take_one_fingerprint_of_one_order(kind: str, n: int) -> None:
     items = list(map(KINDS[kind], random.Random(1).sample(range(n), n)))
-    taken = [drawn(items, rank=rank).checkpoints for rank in range(3)]
+    taken = [drawn(items, rank=rank).prefix_hashes for rank in range(3)]
     assert taken[0] == taken[1] == taken[2]
     assert len(taken[0]) <= 60
     assert taken[0][-1][0] == n
@@ -59,7 +59,7 @@ def test_all_ranks_take_one_fingerprint_of_one_order(kind: str, n: int) -> None:
 def test_an_order_that_differs_late_in_a_chunk_shows() -> None:
     items = random.Random(1).sample(range(12_000), 12_000)
     other = [*items[:9000], *items[:8999:-1]]
-    assert drawn(items).checkpoints != drawn(other).checkpoints
+    assert drawn(items).prefix_hashes != drawn(other).prefix_hashes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,13 +68,13 @@ def test_the_first_items_are_all_looked_at(kind: str, place: int) -> None:
     items = list(map(KINDS[kind], range(300)))
     other = [*items]
     other[place], other[place + 1] = items[place + 1], items[place]
-    assert drawn(items).checkpoints[-1] != drawn(other).checkpoints[-1]
+    assert drawn(items).prefix_hashes[-1] != drawn(other).prefix_hashes[-1]
 
 
 def test_of_later_chunks_some_are() -> None:
     items = list(range(100_000))
-    assert drawn(items).checkpoints != drawn([*items[:5000], *items[5001:], 5000]).checkpoints
-    assert drawn(items).checkpoints != drawn(items[:-1]).checkpoints
+    assert drawn(items).prefix_hashes != drawn([*items[:5000], *items[5001:], 5000]).prefix_hashes
+    assert drawn(items).prefix_hashes != drawn(items[:-1]).prefix_hashes
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -117,7 +117,7 @@ class Unseen:
 
 def test_items_without_a_value_are_told_once_and_count_alike(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="ddp_patch"):
-        taken = [drawn([Unseen() for _ in range(9)]).checkpoints for _ in range(2)]
+        taken = [drawn([Unseen() for _ in range(9)]).prefix_hashes for _ in range(2)]
     assert taken[0] == taken[1]
     assert sum("a Unseen has no value" in message for message in caplog.messages) == 1
 
@@ -128,7 +128,7 @@ def test_an_order_that_is_looked_up_has_a_fingerprint_before_its_first_item() ->
         noted = PassFingerprint()
         for sampler in (RandomSampler(range(10**5)), RandomSampler(range(10), num_samples=10**6)):
             noted.add_order(order_of(sampler, 0, torch.Generator().manual_seed(seed)))
-        taken.append(noted.checkpoints)
+        taken.append(noted.prefix_hashes)
     assert taken[0] == taken[1] != taken[2]
 
 
@@ -155,7 +155,7 @@ def notes_of(
     noted = PassNotes("S", epoch, "0", 0, drawn(items), Holds(rows or {}), lambda: PassProgress(taken, state))
     for _ in range(2):
         noted.observe_dataset(4)
-    return noted.report(look_items=4, is_old=is_old)
+    return noted.report(peek_items=4, is_old=is_old)
 
 
 def test_two_orders_differ_within_so_many_items() -> None:
@@ -177,7 +177,7 @@ def test_a_look_is_not_compared_and_neither_is_another_epoch() -> None:
 
 def test_a_rank_that_is_epochs_ahead_left_its_last_mark() -> None:
     items = [*range(99)]
-    assert len(notes_of(items, is_old=True).checkpoints) == 1
+    assert len(notes_of(items, is_old=True).prefix_hashes) == 1
     assert notes_mismatch([notes_of(items)], [notes_of(items, is_old=True)]) is None
     assert notes_mismatch([notes_of(items)], [notes_of(items[::-1], is_old=True)]) is not None
 

@@ -340,22 +340,22 @@ def test_a_refusal_says_where_the_samplers_own_is() -> None:
         own.batch_sampler.seed = 3
 
 
-class CountsLeft(Curriculum):
+class Reads(Curriculum):
     """Its attributes are called as the wrapper's are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = "linear"
+        self.read = "linear"
 
 
 def test_what_is_called_as_a_method_of_the_wrapper_is_refused() -> None:
     for share in ("samples", "batches"):
-        loader = sharded(sampler=CountsLeft, batch_size=2, share=share)[0]
-        with raises(InvalidOptionError, ("left", "CountsLeft", "'sampler'"), "Set it there"):
-            loader.sampler.left = "cosine"
-        with raises(InvalidOptionError, ("left", "CountsLeft", "'sampler'"), "Set it there"):
-            del loader.sampler.left
-        loader.sampler.sampler.left = "cosine"
+        loader = sharded(sampler=Reads, batch_size=2, share=share)[0]
+        with raises(InvalidOptionError, ("read", "Reads", "'sampler'"), "Set it there"):
+            loader.sampler.read = "cosine"
+        with raises(InvalidOptionError, ("read", "Reads", "'sampler'"), "Set it there"):
+            del loader.sampler.read
+        loader.sampler.sampler.read = "cosine"
         assert len([*loader]) == len(loader)
 
 
