@@ -15,8 +15,8 @@ from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.exchange import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes
 from ddp_patch.sharding.balancing import balanced_order
+from ddp_patch.sharding.epoch_drawing import EpochDrawing, Origins, Stream
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
-from ddp_patch.sharding.sampler_stream import EpochDrawing, Origins, Stream
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 

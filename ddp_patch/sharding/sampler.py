@@ -32,11 +32,11 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, BatchDivider
+from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.sampler_stream import EpochDrawing, require_sure_length
 from ddp_patch.sharding.saved_position import Position, split_consumed
 
 __all__ = ["ShardedSampler"]

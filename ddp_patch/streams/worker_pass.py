@@ -15,7 +15,7 @@ from ddp_patch.orders.random_states import PrivateRNG, epoch_states, reader_seed
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.sampler_stream import require_sure_length, split_chunks
+from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, can_snapshot, this_worker
 from ddp_patch.streams.shared_state import LARGEST
