@@ -83,7 +83,7 @@ class NotesReport(NamedTuple):
     Attributes:
         epoch: The epoch.
         begins_at: Where in the epoch it begins.
-        attempt: How often the rank had gone back to an epoch that was whole.
+        restarts: How often the rank had gone back to an epoch that was whole.
         is_more: Whether it is more than a peek. Nobody compares that: the epoch may begin again.
         first: The number of the first mark that is left.
         prefix_hashes: After how many items the fingerprint of what was drawn had which value.
@@ -92,7 +92,7 @@ class NotesReport(NamedTuple):
 
     epoch: int
     begins_at: str
-    attempt: int
+    restarts: int
     is_more: bool
     first: int
     prefix_hashes: Sequence[PrefixHash]

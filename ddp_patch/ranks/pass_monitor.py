@@ -66,11 +66,11 @@ class PassNotes:
         self._rows: list[Rows] = []  # what is new at each look after the first
         self._seen: Rows | None = None  # the latest look
         self._is_seen_whole = False
-        self.attempt: int = 0
+        self.restarts: int = 0
 
-    def begin(self, attempt: int) -> None:
+    def begin(self, restarts: int) -> None:
         """Record how often this rank had gone back to an epoch that was whole when the pass began."""
-        self.attempt = attempt
+        self.restarts = restarts
 
     @property
     def is_complete(self) -> bool:
@@ -112,7 +112,7 @@ class PassNotes:
         is_more = items - self._skip > peek_items or state is PassState.ENDED
         marks = self._fingerprint.prefix_hashes
         first = max(0, len(marks) - 1) if is_old else 0
-        return NotesReport(self.epoch, self._begins_at, self.attempt, is_more, first, marks[first:], list(self._rows))
+        return NotesReport(self.epoch, self._begins_at, self.restarts, is_more, first, marks[first:], list(self._rows))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -200,7 +200,10 @@ class PassMonitor:
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
-        self._attempt, self._furthest = 0, -1  # the latest epoch that was gone through to its end in this attempt
+        self._restarts, self._furthest_whole = (
+            0,
+            -1,
+        )  # the latest epoch that was gone through to its end since the last one
         self._thread = get_ident()
         self._shares_may_differ = shares_may_differ
         self._compare_order: Callable[[bool], None] = lambda at_end: None
@@ -273,13 +276,15 @@ class PassMonitor:
         return self.read_ahead.size * _LONG_PEEK if items is None else max(self.read_ahead.size, items // 2)
 
     def _note(self, notes: PassNotes) -> None:
-        """Keep the notes of a new pass. Who goes back to an epoch that was whole makes another attempt at it."""
-        self._furthest = max([self._furthest, *(before.epoch for before in self._noted if before.is_complete)])
-        if notes.epoch <= self._furthest:
-            self._attempt, self._furthest = self._attempt + 1, notes.epoch - 1
-        notes.begin(self._attempt)
-        # A look at an epoch that begins anew, or at a later one, is no pass of this attempt.
-        kept = [before for before in self._noted if before.attempt < notes.attempt or before.epoch < notes.epoch]
+        """Keep the notes of a new pass. Who goes back to an epoch that was whole starts again."""
+        self._furthest_whole = max(
+            [self._furthest_whole, *(before.epoch for before in self._noted if before.is_complete)]
+        )
+        if notes.epoch <= self._furthest_whole:
+            self._restarts, self._furthest_whole = self._restarts + 1, notes.epoch - 1
+        notes.begin(self._restarts)
+        # A look at an epoch that begins anew, or at a later one, is no pass since the restart.
+        kept = [before for before in self._noted if before.restarts < notes.restarts or before.epoch < notes.epoch]
         for before in kept:
             before.settle()
         self._noted = [*kept, notes][-_NOTED:]
