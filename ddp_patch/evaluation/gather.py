@@ -1,6 +1,6 @@
 """Gather outputs in the order of the unpatched loader."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
@@ -137,15 +137,24 @@ def _expected(
         number: Which of them; None for all.
         is_last: Whether no step follows.
     """
-    records = list(schedule.records()) if number is None else [schedule.record(number)]
-    sizes = [record.samples for record in records]
-    real_sizes = [record.real_samples for record in records if record.real]
-    keys = keys_of(schedule.keys(records))
+    sizes: list[int] = []  # how many samples each batch has,
+    real: list[int] = []  # how many of them are not padding,
+    real_sizes: list[int] = []  # and the same of batches that are not padding
+
+    def noted(records: Iterable[BatchRecord]) -> Iterator[BatchRecord]:
+        for record in records:
+            sizes.append(record.samples)
+            real.append(record.real_samples)
+            if record.real:
+                real_sizes.append(record.real_samples)
+            yield record
+
+    keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
     is_whole = batches.unit is ShardedUnit.BATCH and schedule.batch_plan is None
     has_sizes = not is_whole or schedule.sizes is not None
     share = RankShare(
         sum(sizes) if has_sizes else None,
-        _real_rows(records),
+        _real_rows(sizes, real),
         len(sizes),
         sizes if number is None and has_sizes and batches.unit is not ShardedUnit.UNBATCHED else None,
         range(len(real_sizes)) if is_whole else None,
@@ -160,14 +169,13 @@ def _expected(
     return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
 
 
-def _real_rows(records: Sequence[BatchRecord]) -> Sequence[int]:
-    """Return which rows of all batches are not padding.
+def _real_rows(sizes: Sequence[int], real: Sequence[int]) -> Sequence[int]:
+    """Return which rows are not padding, of batches with so many rows, of which the first ones are real.
 
     Each part's padding comes at its own end, in the midst of what other workers give.
     """
-    begins = accumulate((record.samples for record in records), initial=0)
-    own = (range(begin, begin + record.real_samples) for begin, record in zip(begins, records, strict=False))
-    runs = list(joined(own)) or [range(0)]
+    begins = (end - size for end, size in zip(accumulate(sizes), sizes, strict=True))
+    runs = list(joined(range(begin, begin + own) for begin, own in zip(begins, real, strict=True))) or [range(0)]
     return runs[0] if len(runs) == 1 else list(chain.from_iterable(runs))
 
 

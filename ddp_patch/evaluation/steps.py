@@ -245,9 +245,11 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
         current, all_steps = sampler.latest, chain(first, steps)
-        is_known = weight_of is None and (current is None or current.schedule().knows_totals)
-        if is_known or ranks == 1:
-            yield from _weighed(all_steps, ranks, like, weight_of, None if is_known else float)
+        if weight_of is None and (current is None or current.schedule().knows_totals):
+            yield from _weighed(all_steps, ranks, like, None, None)
+            return
+        if ranks == 1:
+            yield from _weighed(all_steps, ranks, like, weight_of, float)
             return
         members, agreed, facts = world.peer_ranks(_WEIGHING), sampler.agreed, {"epoch": sampler.epoch}
         with opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
