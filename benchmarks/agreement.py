@@ -147,9 +147,8 @@ def fingerprinted(rank: int) -> float:
 def drawn_s(noted: PassFingerprint | None) -> float:
     """How many seconds it takes to draw whole numbers, noted or not."""
     start = time.perf_counter()
-    chunks = draw(
-        start_iterating(map(int, range(ITEMS))), PrivateRNG(0, 0), round_size=8, ahead=True, fingerprint=noted
-    )
+    states = PrivateRNG(0, 0)
+    chunks = draw(start_iterating(map(int, range(ITEMS))), lambda: states, round_size=8, ahead=True, fingerprint=noted)
     for _ in chunks:
         pass
     return time.perf_counter() - start

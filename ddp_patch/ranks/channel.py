@@ -251,7 +251,7 @@ class Channel:
         self._rows = torch.empty(len(self._members), len(row), dtype=dtype)
         self._work = gather_in_background(self._group, torch.tensor(row, dtype=dtype), self._rows, _BACKGROUND)
 
-    def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[int]]:
+    def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[Any]]:
         """Return each member's row, as soon as all have sent theirs.
 
         Args:
@@ -274,7 +274,7 @@ class Channel:
                     missing = self._notes.not_waiting(self._gathered)
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
         self._gathered += 1
-        rows: list[list[int]] = self._rows.tolist()
+        rows: list[list[Any]] = self._rows.tolist()
         return rows
 
     def _has_come(self, seconds: float) -> bool:

@@ -224,7 +224,9 @@ class Mailbox(Generic[V]):
         if most is not None:
             self._keys = {rank: key for rank, key in self._keys.items() if rank not in now} | now
         # A key that is missing would be waited for.
-        self._seen.update(rank for rank in now if rank not in self._seen and store.check([now[rank]]))
+        unseen = [rank for rank in now if rank not in self._seen]
+        are_all = bool(unseen) and store.check([now[rank] for rank in unseen])
+        self._seen.update(rank for rank in unseen if are_all or store.check([now[rank]]))
         came = [rank for rank in now if rank in self._seen]
         return dict(zip(came, store.multi_get([now[rank] for rank in came]), strict=True)) if came else {}
 

@@ -200,10 +200,8 @@ class PassMonitor:
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
-        self._restarts, self._furthest_whole = (
-            0,
-            -1,
-        )  # the latest epoch that was gone through to its end since the last one
+        self._restarts = 0
+        self._furthest_whole = -1  # the latest epoch that was gone through to its end since the last restart
         self._thread = get_ident()
         self._shares_may_differ = shares_may_differ
         self._compare_order: Callable[[bool], None] = lambda at_end: None

@@ -255,9 +255,7 @@ class UsedLoader:
         self.steps, self.ranks, self.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
         if sampler.agreed.options.divides_batches:
             self.samples = "a part of each batch"
-        elif n is not None and not (
-            facts.unit is ShardedUnit.ITERABLE and facts.num_workers > 1
-        ):  # workers have shares
+        elif n is not None and (facts.unit is not ShardedUnit.ITERABLE or facts.num_workers < 2):  # else by worker
             self._note_shares(sampler.plan, [n], _unit(facts))
         if sampler.agreed.leader is not None:
             self.note = "rank 0 draws for all"

@@ -52,8 +52,7 @@ def launch(folder: Path, body: str, *options: str, ranks: int | None = 2) -> sub
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)  # noqa: S603 - our own
 
 
-def test_ranks_print_and_save_once(tmp_path: Path) -> None:
-    """What they print is what one rank does: docs/autopatch.md runs a script on both."""
+def test_ranks_print_and_save_once_what_one_rank_does(tmp_path: Path) -> None:
     body = """
         for number in range(2):
             epoch()
@@ -62,9 +61,10 @@ def test_ranks_print_and_save_once(tmp_path: Path) -> None:
         sys.stderr.write(f"speaks {rank}\\n")
         sys.exit(3)
     """
-    several = launch(tmp_path, body, "--log-dir", "logs-2")
-    assert several.returncode == 3, several.stderr
-    assert [line.split()[0] for line in several.stdout.splitlines()] == ["begins", "loss", "loss", "weights"]
+    alone, several = (launch(tmp_path, body, "--log-dir", f"logs-{ranks}", ranks=ranks) for ranks in (1, 2))
+    assert alone.returncode == several.returncode == 3, several.stderr
+    assert several.stdout.splitlines()[:3] == alone.stdout.splitlines()[:3]
+    assert len(several.stdout.splitlines()) == 4
     assert [line for line in several.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
     assert "2 ranks train as one process" in several.stderr
     assert "train.py:12 DataLoader, shuffled, 30 samples: each batch divided over 2 ranks, 5 steps" in several.stderr

@@ -54,6 +54,10 @@ BACKWARD, END = "backward", "end"
         ([(TRAIN, 1.0), (TRAIN, 1.2), (TRAIN, END), BACKWARD], "several batches of train"),
         ([(TRAIN, 1.0), (TRAIN, 1.0), BACKWARD, (TRAIN, 0.8), BACKWARD, (TRAIN, END), BACKWARD], "fetched ahead"),
         ([(TRAIN, 1.0), (TRAIN, 1.0), BACKWARD, (TRAIN, 1.0), BACKWARD, (TRAIN, END), BACKWARD], [1.0, 1.0, 1.0]),
+        (  # the last two alike, not those before
+            [*[(TRAIN, 1.0)] * 2, BACKWARD, (TRAIN, 0.8), *[BACKWARD, (TRAIN, 1.0)] * 2, (TRAIN, END), *[BACKWARD] * 2],
+            "fetched ahead",
+        ),
     ],
 )
 def test_the_weight_is_that_of_the_batch_that_was_taken(
