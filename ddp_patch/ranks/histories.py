@@ -1,7 +1,7 @@
 """The passes that a rank made over its loader, and how to find contradictions between two ranks. Without a store."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
@@ -99,8 +99,7 @@ class NotesReport(NamedTuple):
     rows: Sequence[Mapping[str, Row]]
 
 
-@dataclass(frozen=True, slots=True)
-class PassRecord:
+class PassRecord(NamedTuple):
     """What a rank reports to the others about its passes.
 
     Attributes:
@@ -111,7 +110,7 @@ class PassRecord:
         past_attempts: Its latest attempts that are over, with the last epoch of which each took more than a long peek.
     """
 
-    passes: Mapping[int, PassEntry] = field(default_factory=dict)
+    passes: Mapping[int, PassEntry] = {}
     since: int = 0
     share: int | None = None
     notes: Sequence[NotesReport] = ()
@@ -155,7 +154,7 @@ class PassRecord:
                     seen = entry._replace(state=PassState.ENDED if is_common and is_whole else PassState.ABANDONED)
                 passes[epoch] = seen._replace(is_withdrawn=False)
             choice = epoch if entry.chosen else choice
-        return replace(self, passes=passes)
+        return self._replace(passes=passes)
 
     def has_chosen(self, epoch: int) -> bool:
         """Return whether ``set_epoch`` chose an epoch, as far as that is known."""
