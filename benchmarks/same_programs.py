@@ -390,7 +390,7 @@ COVERED: Counter[str] = Counter()
 UNSTABLE = re.compile(
     r"(?<=0x)[0-9a-f]+|(?<=patched loader )\d+|(?<='s sampling: ).*|(?<=\bddp_patch\.)[a-z_.]+\.(?=[A-Z])"
 )
-OF_WORKERS = re.compile(r"^\s+.*\n|(?<=pid)\D+[\d, ]+", re.MULTILINE)
+OF_WORKERS = re.compile(r"^\s+.*\n|(?<=pid)\D+[\d, ]+|(?<=worker process )\d+", re.MULTILINE)  # any may fail first
 
 
 def plain(value: Any) -> Any:

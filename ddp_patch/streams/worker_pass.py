@@ -183,7 +183,11 @@ class WorkerPass(Generic[T]):
         def on_end(drawn: int) -> None:
             order = running.hexdigest() if is_verified else None
             worker.shared.end(start.number, start.part, drawn, order, worker.reader.spent_s - spent_s)
-            self._require_ends(drawn, len(rest))
+            try:
+                self._require_ends(drawn, len(rest))
+            except BaseException:
+                worker.shared.end(start.number, start.part, -1)  # an end that is refused is none
+                raise
 
         of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), on_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
