@@ -221,19 +221,19 @@ class BatchRecord(NamedTuple):
         part: Whose it is: an index into ``Schedule.parts``.
         first: The position of its first item in the rank's share of that part.
         items: How many items of the share it takes.
-        real: How many of them are not padding.
+        real_items: How many of them are not padding.
         samples: How many samples this rank gets.
         real_samples: How many of them are not padding.
-        total: How many samples are not padding on all ranks together; None if this rank alone cannot know.
+        samples_of_all: How many samples are not padding on all ranks together; None if this rank alone cannot know.
     """
 
     part: int
     first: int
     items: int
-    real: int
+    real_items: int
     samples: int
     real_samples: int
-    total: int | None
+    samples_of_all: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class Schedule:
         >>> schedule.count, [tuple(schedule.record(number)) for number in range(3)]
         (3, [(0, 0, 2, 2, 2, 2, 4), (1, 0, 2, 2, 2, 2, 4), (1, 2, 2, 2, 2, 2, 3)])
         >>> divided = Schedule(Plan(0, 1), Batching(3, drop_last=False), [Part(length=5)], batch_plan=Plan(1, 2))
-        >>> [(record.samples, record.real_samples, record.total) for record in divided.records()]
+        >>> [(record.samples, record.real_samples, record.samples_of_all) for record in divided.records()]
         [(2, 1, 3), (1, 1, 2)]
     """
 
@@ -316,7 +316,9 @@ class Schedule:
         """Return batch ``number``, from 0."""
         place, made = self._part_of(number)
         record = self._record(number, place, made)
-        return record if self.batch_plan is not None else record._replace(total=self._total(number, place, made))
+        return (
+            record if self.batch_plan is not None else record._replace(samples_of_all=self._total(number, place, made))
+        )
 
     def records(self) -> Iterator[BatchRecord]:
         """Yield all batches, as far as ends are known; without totals, which take long, unless they are divided."""
@@ -421,13 +423,13 @@ class Schedule:
             if self.batch_plan is None:
                 yield from self._positions(record)
             else:
-                own, _ = self.batch_plan.divide(record.total or 0)
+                own, _ = self.batch_plan.divide(record.samples_of_all or 0)
                 yield range(start + own.start, start + own.stop, own.step)
-                start += record.total or 0
+                start += record.samples_of_all or 0
 
     def _positions(self, record: BatchRecord) -> Iterator[range]:
         plan, part, workers, size = self.plan, self.parts[record.part], len(self.parts), self.batching.size
-        until = record.first + record.real
+        until = record.first + record.real_items
         if part.length is None:
             ranks = plan.num_replicas
             own = range(plan.rank + record.first * ranks, plan.rank + until * ranks, ranks)

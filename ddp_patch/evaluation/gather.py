@@ -145,7 +145,7 @@ def _expected(
         for record in records:
             sizes.append(record.samples)
             real.append(record.real_samples)
-            if record.real:
+            if record.real_items:
                 real_sizes.append(record.real_samples)
             yield record
 
@@ -370,7 +370,7 @@ def _batch_sizes(schedule: Schedule, keys: Sequence[RowKeys], rows: int) -> Sequ
     """Return how many samples that are not padding each batch of the unpatched loader has."""
     size = schedule.batching.size
     if schedule.batch_plan is not None:
-        return [record.total or 0 for record in schedule.records()]
+        return [record.samples_of_all or 0 for record in schedule.records()]
     if len(schedule.parts) > 1:
         of_batches = [array_of(run) // size for of_share in keys for run in of_share]
         counts: list[int] = np.unique(np.concatenate(of_batches), return_counts=True)[1].tolist()

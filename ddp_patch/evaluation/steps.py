@@ -274,7 +274,7 @@ def _weighed(
     """
     for batch, record in steps:
         own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
-        total = record.total if sum_of is None else sum_of(own)
+        total = record.samples_of_all if sum_of is None else sum_of(own)
         weights = like.new_full((record.samples,), ranks / total if total else 0.0)
         weights[record.real_samples :] = 0
         yield batch, weights

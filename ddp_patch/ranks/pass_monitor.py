@@ -208,21 +208,21 @@ class PassMonitor:
         self._epochs_differ = True
         self._name, self._units = name, ("item", "items")
         self.read_ahead: ReadAhead = ReadAhead()
-        self._share: Callable[[], Callable[[], int | None] | None] = lambda: None
+        self._smallest_share: Callable[[], Callable[[], int | None] | None] = lambda: None
         self._made, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._exchange()  # so that nobody has to look for this rank's record later
 
-    def set_read_ahead(self, name: str, read_ahead: ReadAhead, share: Callable[[], int | None]) -> None:
+    def set_read_ahead(self, name: str, read_ahead: ReadAhead, smallest_share: Callable[[], int | None]) -> None:
         """Set what errors call the loader and how it takes batches, before its first pass.
 
         Args:
             name: What errors call it.
             read_ahead: How it takes batches.
-            share: A method that returns how many items the smallest share of an epoch has; None if that is not known.
+            smallest_share: A method that returns how many items that has in an epoch; None if that is not known.
         """
         self._name, self._units = name, ("batch", "batches")
         self.read_ahead = read_ahead
-        self._share = WeakMethod(share)  # the loader goes when nobody refers to it but this
+        self._smallest_share = WeakMethod(smallest_share)  # the loader goes when nobody refers to it but this
         self._history.set_peek_items(read_ahead.size)
 
     def ignore_epochs(self) -> None:
@@ -269,7 +269,7 @@ class PassMonitor:
 
     def _long_peek(self) -> int:
         """Return how many items a long peek takes at most: half of a share, or some batches if its size is unknown."""
-        share = self._share()
+        share = self._smallest_share()
         items = None if share is None else share()
         return self.read_ahead.size * _LONG_PEEK if items is None else max(self.read_ahead.size, items // 2)
 

@@ -360,7 +360,7 @@ class OneProcess:
         step = self._gradients.weight
         for batch, record in steps:
             if self._lockstep is not None:
-                whole = record.total or 1  # a divided batch's is known
+                whole = record.samples_of_all or 1  # a divided batch's is known
                 part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
                 step.take(weights, self._world.num_replicas * part, batch)
             yield batch

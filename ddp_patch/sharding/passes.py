@@ -326,7 +326,7 @@ class Pass(IterationProgress, Generic[T]):
         """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
         return Schedule(self._plan, self._batching, [Part(self.skip, self.likely_length)]).most_batches
 
-    def most_found(self, batches: int) -> int | None:
+    def most_batches_known_here(self, batches: int) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows; None if it does not.
 
         Args:
@@ -341,7 +341,7 @@ class Pass(IterationProgress, Generic[T]):
             StateError: They may be all, and this rank cannot know it yet.
         """
         is_over = self.loop_saw_end and batches == self.batches  # only a rank with fewer batches than others can know
-        if not is_over and batches != (self.most_found(batches) if on_this_rank else self.most_batches()):
+        if not is_over and batches != (self.most_batches_known_here(batches) if on_this_rank else self.most_batches()):
             return False
         # If more were given, the length is wrong.
         unused = (self._batching.size - 1 if self._batching.drop_last else 0) - self._prepared_beyond(batches)

@@ -214,9 +214,9 @@ class StreamWorker(Generic[T]):
         return type(self.dataset).__name__
 
     @property
-    def is_exact(self) -> bool:
-        """Whether each rank keeps its share of what it reads; else the dataset splits itself over all workers."""
-        return not self.options.by_worker
+    def splits_itself(self) -> bool:
+        """Whether the dataset splits itself over all ranks' workers; else each rank keeps its share of what comes."""
+        return self.options.by_worker
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
@@ -289,7 +289,7 @@ class StreamWorker(Generic[T]):
         with worker_info_told(begun.info):
             # Told after that, because it may seed these generators.
             tell_epoch(self.dataset, epoch)
-        if not self.is_exact:
+        if self.splits_itself:
             self._giving = begun
             return begun.by_worker(), self.position_unbegun
         if start.ended:
@@ -337,7 +337,7 @@ class StreamWorker(Generic[T]):
         worker, workers = this_worker()
         if (position := self._resumed_at(number)) is None:
             return WorkerPosition(number, epoch, worker if self._made_for is None else self._made_for)
-        if not self.is_exact:
+        if self.splits_itself:
             batches = self._batches_done(position, workers)
             # Batches continue with the one whose turn it was.
             part = (worker + turn_after(batches)) % workers
@@ -430,7 +430,7 @@ class StreamWorker(Generic[T]):
 
     def note(self) -> BatchNote | None:
         """Return what travels with the batch that is made now; None if there is nothing to note."""
-        return self._giving.note() if self._giving is not None and self.is_exact else None
+        return self._giving.note() if self._giving is not None and not self.splits_itself else None
 
     def before_collating(self, collate_fn: Callable[[Any], Any], samples: Any) -> None:
         """Let the stream's random states stay in place in a worker whose batches are surely made without drawing."""

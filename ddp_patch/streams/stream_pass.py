@@ -77,14 +77,14 @@ class StreamPass(Pass[None]):
     @property
     def is_comparable(self) -> bool:
         """Whether ranks take equally much; they do where each reads the whole dataset."""
-        return self._worker.is_exact
+        return not self._worker.splits_itself
 
     @property
     def likely_length(self) -> int | None:
         """How many items all ranks share in it: as the dataset says, or as was found by its end."""
         said = super().likely_length
-        # Before, one rank may know and another not.
-        return self.lengths_found()[0] if said is None and self.is_inactive else said
+        # Before, one rank's workers may have found it and another's not.
+        return self.lengths_found()[0] if said is None and self.loop_saw_end else said
 
     @property
     def batches(self) -> int:
@@ -168,9 +168,9 @@ class StreamPass(Pass[None]):
             return self.rounds.batches_delivered if self.rounds.is_over else None
         if not self.is_in_parts:
             return super().most_batches()
-        return self.schedule().most_batches if self.is_inactive else None
+        return self.schedule().most_batches if self.loop_saw_end else None
 
-    def most_found(self, batches: int) -> int | None:
+    def most_batches_known_here(self, batches: int) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows; see ``Pass``."""
         most = self.most_batches()
         if most is not None or self.rounds is not None:

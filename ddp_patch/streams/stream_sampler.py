@@ -107,7 +107,7 @@ class StreamSampler(EpochSampler[None]):
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
-        if not self.worker.is_exact:
+        if self.worker.splits_itself:
             raise TypeError("the dataset decides how many items each worker reads")
         return self.worker.stream_length()
 
@@ -187,7 +187,7 @@ class StreamSampler(EpochSampler[None]):
     def _advice(self, number: int, took_s: float) -> str | None:
         """Return what would be faster than a pass that took so long; None if nothing is known to be."""
         shared, lengths = self.worker.shared, self.worker.shared.lengths(number)
-        if not self.worker.is_exact or self.num_replicas == 1 or not shared.is_in_parts(number) or None in lengths:
+        if self.worker.splits_itself or self.num_replicas == 1 or not shared.is_in_parts(number) or None in lengths:
             return None
         spent_s = shared.most_spent_s(number)
         reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
@@ -210,7 +210,7 @@ class StreamSampler(EpochSampler[None]):
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         position = super().read(state)
-        parts = () if position.parts is None or not self.worker.is_exact else position.parts.consumed
+        parts = () if position.parts is None or self.worker.splits_itself else position.parts.consumed
         if parts and len(parts) != self.worker.shared.readers:
             raise StateError(
                 f"{self.worker.name} cannot resume from the state, which counts the items of {len(parts)} workers that "

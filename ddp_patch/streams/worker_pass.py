@@ -122,7 +122,7 @@ class WorkerPass(Generic[T]):
         self._worker_index, self._workers = this_worker()
         self.told_worker_id: int = start.part
         self.told_num_workers: int = self._workers
-        if not worker.is_exact:
+        if worker.splits_itself:
             self.told_worker_id += worker.plan.rank * self._workers
             self.told_num_workers *= worker.plan.num_replicas
         seed = reader_seed(worker.seed.value, start.epoch) + self.told_worker_id
@@ -183,11 +183,7 @@ class WorkerPass(Generic[T]):
         def on_end(drawn: int) -> None:
             order = running.hexdigest() if is_verified else None
             worker.shared.end(start.number, start.part, drawn, order, worker.reader.spent_s - spent_s)
-            try:
-                self._require_ends(drawn, len(rest))
-            except BaseException:
-                worker.shared.end(start.number, start.part, -1)  # an end that is refused is none
-                raise
+            self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), on_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
@@ -259,7 +255,7 @@ class WorkerPass(Generic[T]):
         if asked and not self._has_own_states:
             self._use_own_states()
         worker.shared.note_part(start.number, self._worker_index, start.part if asked else None)
-        if worker.is_exact and worker.shared.readers > 1:
+        if not worker.splits_itself and worker.shared.readers > 1:
             self._require_one_way()
         if first is _NOTHING:
             return

@@ -55,13 +55,18 @@ def test_records_tell_what_each_batch_has_and_all_ranks_of_its_step(
     parts = data.draw(parts_of(batching, most=4 if layout == "interleaved" else 1))
     schedules = [Schedule(Plan(rank, ranks, uneven, layout), batching, parts) for rank in range(ranks)]
     records = [[schedule.record(number) for number in range(schedule.count or 0)] for schedule in schedules]
-    real_in_step = [sum(of_rank[number].real for of_rank in records if number < len(of_rank)) for number in range(99)]
+    real_in_step = [
+        sum(of_rank[number].real_items for of_rank in records if number < len(of_rank)) for number in range(99)
+    ]
     for schedule, of_rank in zip(schedules, records, strict=True):
-        assert [record._replace(total=None) for record in of_rank] == list(schedule.records())
+        assert [record._replace(samples_of_all=None) for record in of_rank] == list(schedule.records())
         for number, record in enumerate(of_rank):
             real = [place for place in taken(schedule, record) if place < (parts[record.part].length or 0)]
-            assert (record.samples, record.real_samples) == (record.items, record.real)
-            assert (record.real, record.total) == (len(real), real_in_step[number] if schedule.knows_totals else None)
+            assert (record.samples, record.real_samples) == (record.items, record.real_items)
+            assert (record.real_items, record.samples_of_all) == (
+                len(real),
+                real_in_step[number] if schedule.knows_totals else None,
+            )
         assert_alike(schedule, of_rank)
         assert schedule.fewest_batches == min(map(len, records))
         assert schedule.most_batches == max(map(len, records))
@@ -96,8 +101,8 @@ def test_whole_batches_have_their_samples(
             step = [places[number] for places in shares if number < len(places)]
             size = sizes[place % n]
             assert (record.samples, record.real_samples) == (size, size if place < n else 0)
-            assert record.total == sum(sizes[other] for other in step if other < n)
-            assert unknown.record(number) == record._replace(total=None)
+            assert record.samples_of_all == sum(sizes[other] for other in step if other < n)
+            assert unknown.record(number) == record._replace(samples_of_all=None)
         assert known.knows_totals
         assert not unknown.knows_totals
         assert_alike(known, records)
@@ -117,7 +122,7 @@ def test_parts_of_divided_batches_are_all_samples_once(
     for schedule, of_rank in zip(schedules, keys, strict=True):
         records = [schedule.record(number) for number in range(len(sizes))]
         assert records == list(schedule.records())
-        assert [record.total for record in records] == sizes
+        assert [record.samples_of_all for record in records] == sizes
         assert all(
             record.samples >= max(record.real_samples, min(size, 1))
             for record, size in zip(records, sizes, strict=True)

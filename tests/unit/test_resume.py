@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -219,6 +220,21 @@ def state_of(given: DataLoader[Any], batches: int, **options: Any) -> Any:
     state = loader_state(running, batches_done=taken)
     assert loader_state(running) == state  # which counts by itself
     return state
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_stream_without_length_is_over_once_the_loop_has_seen_its_end(workers: int) -> None:
+    """Not once a worker has found it: that comes sooner or later on each rank, so the states would differ."""
+    running = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
+    batches = len(list(islice(running, 4)))
+    deadline = time.monotonic() + 30
+    while None in running.sampler.latest.lengths_found() and time.monotonic() < deadline:
+        time.sleep(0.01)  # its workers find the end
+    state = loader_state(running)
+    assert (batches, state["epoch"], None in running.sampler.latest.lengths_found()) == (4, 0, False)
+    restored = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
+    restore_loader(restored, state)
+    assert [len(list(restored)), len(list(restored)), loader_state(restored)["epoch"]] == [0, 4, 2]
 
 
 def test_the_state_is_small_and_says_what_it_is_of() -> None:
