@@ -386,9 +386,10 @@ ACTS: dict[str, tuple[Callable[[Rank, int], Any], float]] = {
 
 NOTICES: list[str] = []  # what an act logged and warned of
 COVERED: Counter[str] = Counter()
-# An address, a count, how long something took, and in which module a class of the package lives.
+# An address, a count, how long something took or was waited for, and in which module a class of the package lives.
 UNSTABLE = re.compile(
     r"(?<=0x)[0-9a-f]+|(?<=patched loader )\d+|(?<='s sampling: ).*|(?<=\bddp_patch\.)[a-z_.]+\.(?=[A-Z])"
+    r"|(?<=items), and waited for them for [\d.]+ of [\d.]+ s"
 )
 OF_WORKERS = re.compile(r"^\s+.*\n|(?<=pid)\D+[\d, ]+|(?<=worker process )\d+", re.MULTILINE)  # any may fail first
 

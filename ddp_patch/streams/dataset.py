@@ -1,8 +1,9 @@
 """One rank's share of an iterable dataset, which the loader's workers read."""
 
 import copy
+import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +20,14 @@ from ddp_patch.options import Options
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.ranks.exchange import bytes_of
 from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.sampler_states import AttributeProxy
 from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition, pickled
-from ddp_patch.walks import elements
+from ddp_patch.walks import elements, nested
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "generators_only"]
 
@@ -196,6 +198,7 @@ class StreamWorker(Generic[T]):
         self.is_kept: bool = is_kept
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None
+        self._process = os.getpid()  # which makes the loader's iterators
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
         self._counts_rest = True
         self._loads: int = shared.loads  # how many loaded states this copy knows of
@@ -217,6 +220,11 @@ class StreamWorker(Generic[T]):
     def splits_itself(self) -> bool:
         """Whether the dataset splits itself over all ranks' workers; else each rank keeps its share of what comes."""
         return self.options.by_worker
+
+    @property
+    def is_in_own_process(self) -> bool:
+        """Whether this is a copy in a worker's process, which sends its batches to the main one."""
+        return get_worker_info() is not None and os.getpid() != self._process
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
@@ -452,6 +460,8 @@ def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], 
     note = worker.note()  # before the user's function may read on
     worker.before_collating(collate_fn, samples)
     batch = collate_fn(samples)
+    if worker.is_in_own_process:
+        batch = _by_value(batch)
     return batch if note is None else NotedBatch(note, batch)
 
 
@@ -470,6 +480,55 @@ def _is_plain(value: Any) -> bool:
         return True
     parts = elements(value)
     return kind in _CONTAINERS and (_PLAIN.issuperset(map(type, parts)) or all(map(_is_plain, parts)))
+
+
+# Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
+# file in shared memory for each, and open it in the main process: several times the cost.
+_SMALL_BYTES = 2**16
+
+
+def _by_value(batch: Any) -> Any:
+    """Return a batch whose tensors reach the main process by value if they are small and plain; or as it is."""
+    if not _is_plain(batch):
+        return batch
+    tensors = {id(leaf): leaf for _, leaf in nested(batch) if isinstance(leaf, torch.Tensor)}
+    if not all(map(_is_simple, tensors.values())) or sum(each.nbytes for each in tensors.values()) > _SMALL_BYTES:
+        return batch
+    memories = {each.untyped_storage().data_ptr() for each in tensors.values() if each.nbytes}
+    if len(memories) < sum(each.nbytes > 0 for each in tensors.values()):  # views of the same memory stay that
+        return batch
+    return _replaced(batch, {key: _TensorByValue(each) for key, each in tensors.items()})
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Return whether nothing but its values, its type and its shape makes a tensor."""
+    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    return is_dense and tensor.is_contiguous() and not tensor.requires_grad
+
+
+def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
+    """Return plain containers with other tensors in them."""
+    if isinstance(value, dict):
+        return {key: _replaced(each, new) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(each, new) for each in value)
+    return new.get(id(value), value)
+
+
+class _TensorByValue:
+    """Is pickled as a tensor of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._parts = bytes_of(tensor).numpy().tobytes(), tensor.dtype, tuple(tensor.shape)
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        return _tensor, self._parts
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()  # where torch puts tensors
 
 
 def generators_only(dataset: object) -> SimpleNamespace:

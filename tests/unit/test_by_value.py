@@ -1,0 +1,142 @@
+"""A worker sends the main process a stream's small batches by value; what arrives is what torch would send."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from zoo import Source
+
+from ddp_patch import patch_dataloader_to_ddp
+
+LARGE = 2**16 // 8 + 1
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def same_twice() -> list[torch.Tensor]:
+    one = torch.arange(4)
+    return [one, one]
+
+
+def overlapping() -> list[torch.Tensor]:
+    one = torch.arange(4)
+    return [one, one[1:]]
+
+
+# What a batch is, and whether it comes by value.
+BATCHES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "numbers": (lambda: torch.arange(4), True),
+    "nested": (lambda: {"x": [torch.ones(2, 3), ("a", 1)], "y": (torch.tensor(2.5), b"b", np.arange(3))}, True),
+    "half": (lambda: torch.tensor([1.5, -2.0], dtype=torch.bfloat16), True),
+    "complex": (lambda: torch.tensor([1 + 2j]), True),
+    "conjugated": (lambda: torch.tensor([1 + 2j]).conj(), True),
+    "truths": (lambda: torch.tensor([True, False]), True),
+    "single": (lambda: torch.tensor(3), True),
+    "empty": (lambda: [torch.empty(0, 3, dtype=torch.float16), torch.empty(2, 0)], True),
+    "one tensor twice": (same_twice, True),
+    "no tensor": (lambda: ["a", 1, {"b": 2.5}], True),
+    "as large as may be": (lambda: torch.zeros(LARGE - 1, dtype=torch.int64), True),
+    "large": (lambda: torch.zeros(LARGE, dtype=torch.int64), False),
+    "views of the same memory": (overlapping, False),
+    "another order of its values": (lambda: torch.arange(6).view(2, 3).t(), False),
+    "with a gradient": (lambda: torch.ones(2, requires_grad=True), False),
+    "a parameter": (lambda: nn.Parameter(torch.ones(2)), False),
+    "another class": (lambda: torch.ones(2).as_subclass(Tagged), False),
+    "a named tuple": (lambda: Pair(torch.ones(2), torch.zeros(2)), False),
+    "sparse": (lambda: torch.eye(3).to_sparse(), False),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8), False),
+}
+
+
+class Made(IterableDataset[Any]):
+    """Makes a batch anew for each item."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (BATCHES[self.name][0]() for _ in range(2))
+
+
+def first(items: list[Any]) -> Any:
+    return items[0]
+
+
+def described(value: Any) -> Any:
+    """Return all that makes a batch what it is, but for where its memory lies."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach()
+        values = (plain.int_repr() if plain.is_quantized else plain.to_dense()).resolve_conj()
+        stride = None if value.layout == torch.sparse_coo else value.stride()
+        facts = value.dtype, value.shape, stride, value.layout, value.requires_grad
+        return type(value), facts, values.to(torch.complex128).tolist()
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.tolist()
+    if isinstance(value, dict):
+        return {key: described(each) for key, each in value.items()}
+    return (type(value), [*map(described, value)]) if isinstance(value, list | tuple) else value
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in memory that processes share."""
+    return bool(tensor.untyped_storage().is_shared())
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in held for tensor in tensors_in(each)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch will drop these, and has them now
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch says so when it receives one
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_arrives_is_what_torch_sends(name: str) -> None:
+    made = DataLoader(Made(name), 1, num_workers=1, collate_fn=first)
+    expected, got = (next(iter(loader)) for loader in (made, patch_dataloader_to_ddp(made, rank=0, num_replicas=1)))
+    assert described(got) == described(BATCHES[name][0]())
+    assert described(got) == described(expected) or name == "conjugated"  # torch forgets that
+    tensors, is_small = tensors_in(got), BATCHES[name][1]
+    if name != "sparse":  # of whose memory torch says nothing
+        assert {is_shared(each) for each in tensors if each.numel()} <= {not is_small}
+    if name == "one tensor twice":
+        assert got[0] is got[1]
+    if name == "views of the same memory":
+        got[0][1] = 7
+        assert got[1][0] == 7
+    for tensor in tensors:
+        if not tensor.requires_grad and not tensor.is_quantized:
+            tensor += tensor  # it can be written to
+
+
+@pytest.mark.parametrize(("share", "ranks"), [("samples", 2), ("by_worker", 1)])
+def test_so_it_is_however_a_stream_is_shared(share: Any, ranks: int) -> None:
+    took = []
+    for rank in range(ranks):
+        made = DataLoader(Source(24, splits=True), 3, num_workers=2)
+        batches = list(patch_dataloader_to_ddp(made, rank=rank, num_replicas=ranks, share=share))
+        took += [item for batch in batches for item in batch.tolist()]
+        assert not any(map(is_shared, batches))
+    assert sorted(took) == [*range(24)]
+
+
+def test_without_workers_nothing_is_sent() -> None:
+    batch = torch.arange(4)
+
+    def given(_: Any) -> torch.Tensor:
+        return batch
+
+    made = DataLoader(Source(3), 3, collate_fn=given)
+    assert next(iter(patch_dataloader_to_ddp(made, rank=0, num_replicas=1))) is batch
