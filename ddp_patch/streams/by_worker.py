@@ -28,8 +28,8 @@ _READS, _RAN_OUT, _FAILED, _LEFT = range(4)
 # A step in which reports may take as long as all else, and how long a rank then reads on before it reports.
 _FAST_S, _PATIENCE_S = 0.01, 0.05
 
-# Read ahead in fast steps, at most, and as much again while it waits: each tensor of a worker's is an open file, of
-# which a process often may have 1024, in shared memory, of which a container often has 64 MiB.
+# Read ahead in fast steps, at most, and as much again while it waits: a worker's large tensors are open files, of which
+# a process often may have 1024, in shared memory, of which a container often has 64 MiB.
 _MOST_FILES, _MOST_BYTES = 256, 2**23
 
 # Comes instead of a batch before a rank waits for the others.
@@ -133,8 +133,9 @@ class OwnBatches:
         if not all(isinstance(leaf, torch.Tensor | str | bytes | int | float | None) for leaf in leaves):
             return AHEAD  # nobody knows what is in them
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return max(AHEAD, min(AHEAD_IF_FAST, _MOST_FILES // max(1, len(tensors)), _MOST_BYTES // max(1, size)))
+        files = sum(tensor.untyped_storage().is_shared() for tensor in tensors)  # small ones came by value
+        size = sum(tensor.nbytes for tensor in tensors)
+        return max(AHEAD, min(AHEAD_IF_FAST, _MOST_FILES // max(1, files), _MOST_BYTES // max(1, size)))
 
     @property
     def reads(self) -> bool:

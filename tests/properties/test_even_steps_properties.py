@@ -357,12 +357,20 @@ def test_where_steps_are_fast_the_ranks_seldom_talk(counts: list[int], uneven: U
     assert min(len(rank.got) for rank in ranks) >= 998
 
 
+def shared() -> torch.Tensor:
+    """Return a tensor as a worker sends a large one."""
+    made = torch.zeros(4)
+    made.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return made
+
+
 @pytest.mark.parametrize(
     ("batch", "room"),
     [
         (torch.zeros(4), AHEAD_IF_FAST),
         (["a", 1, None, 2.5], AHEAD_IF_FAST),
-        ({f"column {number}": torch.zeros(4) for number in range(10)}, 25),  # files that are open
+        ({f"column {number}": torch.zeros(4) for number in range(10)}, AHEAD_IF_FAST),
+        ({f"column {number}": shared() for number in range(10)}, 25),  # files that are open
         ({"x": torch.zeros(2**18), "y": [torch.zeros(4)]}, 7),  # bytes of shared memory
         (torch.zeros(2**24), AHEAD),
         ({"of unknown size": object()}, AHEAD),
