@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from itertools import starmap
+from typing import Any, NamedTuple, TypeAlias
 
 from ddp_patch.loaders.contents import Row
 from ddp_patch.orders.fingerprint import PrefixHash
@@ -36,6 +37,9 @@ class PassState(IntEnum):
     ABANDONED = 1  # broken off before its end
     ENDED = 2  # it came to its end
     UNKNOWN = 3  # how far it came is not known
+
+
+_STATES = tuple(PassState)
 
 
 class PassProgress(NamedTuple):
@@ -115,6 +119,20 @@ class PassRecord(NamedTuple):
     share: int | None = None
     notes: Sequence[NotesReport] = ()
     past_attempts: Sequence[tuple[int, int]] = ()
+
+    def plain(self) -> tuple[object, ...]:
+        """Return it as plain values: those of classes take several times as long to pickle."""
+        passes = [(*entry[:2], int(entry.state), *entry[3:]) for entry in self.passes.values()]
+        return passes, self.since, self.share, [tuple(noted) for noted in self.notes], self.past_attempts
+
+    @classmethod
+    def of(cls, plain: Any) -> "PassRecord":
+        """Return what ``plain`` made plain values of."""
+        passes, since, share, notes, past_attempts = plain
+        made = (PassEntry(epoch, items, _STATES[state], *rest) for epoch, items, state, *rest in passes)
+        return cls(
+            {entry.epoch: entry for entry in made}, since, share, tuple(starmap(NotesReport, notes)), past_attempts
+        )
 
     def top(self, peek_items: int, attempt: int | None = None) -> int:
         """Return the latest epoch of which more than a peek was taken, in one attempt or in any; -1 if none."""

@@ -124,8 +124,9 @@ def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[st
     number = counts[base]
     takes = (share, num_replicas), ranks // num_replicas
     peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
-    mailbox: Mailbox[PassRecord] = Mailbox(peers, "passes")
-    peers.require_fair_shares(mailbox.post_and_read(PassRecord(share=share)))
+    mailbox: Mailbox[tuple[object, ...]] = Mailbox(peers, "passes")
+    others = mailbox.post_and_read(PassRecord(share=share).plain())
+    peers.require_fair_shares({rank: PassRecord.of(left) for rank, left in others.items()})
     return peers
 
 
@@ -156,6 +157,8 @@ def unwatched() -> Iterator[None]:
 
 class Mailbox(Generic[V]):
     """What the ranks leave each other about one loader, in the store of the process group in which it was patched.
+
+    Plain values are best: to pickle or read an object of a class takes several times as long.
 
     Args:
         peers: Who they are.
@@ -292,7 +295,7 @@ class StepCounts:
 
     def __init__(self, peers: Peers, slack: int = 0) -> None:
         self._others, self._slack = peers.others, slack
-        self._mailbox: Mailbox[_Count] = Mailbox(peers, "steps")
+        self._mailbox: Mailbox[tuple[int, str, int, bool]] = Mailbox(peers, "steps")
         self._epoch, self._which = -1, ""
         self.due_s: float = 0.0
         self._posted = 0
@@ -314,7 +317,7 @@ class StepCounts:
             self._first_s = now_s
         if now_s < self.due_s:
             return
-        self._mailbox.post_at_once(_Count(self._epoch, self._which, batches, is_over=False))
+        self._mailbox.post_at_once((self._epoch, self._which, batches, False))
         self._posted += 1
         if self._posted >= _FREE:
             posted_s = perf_counter()
@@ -329,9 +332,9 @@ class StepCounts:
         mine, now_s = _Count(self._epoch, self._which, batches, is_over=True), perf_counter()
         step_s = (now_s - self._first_s) / max(1, batches - 1)
         until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
-        self._mailbox.post_at_once(mine)
+        self._mailbox.post_at_once(mine[:])
         while True:
-            counts = self._mailbox.post_and_read(None)
+            counts = {rank: _Count(*left) for rank, left in self._mailbox.post_and_read(None).items()}
             alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}
             found = {rank: given for rank, given in alike.items() if given > batches + self._slack}
             is_open = len(counts) < len(self._others) or any(count.may_grow_to(mine) for count in counts.values())

@@ -196,7 +196,7 @@ class PassMonitor:
 
     def __init__(self, peers: Peers | None = None, name: str = "", *, shares_may_differ: bool = False) -> None:
         self._peers = peers
-        self._mailbox: Mailbox[PassRecord] | None = None if peers is None else Mailbox(peers, "passes")
+        self._mailbox: Mailbox[tuple[object, ...]] | None = None if peers is None else Mailbox(peers, "passes")
         self._steps: StepCounts | None = None  # for streams whose end nobody knows before
         self._history = History()
         self._noted: list[PassNotes] = []
@@ -343,7 +343,7 @@ class PassMonitor:
             self._noted[-1].observe_dataset(size)
         notes = [noted.report(size, is_old=number < old) for number, noted in enumerate(self._noted)]
         mine = self._history.record(None if self._peers.share is None else self._peers.share[0], notes)
-        others = self._mailbox.post_and_read(mine)
+        others = {rank: PassRecord.of(left) for rank, left in self._mailbox.post_and_read(mine.plain()).items()}
         self._peers.require_fair_shares(others)
         differing = {rank: notes_mismatch(notes, record.notes) for rank, record in others.items()}
         if other_orders := {rank: where for rank, where in differing.items() if where is not None}:
