@@ -27,7 +27,7 @@ from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, S
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition, pickled
-from ddp_patch.walks import elements, nested
+from ddp_patch.walks import elements
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "generators_only"]
 
@@ -466,7 +466,8 @@ def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], 
 
 
 # What torch's own functions make batches of without calling any other code, and what may hold that.
-_PLAIN = frozenset({bool, int, float, str, bytes, torch.Tensor, np.ndarray})
+_SCALARS = frozenset({bool, int, float, str, bytes})
+_PLAIN = _SCALARS | {torch.Tensor, np.ndarray}
 _CONTAINERS = frozenset({list, tuple, dict})
 
 
@@ -489,13 +490,12 @@ _SMALL_BYTES = 2**16
 
 def _by_value(batch: Any) -> Any:
     """Return a batch whose tensors reach the main process by value if they are small and plain; or as it is."""
-    if not _is_plain(batch):
+    tensors = {id(tensor): tensor for tensor in _tensors_in(batch)} if _is_plain(batch) else {}
+    if not tensors or not all(map(_is_simple, tensors.values())):
         return batch
-    tensors = {id(leaf): leaf for _, leaf in nested(batch) if isinstance(leaf, torch.Tensor)}
-    if not all(map(_is_simple, tensors.values())) or sum(each.nbytes for each in tensors.values()) > _SMALL_BYTES:
-        return batch
-    memories = {each.untyped_storage().data_ptr() for each in tensors.values() if each.nbytes}
-    if len(memories) < sum(each.nbytes > 0 for each in tensors.values()):  # views of the same memory stay that
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.nbytes}
+    if sum(sizes) > _SMALL_BYTES or len(memories) < sum(map(bool, sizes)):  # views of the same memory stay that
         return batch
     return _replaced(batch, {key: _TensorByValue(each) for key, each in tensors.items()})
 
@@ -506,13 +506,23 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     return is_dense and tensor.is_contiguous() and not tensor.requires_grad
 
 
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    for each in elements(value):
+        if type(each) not in _SCALARS:
+            yield from _tensors_in(each)
+
+
 def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
     """Return plain containers with other tensors in them."""
+    if id(value) in new:
+        return new[id(value)]
+    if _SCALARS.issuperset(map(type, elements(value))):
+        return value
     if isinstance(value, dict):
         return {key: _replaced(each, new) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_replaced(each, new) for each in value)
-    return new.get(id(value), value)
+    return type(value)(_replaced(each, new) for each in value)
 
 
 class _TensorByValue:
