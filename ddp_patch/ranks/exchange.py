@@ -132,7 +132,8 @@ def _as_tensor(memory: memoryview) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's values: the same memory where it lies there in order, on the CPU."""
     plain: torch.Tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+    dense = plain.contiguous()  # whose dimensions of one element may have any stride
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class _Pickler(pickle.Pickler):

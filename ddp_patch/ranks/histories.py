@@ -121,7 +121,7 @@ class PassRecord(NamedTuple):
     past_attempts: Sequence[tuple[int, int]] = ()
 
     def plain(self) -> tuple[object, ...]:
-        """Return it as plain values: those of classes take several times as long to pickle."""
+        """Return it as plain values, but for what few datasets show: objects take several times as long to pickle."""
         passes = [(*entry[:2], int(entry.state), *entry[3:]) for entry in self.passes.values()]
         return passes, self.since, self.share, [tuple(noted) for noted in self.notes], self.past_attempts
 

@@ -130,11 +130,13 @@ class OwnBatches:
     def room(self) -> int:
         """How many batches like the latest one may be read ahead, where steps are fast."""
         leaves = [leaf for _, leaf in nested(self._held[-1])] if self._held else [self]
-        if not all(isinstance(leaf, torch.Tensor | str | bytes | int | float | None) for leaf in leaves):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+        texts = [leaf for leaf in leaves if isinstance(leaf, str | bytes)]
+        numbers = sum(isinstance(leaf, int | float | None) for leaf in leaves)
+        if len(tensors) + len(texts) + numbers < len(leaves):
             return AHEAD  # nobody knows what is in them
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         files = sum(tensor.untyped_storage().is_shared() for tensor in tensors)  # small ones came by value
-        size = sum(tensor.nbytes for tensor in tensors)
+        size = sum(tensor.nbytes for tensor in tensors) + sum(map(len, texts))
         return max(AHEAD, min(AHEAD_IF_FAST, _MOST_FILES // max(1, files), _MOST_BYTES // max(1, size)))
 
     @property

@@ -1,7 +1,6 @@
 """One rank's share of an iterable dataset, which the loader's workers read."""
 
 import copy
-import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -198,7 +197,6 @@ class StreamWorker(Generic[T]):
         self.is_kept: bool = is_kept
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None
-        self._process = os.getpid()  # which makes the loader's iterators
         self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
         self._counts_rest = True
         self._loads: int = shared.loads  # how many loaded states this copy knows of
@@ -222,9 +220,10 @@ class StreamWorker(Generic[T]):
         return self.options.by_worker
 
     @property
-    def is_in_own_process(self) -> bool:
-        """Whether this is a copy in a worker's process, which sends its batches to the main one."""
-        return get_worker_info() is not None and os.getpid() != self._process
+    def sends_batches(self) -> bool:
+        """Whether this is a loader's worker. Another loader's may read the dataset of one that has no workers."""
+        info: Any = get_worker_info()
+        return info is not None and isinstance(info.dataset, ShardedIterable) and info.dataset.is_read_by(self)
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
@@ -443,10 +442,8 @@ class StreamWorker(Generic[T]):
     def before_collating(self, collate_fn: Callable[[Any], Any], samples: Any) -> None:
         """Let the stream's random states stay in place in a worker whose batches are surely made without drawing."""
         if self._giving is not None:
-            info: Any = get_worker_info()
             # Another dataset of the worker's, which reads this one, may draw.
-            is_own = info is not None and isinstance(info.dataset, ShardedIterable) and info.dataset.is_read_by(self)
-            self._giving.before_others(may_draw=not (is_own and _draws_nothing(collate_fn, samples)))
+            self._giving.before_others(may_draw=not (self.sends_batches and _draws_nothing(collate_fn, samples)))
 
 
 def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], samples: Any) -> Any:
@@ -460,13 +457,13 @@ def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], 
     note = worker.note()  # before the user's function may read on
     worker.before_collating(collate_fn, samples)
     batch = collate_fn(samples)
-    if worker.is_in_own_process:
-        batch = _by_value(batch)
+    if worker.sends_batches:
+        batch = _by_value(batch, samples)
     return batch if note is None else NotedBatch(note, batch)
 
 
 # What torch's own functions make batches of without calling any other code, and what may hold that.
-_SCALARS = frozenset({bool, int, float, str, bytes})
+_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 _PLAIN = _SCALARS | {torch.Tensor, np.ndarray}
 _CONTAINERS = frozenset({list, tuple, dict})
 
@@ -488,30 +485,58 @@ def _is_plain(value: Any) -> bool:
 _SMALL_BYTES = 2**16
 
 
-def _by_value(batch: Any) -> Any:
+def _by_value(batch: Any, samples: Any) -> Any:
     """Return a batch whose tensors reach the main process by value if they are small and plain; or as it is."""
-    tensors = {id(tensor): tensor for tensor in _tensors_in(batch)} if _is_plain(batch) else {}
-    if not tensors or not all(map(_is_simple, tensors.values())):
+    tensors: dict[int, torch.Tensor] = {}
+    if not _is_tree(batch, tensors) or not tensors:
         return batch
-    sizes = [tensor.nbytes for tensor in tensors.values()]
-    memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.nbytes}
-    if sum(sizes) > _SMALL_BYTES or len(memories) < sum(map(bool, sizes)):  # views of the same memory stay that
+    try:
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.nbytes}
+        # Views of the same memory stay that.
+        if (
+            sum(sizes) > _SMALL_BYTES
+            or len(memories) < sum(map(bool, sizes))
+            or not all(map(_is_simple, tensors.values()))
+        ):
+            return batch
+        new = {key: _TensorByValue(tensor) for key, tensor in tensors.items()}
+    except RuntimeError:  # a tensor of a rare kind
         return batch
-    return _replaced(batch, {key: _TensorByValue(each) for key, each in tensors.items()})
+    if any(tensor.untyped_storage().is_shared() for tensor in tensors.values()):  # as torch's collate_fn makes them
+        given: dict[int, torch.Tensor] = {}
+        _is_tree(samples, given)
+        if given.keys() & tensors.keys():  # the dataset's own, which may want it to be shared
+            return batch
+    return _replaced(batch, new)
+
+
+def _is_tree(value: Any, tensors: dict[int, torch.Tensor]) -> bool:
+    """Return whether a value is of plain ones, none of its containers twice; add its tensors, by their ids."""
+    seen = set[int]()
+
+    def is_tree(part: Any) -> bool:
+        if isinstance(part, torch.Tensor):
+            tensors[id(part)] = part
+        if (kind := type(part)) not in _CONTAINERS:
+            return kind in _PLAIN
+        if id(part) in seen:
+            return False
+        seen.add(id(part))
+        parts = elements(part)
+        return _SCALARS.issuperset(map(type, parts)) or all(map(is_tree, parts))
+
+    return is_tree(value)
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
     """Return whether nothing but its values, its type and its shape makes a tensor."""
-    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-    return is_dense and tensor.is_contiguous() and not tensor.requires_grad
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    for each in elements(value):
-        if type(each) not in _SCALARS:
-            yield from _tensors_in(each)
+    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return (
+        is_dense
+        and not (tensor.requires_grad or tensor.is_quantized)
+        and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    )
 
 
 def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
@@ -538,7 +563,8 @@ class _TensorByValue:
 def _tensor(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape).clone()  # where torch puts tensors
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # where torch puts tensors
+    return values.view(dtype).reshape(shape)
 
 
 def generators_only(dataset: object) -> SimpleNamespace:

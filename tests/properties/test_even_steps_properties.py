@@ -374,6 +374,8 @@ def shared() -> torch.Tensor:
         ({"x": torch.zeros(2**18), "y": [torch.zeros(4)]}, 7),  # bytes of shared memory
         (torch.zeros(2**24), AHEAD),
         ({"of unknown size": object()}, AHEAD),
+        ({"sparse": torch.eye(3).to_sparse()}, AHEAD),
+        (b"1" * 2**20, 8),
     ],
 )
 def test_what_is_read_ahead_has_room(batch: Any, room: int) -> None:

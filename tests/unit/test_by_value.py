@@ -34,6 +34,11 @@ def overlapping() -> list[torch.Tensor]:
     return [one, one[1:]]
 
 
+def list_twice() -> list[list[torch.Tensor]]:
+    one = [torch.ones(2)]
+    return [one, one]
+
+
 # What a batch is, and whether it comes by value.
 BATCHES: dict[str, tuple[Callable[[], Any], bool]] = {
     "numbers": (lambda: torch.arange(4), True),
@@ -45,6 +50,11 @@ BATCHES: dict[str, tuple[Callable[[], Any], bool]] = {
     "single": (lambda: torch.tensor(3), True),
     "empty": (lambda: [torch.empty(0, 3, dtype=torch.float16), torch.empty(2, 0)], True),
     "one tensor twice": (same_twice, True),
+    "a view of one element": (lambda: torch.ones(1, 3)[:, 0], False),
+    "a column's strides": (lambda: torch.ones(4, 1).t(), False),
+    "numbers of few bits": (lambda: torch.zeros(2, dtype=torch.uint8).view(vars(torch)["uint4"]), True),
+    "a list twice": (list_twice, False),
+    "none": (lambda: [None, torch.ones(1)], True),
     "no tensor": (lambda: ["a", 1, {"b": 2.5}], True),
     "as large as may be": (lambda: torch.zeros(LARGE - 1, dtype=torch.int64), True),
     "large": (lambda: torch.zeros(LARGE, dtype=torch.int64), False),
@@ -77,7 +87,8 @@ def described(value: Any) -> Any:
     """Return all that makes a batch what it is, but for where its memory lies."""
     if isinstance(value, torch.Tensor):
         plain = value.detach()
-        values = (plain.int_repr() if plain.is_quantized else plain.to_dense()).resolve_conj()
+        dense = plain.int_repr() if plain.is_quantized else plain.to_dense().resolve_conj()
+        values = dense.view(torch.uint8) if "uint4" in str(dense.dtype) else dense
         stride = None if value.layout == torch.sparse_coo else value.stride()
         facts = value.dtype, value.shape, stride, value.layout, value.requires_grad
         return type(value), facts, values.to(torch.complex128).tolist()
@@ -117,7 +128,7 @@ def test_what_arrives_is_what_torch_sends(name: str) -> None:
         got[0][1] = 7
         assert got[1][0] == 7
     for tensor in tensors:
-        if not tensor.requires_grad and not tensor.is_quantized:
+        if not tensor.requires_grad and tensor.is_floating_point():
             tensor += tensor  # it can be written to
 
 
@@ -130,6 +141,72 @@ def test_so_it_is_however_a_stream_is_shared(share: Any, ranks: int) -> None:
         took += [item for batch in batches for item in batch.tolist()]
         assert not any(map(is_shared, batches))
     assert sorted(took) == [*range(24)]
+
+
+def patched(dataset: Any, batch_size: int | None = 1, **options: Any) -> Any:
+    return patch_dataloader_to_ddp(DataLoader(dataset, batch_size, **options), rank=0, num_replicas=1)
+
+
+def in_circle(_: Any) -> dict[str, Any]:
+    one: dict[str, Any] = {"x": torch.ones(2)}
+    one["parts"] = [one]
+    return one
+
+
+def test_a_circle_stays_one() -> None:
+    got = next(iter(patched(Source(2), num_workers=1, collate_fn=in_circle)))
+    assert got["parts"][0] is got
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+def test_kinds_of_tensors_that_have_no_bytes_go_as_torch_sends_them() -> None:
+    nested = next(iter(patched(Source(2), num_workers=1, collate_fn=ragged)))
+    assert [each.tolist() for each in nested.unbind()] == [[1], [1, 1]]
+
+
+def ragged(_: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+class Counter(IterableDataset[torch.Tensor]):
+    """Yields a tensor of its own, in memory that its worker has and the main process, too."""
+
+    def __init__(self) -> None:
+        self.counted = torch.zeros(1)
+        self.counted.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(2):
+            self.counted += 1
+            yield self.counted
+
+
+def test_a_datasets_own_shared_tensor_stays_shared() -> None:
+    batches = list(patched(Counter(), None, num_workers=1))
+    assert [*map(is_shared, batches)] == [True, True]
+    assert [batch.item() for batch in batches] == [2, 2]
+
+
+class Inner(IterableDataset[torch.Tensor]):
+    """Reads a patched loader that has no workers, in a worker of another."""
+
+    def __init__(self) -> None:
+        self.loader = patched(Source(4), 2)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (batch.sum() for batch in self.loader)
+
+
+def test_a_loader_in_another_ones_worker_gives_tensors() -> None:
+    assert [int(batch) for batch in DataLoader(Inner(), num_workers=1)] == [1, 5]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_any_kind_send_small_batches_by_value(context: str) -> None:
+    loader = patched(Source(6), 2, num_workers=1, persistent_workers=True, multiprocessing_context=context)
+    epochs = [list(loader) for _ in range(2)]
+    assert [[batch.tolist() for batch in epoch] for epoch in epochs] == [[[0, 1], [2, 3], [4, 5]]] * 2
+    assert not any(is_shared(batch) for epoch in epochs for batch in epoch)
 
 
 def test_without_workers_nothing_is_sent() -> None:

@@ -23,6 +23,7 @@ def sent(value: Any) -> Any:
         torch.arange(6.0).reshape(2, 3),
         torch.arange(12).reshape(3, 4)[:, 1:3],
         torch.arange(12).reshape(3, 4).t(),
+        torch.ones(1, 3)[:, 0],
         torch.ones(3, dtype=torch.bfloat16),
         torch.ones(2, dtype=torch.complex64).conj(),
         torch.tensor([True, False]),
