@@ -2,7 +2,8 @@
 
 ``python benchmarks/same.py --before FOLDER --after FOLDER --programs 200000``, where a folder holds ``ddp_patch/``.
 ``same_programs.py`` has the programs. Each tree runs in processes of its own. A program that gives something else is
-shown with what both trees give, and the exit code is 1. What the tree before gives is kept for the next run.
+shown with what both trees give, and the exit code is 1, unless it gives the same when it is run again. What the tree
+before gives is kept for the next run.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from typing import NamedTuple
 PLAYER = Path(__file__).with_name("same_programs.py")
 BLOCK = 2500  # programs that one process runs, so that little comes before the one that differs
 MOST_SHOWN = 3
+DIED = ["The process died."]
 WHERE = "import importlib.util as util; print(util.find_spec('ddp_patch').origin)"
 LEFT_OUT = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "DDP_PATCH_GUARD"}  # a program says itself which rank it is
 
@@ -91,7 +93,7 @@ def compared(before: Path, after: Path, block: Block) -> tuple[list[int], Counte
     number = block.start - 1
     with closing(kept_lines(before, block)) as old, closing(lines(after, block)) as new:
         for number, (one, other) in enumerate(zip_longest(old, new), block.start):
-            if one != other:
+            if one != other and number < block.stop:
                 different.append(number)
             if one is None or other is None or len(different) == MOST_SHOWN:  # a process died, or enough is known
                 break
@@ -106,17 +108,22 @@ def shown(folder: Path, block: Block) -> list[str]:
     """Return the last program of a block and what it gives, as lines."""
     output, _ = process(folder, PLAYER, *block, "--show").communicate()
     if not output:
-        return ["The process died."]
+        return DIED
     program, records = json.loads(output)
     return [f"program {program}", *records]
 
 
-def difference(before: Path, after: Path, block: Block, number: int) -> str:
-    """Return a program in readable form and what it gives in both trees: alone, or after what ran before it."""
+def difference(before: Path, after: Path, block: Block, number: int) -> str | None:
+    """Return a program in readable form and what it gives in both trees, alone or after what ran before it.
+
+    None if both give the same now: then it was a chance, such as the moment at which garbage is collected.
+    """
     for start in (number, block.start):
         old, new = (shown(folder, Block(block.seed, start, number + 1)) for folder in (before, after))
-        if old != new:
+        if old != new or old == DIED:
             break
+    else:
+        return None
     listed = [line if line[0] in "+-" else line[:200] for line in difflib.ndiff(old, new) if line[0] != "?"]
     title = f"Program {number} of seed {block.seed} differs, run after {number - start} others: - before, + after"
     return "\n".join([title, *listed])
@@ -152,11 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         running = {pool.submit(compared, before, after, block): block for block in blocks}
         for ended, task in enumerate(as_completed(running), 1):
             different, found = task.result()
-            if different:
+            texts = [difference(before, after, running[task], number) for number in different]
+            if any(texts):
                 pool.shutdown(wait=False, cancel_futures=True)
-                for number in different:
-                    print(difference(before, after, running[task], number), flush=True)
+                print(*filter(None, texts), sep="\n", flush=True)
                 return 1
+            if different:
+                print(f"Differed once, and no longer when run again: {different}", flush=True)
             covered += found
             done, seconds = ended * BLOCK, time.monotonic() - begun
             print(
