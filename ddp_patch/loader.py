@@ -30,7 +30,7 @@ from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, 
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.to_device import Mover
-from ddp_patch.sharding.batches import Tally, describe_share
+from ddp_patch.sharding.batches import CollateByValue, Tally, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
 from ddp_patch.walks import is_empty, nested, place_of
@@ -164,7 +164,10 @@ class OwnMethods(HeldByLoader):
         loader = self.loader()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
-        with nullcontext() if self._sampler is None else self._sampler.iterator_context(loader), self._noting(loader):
+        with (
+            nullcontext() if self._sampler is None else self._sampler.iterator_context(loader),
+            self._collating(loader),
+        ):
             iterator = make(loader)
         if self._make_mover is not None:
             _move(loader, iterator, self._make_mover())
@@ -176,11 +179,14 @@ class OwnMethods(HeldByLoader):
         return iterator
 
     @contextmanager
-    def _noting(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """While entered, a new iterator of the loader lets travel with each batch what its worker notes of it."""
+    def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
+        if self._sampler is None or "collate_fn" not in vars(loader):
+            yield
+            return
         collate_fn = loader.collate_fn
-        if self._takes_notes and self._sampler is not None:
-            loader.collate_fn = self._sampler.collate_with_notes(collate_fn)
+        noted = self._sampler.collate_with_notes(collate_fn) if self._takes_notes else collate_fn
+        loader.collate_fn = CollateByValue(noted) if loader.num_workers > 0 else noted
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
-"""What a patched loader's batches are: how many, which were given; and those of one iterator for all epochs."""
+"""What a patched loader's batches are: how many, which were given, how they leave workers; and those without epochs."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -17,12 +18,15 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.loaders.to_device import Mover
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
+from ddp_patch.ranks.exchange import bytes_of
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.saved_position import NotedBatch
+from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [
     "Batches",
+    "CollateByValue",
     "RepeatedPasses",
     "Tally",
     "batches_delivered",
@@ -169,6 +173,87 @@ class Tally:
         self._has_pass, self._pass = True, self._sampler.latest
         if self._pass is not None and self._reaches_loop:
             self._pass.note_loop(self)
+
+
+# Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
+# file in shared memory for each, and open it in the main process: several times the cost.
+_SMALL_BYTES = 2**16
+
+
+class CollateByValue:
+    """A ``collate_fn`` whose batches leave a worker by value if they are small and plain.
+
+    Args:
+        collate_fn: Makes the batches.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self._collate_fn, self._process = collate_fn, os.getpid()
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of some samples, ready to be pickled if this is a worker's process."""
+        made = self._collate_fn(samples)
+        if os.getpid() == self._process:  # where nothing is sent
+            return made
+        return (
+            made._replace(batch=_by_value(made.batch, samples))
+            if type(made) is NotedBatch
+            else _by_value(made, samples)
+        )
+
+
+def _by_value(batch: Any, samples: Any) -> Any:
+    """Return a batch whose tensors are pickled by value if they are small and plain; or as it is."""
+    tensors = plain_tensors(batch)
+    if not tensors:
+        return batch
+    try:
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.nbytes}
+        is_small = sum(sizes) <= _SMALL_BYTES and all(map(_is_simple, tensors.values()))
+        if not is_small or len(memories) < sum(map(bool, sizes)):  # views of the same memory stay that
+            return batch
+        new = {key: _TensorByValue(tensor) for key, tensor in tensors.items()}
+    except RuntimeError:  # a tensor of a rare kind
+        return batch
+    are_shared = any(tensor.untyped_storage().is_shared() for tensor in tensors.values())  # by torch's collate_fn
+    is_datasets = are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys()
+    return batch if is_datasets else _replaced(batch, new)  # the dataset may want that others see what it writes
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Return whether nothing but its values, its type and its shape makes a tensor."""
+    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    is_default = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    return is_dense and is_default and not (tensor.requires_grad or tensor.is_quantized)
+
+
+def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
+    """Return plain containers with other tensors in them."""
+    if id(value) in new:
+        return new[id(value)]
+    if SCALARS.issuperset(map(type, elements(value))):
+        return value
+    if isinstance(value, dict):
+        return {key: _replaced(each, new) for key, each in value.items()}
+    return type(value)(_replaced(each, new) for each in value)
+
+
+class _TensorByValue:
+    """Is pickled as a tensor of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._parts = bytes_of(tensor).numpy().tobytes(), tensor.dtype, tuple(tensor.shape)
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        return _tensor, self._parts
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # where torch puts tensors
+    return values.view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +421,7 @@ class RepeatedPasses(HeldByLoader, KeptIterator, Iterator[Any]):
         once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(kept | self._one_pass | once)
-        vars(plain)["collate_fn"] = self._sampler.collate_with_notes(plain.collate_fn)
+        vars(plain)["collate_fn"] = CollateByValue(self._sampler.collate_with_notes(plain.collate_fn))
         return plain
 
     def _require_none(self) -> None:

@@ -2,15 +2,13 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Generic, Literal, TypeVar, cast
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_patch.compat.private_torch import is_torchs_collating, worker_info_told
@@ -19,14 +17,13 @@ from ddp_patch.options import Options
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import EpochCounter, Seed
 from ddp_patch.plan import Batching, Consumed, Plan
-from ddp_patch.ranks.exchange import bytes_of
 from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.sampler_states import AttributeProxy
 from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition, pickled
-from ddp_patch.walks import elements
+from ddp_patch.walks import plain_tensors
 
 __all__ = ["IterableWorkerInit", "ShardedIterable", "StreamWorker", "WorkerIterator", "generators_only"]
 
@@ -218,12 +215,6 @@ class StreamWorker(Generic[T]):
     def splits_itself(self) -> bool:
         """Whether the dataset splits itself over all ranks' workers; else each rank keeps its share of what comes."""
         return self.options.by_worker
-
-    @property
-    def sends_batches(self) -> bool:
-        """Whether this is a loader's worker. Another loader's may read the dataset of one that has no workers."""
-        info: Any = get_worker_info()
-        return info is not None and isinstance(info.dataset, ShardedIterable) and info.dataset.is_read_by(self)
 
     def stream_length(self) -> int:
         """Return the length of the user's dataset; TypeError where it has none."""
@@ -442,8 +433,10 @@ class StreamWorker(Generic[T]):
     def before_collating(self, collate_fn: Callable[[Any], Any], samples: Any) -> None:
         """Let the stream's random states stay in place in a worker whose batches are surely made without drawing."""
         if self._giving is not None:
+            info: Any = get_worker_info()
             # Another dataset of the worker's, which reads this one, may draw.
-            self._giving.before_others(may_draw=not (self.sends_batches and _draws_nothing(collate_fn, samples)))
+            is_own = info is not None and isinstance(info.dataset, ShardedIterable) and info.dataset.is_read_by(self)
+            self._giving.before_others(may_draw=not (is_own and _draws_nothing(collate_fn, samples)))
 
 
 def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], samples: Any) -> Any:
@@ -457,114 +450,12 @@ def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], 
     note = worker.note()  # before the user's function may read on
     worker.before_collating(collate_fn, samples)
     batch = collate_fn(samples)
-    if worker.sends_batches:
-        batch = _by_value(batch, samples)
     return batch if note is None else NotedBatch(note, batch)
-
-
-# What torch's own functions make batches of without calling any other code, and what may hold that.
-_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
-_PLAIN = _SCALARS | {torch.Tensor, np.ndarray}
-_CONTAINERS = frozenset({list, tuple, dict})
 
 
 def _draws_nothing(collate_fn: Callable[[Any], Any], samples: Any) -> bool:
     """Return whether a function surely makes a batch without drawing: torch's own, of plain samples."""
-    return is_torchs_collating(collate_fn) and _is_plain(samples)
-
-
-def _is_plain(value: Any) -> bool:
-    if (kind := type(value)) in _PLAIN:
-        return True
-    parts = elements(value)
-    return kind in _CONTAINERS and (_PLAIN.issuperset(map(type, parts)) or all(map(_is_plain, parts)))
-
-
-# Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
-# file in shared memory for each, and open it in the main process: several times the cost.
-_SMALL_BYTES = 2**16
-
-
-def _by_value(batch: Any, samples: Any) -> Any:
-    """Return a batch whose tensors reach the main process by value if they are small and plain; or as it is."""
-    tensors: dict[int, torch.Tensor] = {}
-    if not _is_tree(batch, tensors) or not tensors:
-        return batch
-    try:
-        sizes = [tensor.nbytes for tensor in tensors.values()]
-        memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.nbytes}
-        # Views of the same memory stay that.
-        if (
-            sum(sizes) > _SMALL_BYTES
-            or len(memories) < sum(map(bool, sizes))
-            or not all(map(_is_simple, tensors.values()))
-        ):
-            return batch
-        new = {key: _TensorByValue(tensor) for key, tensor in tensors.items()}
-    except RuntimeError:  # a tensor of a rare kind
-        return batch
-    if any(tensor.untyped_storage().is_shared() for tensor in tensors.values()):  # as torch's collate_fn makes them
-        given: dict[int, torch.Tensor] = {}
-        _is_tree(samples, given)
-        if given.keys() & tensors.keys():  # the dataset's own, which may want it to be shared
-            return batch
-    return _replaced(batch, new)
-
-
-def _is_tree(value: Any, tensors: dict[int, torch.Tensor]) -> bool:
-    """Return whether a value is of plain ones, none of its containers twice; add its tensors, by their ids."""
-    seen = set[int]()
-
-    def is_tree(part: Any) -> bool:
-        if isinstance(part, torch.Tensor):
-            tensors[id(part)] = part
-        if (kind := type(part)) not in _CONTAINERS:
-            return kind in _PLAIN
-        if id(part) in seen:
-            return False
-        seen.add(id(part))
-        parts = elements(part)
-        return _SCALARS.issuperset(map(type, parts)) or all(map(is_tree, parts))
-
-    return is_tree(value)
-
-
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Return whether nothing but its values, its type and its shape makes a tensor."""
-    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    return (
-        is_dense
-        and not (tensor.requires_grad or tensor.is_quantized)
-        and tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
-    )
-
-
-def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
-    """Return plain containers with other tensors in them."""
-    if id(value) in new:
-        return new[id(value)]
-    if _SCALARS.issuperset(map(type, elements(value))):
-        return value
-    if isinstance(value, dict):
-        return {key: _replaced(each, new) for key, each in value.items()}
-    return type(value)(_replaced(each, new) for each in value)
-
-
-class _TensorByValue:
-    """Is pickled as a tensor of its own."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._parts = bytes_of(tensor).numpy().tobytes(), tensor.dtype, tuple(tensor.shape)
-
-    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        return _tensor, self._parts
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # where torch puts tensors
-    return values.view(dtype).reshape(shape)
+    return is_torchs_collating(collate_fn) and plain_tensors(samples) is not None
 
 
 def generators_only(dataset: object) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""A worker sends the main process a stream's small batches by value; what arrives is what torch would send."""
+"""A worker sends the main process small batches by value; what arrives is what torch would send."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,12 +7,25 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from zoo import Source
 
 from ddp_patch import patch_dataloader_to_ddp
 
 LARGE = 2**16 // 8 + 1
+
+
+class Kept(Dataset[Any]):
+    """Makes a batch anew for each index."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, index: int) -> Any:
+        return BATCHES[self.name][0]()
+
+    def __len__(self) -> int:
+        return 2
 
 
 class Pair(NamedTuple):
@@ -113,9 +126,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch will drop these, and has them now
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch says so when it receives one
+@pytest.mark.parametrize("dataset", [Made, Kept])
 @pytest.mark.parametrize("name", BATCHES)
-def test_what_arrives_is_what_torch_sends(name: str) -> None:
-    made = DataLoader(Made(name), 1, num_workers=1, collate_fn=first)
+def test_what_arrives_is_what_torch_sends(name: str, dataset: Callable[[str], Any]) -> None:
+    made = DataLoader(dataset(name), 1, num_workers=1, collate_fn=first)
     expected, got = (next(iter(loader)) for loader in (made, patch_dataloader_to_ddp(made, rank=0, num_replicas=1)))
     assert described(got) == described(BATCHES[name][0]())
     assert described(got) == described(expected) or name == "conjugated"  # torch forgets that
@@ -201,19 +215,21 @@ def test_a_loader_in_another_ones_worker_gives_tensors() -> None:
     assert [int(batch) for batch in DataLoader(Inner(), num_workers=1)] == [1, 5]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_of_any_kind_send_small_batches_by_value(context: str) -> None:
-    loader = patched(Source(6), 2, num_workers=1, persistent_workers=True, multiprocessing_context=context)
+@pytest.mark.parametrize(("dataset", "context"), [(Source(6), "fork"), (Source(6), "spawn"), (range(6), "spawn")])
+def test_workers_of_any_kind_send_small_batches_by_value(dataset: Any, context: str) -> None:
+    loader = patched(dataset, 2, num_workers=1, persistent_workers=True, multiprocessing_context=context)
     epochs = [list(loader) for _ in range(2)]
     assert [[batch.tolist() for batch in epoch] for epoch in epochs] == [[[0, 1], [2, 3], [4, 5]]] * 2
     assert not any(is_shared(batch) for epoch in epochs for batch in epoch)
 
 
-def test_without_workers_nothing_is_sent() -> None:
+@pytest.mark.parametrize("dataset", [Source(3), range(3)])
+def test_without_workers_nothing_is_sent(dataset: Any) -> None:
     batch = torch.arange(4)
 
     def given(_: Any) -> torch.Tensor:
         return batch
 
-    made = DataLoader(Source(3), 3, collate_fn=given)
-    assert next(iter(patch_dataloader_to_ddp(made, rank=0, num_replicas=1))) is batch
+    loader = patched(dataset, 3, collate_fn=given)
+    assert next(iter(loader)) is batch
+    assert loader.collate_fn is given
