@@ -1,11 +1,13 @@
 """A worker sends the main process small batches by value; what arrives is what torch would send."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from quick import soaked
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from zoo import Source
@@ -126,8 +128,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch will drop these, and has them now
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch says so when it receives one
-@pytest.mark.parametrize("dataset", [Made, Kept])
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    ("name", "dataset"), [*product(BATCHES, [Made]), *product(["nested", "one tensor twice", "large"], [Kept])]
+)
 def test_what_arrives_is_what_torch_sends(name: str, dataset: Callable[[str], Any]) -> None:
     made = DataLoader(dataset(name), 1, num_workers=1, collate_fn=first)
     expected, got = (next(iter(loader)) for loader in (made, patch_dataloader_to_ddp(made, rank=0, num_replicas=1)))
@@ -215,7 +218,7 @@ def test_a_loader_in_another_ones_worker_gives_tensors() -> None:
     assert [int(batch) for batch in DataLoader(Inner(), num_workers=1)] == [1, 5]
 
 
-@pytest.mark.parametrize(("dataset", "context"), [(Source(6), "fork"), (Source(6), "spawn"), (range(6), "spawn")])
+@pytest.mark.parametrize(("dataset", "context"), [(range(6), "fork"), (Source(6), "spawn"), soaked(range(6), "spawn")])
 def test_workers_of_any_kind_send_small_batches_by_value(dataset: Any, context: str) -> None:
     loader = patched(dataset, 2, num_workers=1, persistent_workers=True, multiprocessing_context=context)
     epochs = [list(loader) for _ in range(2)]
