@@ -195,11 +195,9 @@ class CollateByValue:
         made = self._collate_fn(samples)
         if os.getpid() == self._process:  # where nothing is sent
             return made
-        return (
-            made._replace(batch=_by_value(made.batch, samples))
-            if type(made) is NotedBatch
-            else _by_value(made, samples)
-        )
+        if type(made) is NotedBatch:
+            return made._replace(batch=_by_value(made.batch, samples))
+        return _by_value(made, samples)
 
 
 def _by_value(batch: Any, samples: Any) -> Any:
@@ -251,7 +249,7 @@ class _TensorByValue:
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # where torch puts tensors
     return values.view(dtype).reshape(shape)
 

@@ -164,6 +164,16 @@ def patched(dataset: Any, batch_size: int | None = 1, **options: Any) -> Any:
     return patch_dataloader_to_ddp(DataLoader(dataset, batch_size, **options), rank=0, num_replicas=1)
 
 
+def test_what_comes_is_on_the_cpu_whatever_the_default_device_is() -> None:
+    batches = iter(patched(Made("empty"), num_workers=1, collate_fn=first))
+    torch.set_default_device("meta")
+    try:
+        devices = [each.device.type for each in next(batches)]
+    finally:
+        torch.set_default_device(None)
+    assert devices == ["cpu", "cpu"]
+
+
 def in_circle(_: Any) -> dict[str, Any]:
     one: dict[str, Any] = {"x": torch.ones(2)}
     one["parts"] = [one]
