@@ -116,11 +116,13 @@ def shown(folder: Path, block: Block) -> list[str]:
 def difference(before: Path, after: Path, block: Block, number: int) -> str | None:
     """Return a program in readable form and what it gives in both trees, alone or after what ran before it.
 
-    None if both give the same now: then it was a chance, such as the moment at which garbage is collected.
+    None if both give the same now, or one of them something else in each run: then it was a chance, such as the moment
+    at which garbage is collected.
     """
     for start in (number, block.start):
-        old, new = (shown(folder, Block(block.seed, start, number + 1)) for folder in (before, after))
-        if old != new or old == DIED:
+        program = Block(block.seed, start, number + 1)
+        (old, new), again = ([shown(folder, program) for folder in (before, after)] for _ in range(2))
+        if (old != new or old == DIED) and [old, new] == again:
             break
     else:
         return None
