@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(*filter(None, texts), sep="\n", flush=True)
                 return 1
             if different:
-                print(f"Differed once, and no longer when run again: {different}", flush=True)
+                print(f"Differed by chance, not in each run: {different}", flush=True)
             covered += found
             done, seconds = ended * BLOCK, time.monotonic() - begun
             print(

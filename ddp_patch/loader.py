@@ -181,7 +181,8 @@ class OwnMethods(HeldByLoader):
     @contextmanager
     def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
         """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
-        if self._sampler is None or "collate_fn" not in vars(loader):
+        iterates_by_torch = self._counts or self._takes_notes
+        if self._sampler is None or not iterates_by_torch or "collate_fn" not in vars(loader):
             yield
             return
         collate_fn = loader.collate_fn
