@@ -1,6 +1,7 @@
 """Patch one loader, several, or all that a call is given: look at it, agree with the other ranks, rebuild it."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,12 +22,12 @@ from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import OneIterator, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
+from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
 from ddp_patch.loaders.to_device import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
-from ddp_patch.ranks.histories import ReadAhead
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
@@ -271,8 +272,10 @@ def patch_each(
     for facts in looked.values():
         tell_if_assumed(facts.sharded_by, stacklevel=4)
     agreed = agree(world, options, subjects, nest)
+    line = script_line(sys._getframe(1))
     patched = []
     for (place, facts), mine in zip(looked.items(), agreed, strict=True):
+        mine = replace(mine, place=f"patched at {line}" + (f" ({place})" if place else ""))
         with error_context(place):
             is_shared = facts.sharded_by is not None
             patched.append(only_moved(facts, device, place_share) if is_shared else shard(facts, mine, place_share))
@@ -332,7 +335,8 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     share_of = _iterable_share if facts.unit is ShardedUnit.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
-    sharded.monitor.set_read_ahead(type(facts.loader).__name__, _read_ahead(facts, ahead), sharded.least_share)
+    readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
+    sharded.note_loader(type(facts.loader).__name__, ahead, readers)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
@@ -386,15 +390,6 @@ def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], M
     if device is None:
         return None, {}
     return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
-
-
-def _read_ahead(facts: LoaderFacts[Any], ahead: int) -> ReadAhead:
-    """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
-    if facts.unit in {ShardedUnit.BATCH, ShardedUnit.UNBATCHED}:
-        return ReadAhead(1, ahead)
-    size = facts.batch_size or 1
-    readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
-    return ReadAhead(size, ahead * size, facts.drop_last and facts.unit is ShardedUnit.SAMPLE, readers)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -62,6 +62,7 @@ class Agreed:
         leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         peers: The ranks whose passes are compared with this one's; None if there are none.
+        place: Where the loader was patched, for errors.
     """
 
     world: World
@@ -70,6 +71,7 @@ class Agreed:
     leader: "Leader | None" = None
     number: int = 0
     peers: Peers | None = None
+    place: str = ""
 
     def plan(self, rank: int) -> Plan:
         """Return the plan that gives a rank its share of the stream."""

@@ -13,7 +13,8 @@ import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.orders.chunks import Chunk, copy_item, draw
-from ddp_patch.orders.fingerprint import Fingerprint, PassFingerprint
+from ddp_patch.orders.digest import Digest
+from ddp_patch.orders.fingerprint import Fingerprint
 from ddp_patch.orders.random_states import distributed_permutation
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import Sizes
@@ -92,7 +93,7 @@ class EpochDrawing(Generic[T]):
         compare_end: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
         balancer: How to balance the stream by cost; None if it is sharded as it comes.
-        fingerprint: The fingerprint of the pass; None if nobody compares it.
+        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
     """
 
     sampler: Iterable[T]
@@ -110,7 +111,7 @@ class EpochDrawing(Generic[T]):
     compare_end: Callable[[int, str], None] | None
     keeps_sizes: bool
     balancer: Balancer | None
-    fingerprint: PassFingerprint | None
+    digest: Digest | None
 
 
 class Stream(Generic[T]):
@@ -161,8 +162,8 @@ class Stream(Generic[T]):
         def on_end(drawn: int) -> None:
             if epoch.compare_end is not None:
                 epoch.compare_end(drawn, running.hexdigest())
-            if epoch.fingerprint is not None:
-                epoch.fingerprint.end(drawn)
+            if epoch.digest is not None:
+                epoch.digest.end()
             found(drawn)
             if skip > plan.largest_share(drawn):
                 raise StateError(
@@ -192,7 +193,7 @@ class Stream(Generic[T]):
             round_size=plan.num_replicas,
             ahead=ahead,
             selection=kept,
-            fingerprint=epoch.fingerprint,
+            digest=epoch.digest,
         )
         self._chunks = _ReadAhead(chunked)
         must_give = epoch.is_one_shot and epoch.has_earlier_pass()

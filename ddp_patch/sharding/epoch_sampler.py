@@ -60,9 +60,8 @@ class EpochSampler(DistributedSampler[T]):
         self._states_prepared = self._persistent_iterator_draws = False
         self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
         options = agreed.options
-        self.monitor: PassMonitor = PassMonitor(
-            agreed.peers, type(self).__name__, shares_may_differ=self.plan.uneven == "keep"
-        )
+        self._loader_name, self._batches_ahead = type(self).__name__, 0
+        self.monitor: PassMonitor = PassMonitor(agreed.peers, slack=int(self.plan.uneven == "keep"))
         self._facts = {
             **facts,
             "uneven": options.uneven,
@@ -90,6 +89,17 @@ class EpochSampler(DistributedSampler[T]):
         self.agreed.verify("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
         self.epochs.begin(epoch)
 
+    def note_loader(self, name: str, batches_ahead: int, readers: int) -> None:
+        """Record which loader this is put into, before its first pass.
+
+        Args:
+            name: The loader's class.
+            batches_ahead: How many batches its workers fetch before they are taken.
+            readers: How many workers may each read a part, of which one rank may get an item more than another.
+        """
+        self._loader_name, self._batches_ahead = name, batches_ahead
+        self.monitor.name_loader(f"{name} {self.agreed.place}".rstrip(), readers)
+
     def __getstate__(self) -> dict[str, Any]:
         # A running pass cannot be copied.
         return {**self.__dict__, "latest": None}
@@ -107,7 +117,7 @@ class EpochSampler(DistributedSampler[T]):
         Raises:
             StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
         """
-        self._require_no_failure(loader)
+        self._require_no_failure()
         if not self._sampler_states.holds(loader.generator):
             # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
             return one_at_a_time() if self.agreed.leader is None else nullcontext()
@@ -120,11 +130,11 @@ class EpochSampler(DistributedSampler[T]):
             self._states_prepared, self._iterator_generator = True, loader.generator
         return self._sampler_states.drawing()
 
-    def _require_no_failure(self, loader: DataLoader[Any]) -> None:
+    def _require_no_failure(self) -> None:
         current = self.latest
         if current is not None and current.has_failed and self.position is None and self.monitor.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
-                f"Iterating the {type(loader).__name__} again: its pass over epoch {current.epoch} ended by an error, "
+                f"Iterating the {self._loader_name} again: its pass over epoch {current.epoch} ended by an error, "
                 f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
                 "new pass would begin on this rank alone: the rest of its shard of that epoch would be lost, and "
                 "the ranks' steps would not match. Correct what raised the error, and let it end the training: all "
@@ -156,7 +166,13 @@ class EpochSampler(DistributedSampler[T]):
         """Return what all passes have in common."""
         batching = self._loader_batching or batching
         return PassContext(
-            self.plan, batching, self._batch_plan, self._sampler_states, self.monitor, self._length_if_any
+            self.plan,
+            batching,
+            self._batch_plan,
+            self._sampler_states,
+            self.monitor,
+            self._batches_ahead,
+            self._length_if_any,
         )
 
     def _stream_length(self, epoch: int) -> int:
@@ -168,11 +184,6 @@ class EpochSampler(DistributedSampler[T]):
             return self._stream_length(epoch)
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
-
-    def least_share(self) -> int | None:
-        """Return how many items the smallest share of the upcoming epoch has; None if that is not known."""
-        length = self._length_if_any(self.epochs.upcoming)
-        return None if length is None else self.plan.smallest_share(length)
 
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
@@ -228,7 +239,7 @@ class EpochSampler(DistributedSampler[T]):
         self._finish_latest()
         self.latest = None
         self._set_epoch_calls, self._epoch_was_set, self._states_prepared = self._set_epoch_calls + 1, True, False
-        self.monitor.choose()
+        self.monitor.choose_epoch()
         self.epochs.set(number)
 
     def _finish_latest(self) -> None:
@@ -361,6 +372,7 @@ class EpochSampler(DistributedSampler[T]):
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)
         self.latest = None
+        self.monitor.restore()
         # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
         self._sampler_states.restore_epoch(position.epoch + position.ended, position.sampler_snapshot)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before

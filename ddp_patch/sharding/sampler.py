@@ -15,7 +15,7 @@ from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import IterationState
-from ddp_patch.orders.fingerprint import PassFingerprint
+from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, generators_restored, random_generators, torch_generators
 from ddp_patch.orders.orders import (
     InOrder,
@@ -29,7 +29,6 @@ from ddp_patch.orders.orders import (
 from ddp_patch.orders.random_states import GlobalState, PrivateRNG, epoch_generator, epoch_states
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, BatchDivider
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
@@ -68,7 +67,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._shuffles = shuffle
         self._batching, self._balancer = batching, balancer
         if not shuffle and balancer is None and is_always_alike(self._wrapped_sampler):
-            self.monitor.ignore_epochs()
+            self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
         self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
@@ -217,6 +216,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._nested_epochs.tell(self.epochs.upcoming)
 
     def __iter__(self) -> Iterator[T]:
+        self._require_no_failure()
         # Somebody may have set the epoch of a nested sampler, past this one.
         if (epoch := self._nested_epochs.set_by_user()) is not None:
             self.set_epoch(epoch)
@@ -252,8 +252,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             self._begin_sampler_states()
             start = Position(number, sampler_snapshot=self.sampler_snapshot())
         is_empty, options = self._is_empty(start), self.agreed.options
-        fingerprint = PassFingerprint() if self.monitor.is_on else None
-        source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, fingerprint)
+        # Under a leader one rank draws for all, so there is nothing to compare.
+        digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
+        source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, digest)
         self.latest = current = SamplerPass(
             start,
             self._pass_context(self._batching),
@@ -261,19 +262,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._batch_plan is not None else None,
             divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, options.costs),
             on_length_known=partial(self._require_steps, start),
-            note=None if fingerprint is None else partial(self._notes, fingerprint),
+            digest=digest,
         )
         if is_empty:
             current.end()
             self.epochs.begin(number)
             self.position = None
         return current
-
-    def _notes(self, fingerprint: PassFingerprint, current: Pass[T]) -> PassNotes:
-        """Return what is noted of a pass, for the ranks to compare."""
-        return PassNotes(
-            self._name, current.epoch, current.begins_at, current.skip, fingerprint, self._rows, current.progress
-        )
 
     def _generators_of_torchs(self) -> list[torch.Generator]:
         return torch_generators(holder for holder in self._sampler_states.holders if is_torch_sampler(holder))
@@ -319,7 +314,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if current.ends_within(self._batching.size):
             self._sampler_states.end(current.epoch)
 
-    def _chosen_source(self, start: Position, fingerprint: PassFingerprint | None) -> ItemSource[T]:
+    def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
         options, leader = self.agreed.options, self.agreed.leader
         private_generator = epoch_generator(options, self.agreed.seed, start.epoch)
@@ -341,8 +336,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             compare_end=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self._keeps_sizes and self._batch_plan is None,
             balancer=self._balancer,
-            # With verify=True, all of it is compared at the end, where every rank raises.
-            fingerprint=fingerprint if leader is None and not options.verify else None,
+            digest=digest,
         )
         is_looked_up = self._is_looked_up()
         has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.consumed_before)

@@ -54,6 +54,7 @@ class StreamPass(Pass[None]):
         super().__init__(start, context)
         self._on_loop_end = on_loop_end
         self.rounds: BalancedRounds | None = None
+        self._splits_itself = worker.splits_itself
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
@@ -75,9 +76,16 @@ class StreamPass(Pass[None]):
         self._on_loop_end()
 
     @property
-    def is_comparable(self) -> bool:
-        """Whether ranks take equally much; they do where each reads the whole dataset."""
-        return not self._worker.splits_itself
+    def has_own_length(self) -> bool:
+        """Whether other ranks may have more or fewer batches: where a dataset splits itself, and all are kept.
+
+        Where nobody counts batches, more is asked for than there is once a worker has come to the end.
+        """
+        return (self._splits_itself and self._plan.uneven == "keep") or self.batches_delivered is None
+
+    @property
+    def _is_open_ended(self) -> bool:
+        return not self._splits_itself and super()._is_open_ended
 
     @property
     def likely_length(self) -> int | None:
@@ -131,7 +139,7 @@ class StreamPass(Pass[None]):
     @property
     def is_in_parts(self) -> bool:
         """Whether several workers read a part each; False while that is unknown."""
-        return self.is_comparable and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
+        return not self._splits_itself and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
 
     @property
     def resumed_elsewhere(self) -> int:
@@ -201,7 +209,7 @@ class StreamPass(Pass[None]):
         position = super().position_after(batches)
         if not batches:
             return replace(position, parts=self.start.parts, stream_snapshots=self.start.stream_snapshots)
-        if not self.is_comparable:
+        if self._splits_itself:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         if self.resumed_elsewhere:
             raise StateError(

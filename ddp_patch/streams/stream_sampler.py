@@ -128,6 +128,7 @@ class StreamSampler(EpochSampler[None]):
             self.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[None]:
+        self._require_no_failure()
         self._follow_dataset()
         self._iterated = self.epochs.upcoming
         return self._indices() if self._batch_plan is None else compress(self._indices(), cycle(self._takes))
