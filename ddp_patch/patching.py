@@ -15,12 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED
-from ddp_patch.compat.private_torch import MAKE_ITERATOR
+from ddp_patch.compat.private_torch import (
+    MAKE_ITERATOR,
+    has_own_iteration,
+    has_own_iterators,
+    torchdata_batch_sampler,
+)
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, device_here
 from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
-from ddp_patch.loaders.copying import OneIterator, copy_loader
+from ddp_patch.loaders.copying import METHODS, OneIterator, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
@@ -28,6 +33,7 @@ from ddp_patch.loaders.to_device import ON_DEVICE, Mover, copies_ahead, device_f
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
@@ -43,6 +49,7 @@ __all__ = [
     "patch_each",
     "require_device",
     "shard",
+    "watched",
 ]
 
 
@@ -278,7 +285,7 @@ def patch_each(
         mine = replace(mine, place=f"patched at {line}" + (f" ({place})" if place else ""))
         with error_context(place):
             is_shared = facts.sharded_by is not None
-            patched.append(only_moved(facts, device, place_share) if is_shared else shard(facts, mine, place_share))
+            patched.append(watched(facts, mine, device, place_share) if is_shared else shard(facts, mine, place_share))
     return patched
 
 
@@ -382,6 +389,43 @@ def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callab
     if facts.repeater is not None:
         vars(moved).update(dict.fromkeys(facts.running, OneIterator(moved)))
     return moved
+
+
+def watched(
+    facts: LoaderFacts[L], agreed: Agreed, device: torch.device | None, place: Callable[..., L] = copy_loader
+) -> L:
+    """Return a copy of a loader that is sharded already, whose passes are compared with the other ranks'.
+
+    Where there are none, or its iterators are not torch's, it is as ``only_moved`` returns it. Other attributes than
+    the method that makes its iterators stay the same.
+
+    Args:
+        facts: The loader.
+        agreed: What the ranks agreed on.
+        device: Which device; None if batches stay where they are.
+        place: As in ``shard``.
+    """
+    loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
+    is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)
+    is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind) and torchdata_batch_sampler(kind) is None
+    if agreed.peers is None or is_compared or not is_torchs:
+        return only_moved(facts, device, place)
+    monitor = PassMonitor(agreed.peers)
+    monitor.let_epochs_be_alike()
+    monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
+    monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
+    make_mover, on_device = _mover_of(facts, Options(device=device))
+    clone = place(loader, **on_device)
+    OwnMethods(clone, None, make_mover=make_mover, monitor=monitor)
+    return clone
+
+
+def _why_parts_overlap(name: str) -> str:
+    return (
+        f"The loader counts as sharded already by {name}. If {name} gives every rank the same, say is_ddp_aware = "
+        "False in its class, and this package shards it. Else give it this rank, the number of ranks, and the same "
+        "seed on every rank."
+    )
 
 
 def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Compare the ranks' logs of a loader: always on, and without waiting."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.ranks.log import Difference, Entry, Log, LoggedPass, Marks, Progress, Record, State
+from ddp_patch.ranks.first_items import FirstItems
+from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Record
 from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
 from ddp_patch.ranks.mismatches import Parties, mismatch_text
 
@@ -54,6 +55,7 @@ class PassMonitor:
         self._thread = get_ident()
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._step_due_s = self._first_step_s = 0.0
+        self._first_items: FirstItems | None = None
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -71,6 +73,20 @@ class PassMonitor:
     def let_epochs_be_alike(self) -> None:
         """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
         self._log.has_one_order = True
+
+    def expect_parts(self, why: Callable[[], str]) -> None:
+        """Let ranks have nothing in common among their first samples: each has a part of the data.
+
+        Args:
+            why: Says why samples may be the same, and what to do.
+        """
+        if self._peers is not None:
+            self._first_items = FirstItems(self._peers, why)
+
+    def note_batch(self, batch: Any) -> None:
+        """Record a batch of this rank's part of the data."""
+        if self._first_items is not None:
+            self._first_items.add(batch)
 
     def choose_epoch(self) -> None:
         """Record that the user chose the epoch that comes next."""
@@ -96,6 +112,8 @@ class PassMonitor:
         begun = LoggedPass(epoch, begins_at, told, digest, others)
         if self.is_on:
             self._log.begin(begun)
+        if self._first_items is not None:
+            self._first_items.begin()
         return begun
 
     @property
@@ -129,6 +147,8 @@ class PassMonitor:
         if self._comparisons >= _FREE and began_s - self._ended_s < times * self._cost_s:
             return
         self._exchange(self._mailbox, self._peers)
+        if self._first_items is not None:
+            self._first_items.compare(self._name, at_end=at_end)
         self._ended_s = perf_counter()
         self._comparisons, self._cost_s = self._comparisons + 1, self._ended_s - began_s
 
