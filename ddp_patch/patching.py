@@ -23,12 +23,13 @@ from ddp_patch.compat.private_torch import (
 )
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, device_here
-from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
+from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning, StreamLengthWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import METHODS, OneIterator, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.loaders.to_device import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
@@ -355,7 +356,25 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
+    if facts.unit is not ShardedUnit.ITERABLE:
+        _warn_of_own_length(patched, sharded)
     return patched
+
+
+def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> None:
+    """Warn if a loader's class computes a length of its own that is not that of its share."""
+    kind = type(loader)
+    if kind.__len__ is DataLoader.__len__ or torchdata_batch_sampler(kind) is not None:
+        return
+    says, has = length_of(loader, ()), sharded.batches_in_epoch()
+    if None not in {says, has} and says != has:
+        warnings.warn(
+            f"len() of the {kind.__name__} says {says} after the patch, and each rank gets {has} batches: its class "
+            "computes a length of its own. All batches come, but schedules and progress bars that use len() are wrong. "
+            f"Leave __len__ out of {kind.__name__}, or compute it from len(self.batch_sampler).",
+            StreamLengthWarning,
+            stacklevel=5,
+        )
 
 
 def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:

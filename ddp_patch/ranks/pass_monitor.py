@@ -56,6 +56,8 @@ class PassMonitor:
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._step_due_s = self._first_step_s = 0.0
         self._first_items: FirstItems | None = None
+        if self._mailbox is not None:
+            self._mailbox.post(self._log.record().to_text())
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:

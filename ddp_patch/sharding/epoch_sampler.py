@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
@@ -41,6 +41,7 @@ class EpochSampler(DistributedSampler[T]):
     """
 
     is_ddp_aware: bool = True
+    _batching: Batching = ONE_PER_STEP
 
     def __init__(self, agreed: Agreed, sampler_states: SamplerStates, facts: Mapping[str, object]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
@@ -162,12 +163,11 @@ class EpochSampler(DistributedSampler[T]):
         """Return what the samplers hold now."""
         return self._sampler_states.snapshot()
 
-    def _pass_context(self, batching: Batching) -> PassContext:
+    def _pass_context(self) -> PassContext:
         """Return what all passes have in common."""
-        batching = self._loader_batching or batching
         return PassContext(
             self.plan,
-            batching,
+            self._loader_batching or self._batching,
             self._batch_plan,
             self._sampler_states,
             self.monitor,
@@ -184,6 +184,12 @@ class EpochSampler(DistributedSampler[T]):
             return self._stream_length(epoch)
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
+
+    def batches_in_epoch(self) -> int | None:
+        """Return how many batches this rank's share of the upcoming epoch has; None if that is not known."""
+        length = self._length_if_any(self.epochs.upcoming)
+        batching = self._loader_batching or self._batching
+        return None if length is None else batching.count(len(self.plan.share(length)))
 
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""

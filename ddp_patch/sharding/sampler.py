@@ -72,7 +72,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._rows = stream.rows
         self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
         self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
-        self._nested_epochs = NestedEpochs(self._wrapped_sampler)
+        self._nested_epochs = NestedEpochs(self._wrapped_sampler, stream.counts_epochs)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
         self._known_end: dict[str, object] = {}
@@ -257,7 +257,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, digest)
         self.latest = current = SamplerPass(
             start,
-            self._pass_context(self._batching),
+            self._pass_context(),
             source,
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._batch_plan is not None else None,
             divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, options.costs),

@@ -154,7 +154,7 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         start = self.position or self._start_of_epoch(epoch)
         on_loop_end = partial(self._finish, start, number, perf_counter())
-        current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, on_loop_end)
+        current = StreamPass(start, self._pass_context(), self.worker, number, self._ahead, on_loop_end)
         if start.is_within_pass:
             self._sampler_states.restore_generators(
                 start.sampler_snapshot.generators
