@@ -363,7 +363,6 @@ def test_ranks_that_are_seeded_differently_go_on_with_one_seed() -> None:
 
 def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     def run_with(chosen: OneProcessOptions, body: Callable[[Any, Any], Any]) -> Any:
-
         torch.manual_seed(0)
         with running(Patterns(), {}, replace(chosen, mode=Mode.ONE_PROCESS)) as summary:
             result = body(random_loader(11, 2, batch_size=4), nn.Linear(2, 1, dtype=torch.float64))
