@@ -151,8 +151,7 @@ class OwnMethods(HeldByLoader):
     def _is_resumable(self, loader: DataLoader[Any]) -> bool:
         """Return whether a loader can have states, and its class has none already."""
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        is_seeded = self._sampler is not None and self._sampler.agreed.options.order != "ambient"
-        return in_order and is_seeded and not any(hasattr(loader, name) for name in _STATEFUL)
+        return in_order and self._sampler is not None and not any(hasattr(loader, name) for name in _STATEFUL)
 
     def _attach(self, loader: DataLoader[Any]) -> None:
         methods = {

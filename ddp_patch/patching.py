@@ -110,7 +110,6 @@ def patch_dataloader_to_ddp(
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
-    verify: bool = False,
     timeout: float | timedelta = 300.0,
 ) -> Any:
     """Shard a finished loader: return a copy that gives this rank its part, with your sampler intact.
@@ -123,9 +122,9 @@ def patch_dataloader_to_ddp(
     in whole batches. ``share`` changes that.
 
     After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; where an
-    epoch begins, with ``verify=True`` or under a leader; and in steps with ``share="by_worker"``. Else they compare
-    their passes through the process group's store without waiting, but for a second, or two steps if these take longer,
-    at the end of a stream of unknown length.
+    epoch begins under a leader; and in steps with ``share="by_worker"``. Else they compare their passes through the
+    process group's store without waiting, but for a second, or two steps if these take longer, at the end of a stream
+    of unknown length.
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
@@ -172,9 +171,8 @@ def patch_dataloader_to_ddp(
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
             first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch and sends
-            every rank its share. ``"ambient"`` lets samplers use the global random states, for ranks that are seeded
-            alike. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From then on it draws
-            what it would in one process. ``"scalable"`` computes the order of a shuffled loader
+            every rank its share. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From
+            then on it draws what it would in one process. ``"scalable"`` computes the order of a shuffled loader
             (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
             computes only its share. The first batch then takes constant time and memory for any number of samples. The
             order differs from torch's.
@@ -184,8 +182,6 @@ def patch_dataloader_to_ddp(
         rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
             other.
         num_replicas: The number of ranks of an explicit world.
-        verify: Compare epoch, seed and position between the ranks when an epoch begins, and what they drew when it
-            ends.
         timeout: How long the ranks wait for each other, now and later: seconds, or a ``timedelta``.
 
     Returns:

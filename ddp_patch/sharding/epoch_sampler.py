@@ -85,11 +85,6 @@ class EpochSampler(DistributedSampler[T]):
         """The number of ranks, by ``DistributedSampler``'s name."""
         return self.agreed.world.num_replicas
 
-    def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """Begin an epoch; with ``verify=True``, first check that all ranks begin the same one."""
-        self.agreed.verify("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
-        self.epochs.begin(epoch)
-
     def note_loader(self, name: str, batches_ahead: int, readers: int) -> None:
         """Record which loader this is put into, before its first pass.
 
@@ -304,7 +299,6 @@ class EpochSampler(DistributedSampler[T]):
             InvalidOptionError: The pass has not yielded that many.
             StateError: The order depends on something that no state holds.
         """
-        self.require_states("told")
         current = self.current_pass
         given = 0 if current is None else current.batches
         if self.has_one_iterator and batches != given:
@@ -351,7 +345,6 @@ class EpochSampler(DistributedSampler[T]):
 
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
-        self.require_states("restored")
         position = read_state(state, self._loader_facts(None), self.agreed.seed, self._sampler_states.holders)
         seed = self.seed if position.seed is None else position.seed
         with self.agreed.seed.tried(seed):  # a length may follow from it
@@ -383,11 +376,3 @@ class EpochSampler(DistributedSampler[T]):
         self._sampler_states.restore_epoch(position.epoch + position.ended, position.sampler_snapshot)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest
-
-    def require_states(self, what: str) -> None:
-        """Raise StateError if no state can describe the order."""
-        if self.agreed.options.order == "ambient":
-            raise StateError(
-                f"A state cannot be {what} with order='ambient': the order then follows from the global random "
-                "states, which training changes. Use order='auto' or 'seeded'."
-            )

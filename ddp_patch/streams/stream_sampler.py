@@ -75,17 +75,15 @@ class StreamSampler(EpochSampler[None]):
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
         first_items, marks = None, None
         if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
-            first_items = FirstItems(shared.readers)
-            # With verify=True all is compared at the end, where every rank raises.
-            marks = None if agreed.options.verify else MarksInMemory(shared.readers)
+            first_items, marks = FirstItems(shared.readers), MarksInMemory(shared.readers)
             guard = StreamMonitor(
                 peers,
                 given.dataset,
                 first_items.passes,
-                dict if marks is None else marks.passes,
+                marks.passes,
                 first_items.settle,
                 shared.is_one_stream,
-                "" if marks is None else held_by(given.dataset),
+                held_by(given.dataset),
             )
             self.monitor.also_compare(guard.compare)
         self.worker: StreamWorker[Any] = StreamWorker(
@@ -159,8 +157,7 @@ class StreamSampler(EpochSampler[None]):
             self._sampler_states.restore_generators(
                 start.sampler_snapshot.generators
             )  # a loader may have drawn from them since
-        # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
-        self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
+        self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         for items_read in (self.worker.first_items, self.worker.marks):
             if items_read is not None:
@@ -177,9 +174,7 @@ class StreamSampler(EpochSampler[None]):
             self.worker.forget(number)
 
     def _finish(self, start: Position, number: int, began_s: float) -> None:
-        """Compare what workers drew, with ``verify=True``; say once what would be faster."""
-        if self.plan.uneven != "keep":  # the loops of all ranks see the end at the same step
-            self.agreed.verify("Ending an epoch", {"epoch": start.epoch}, self.worker.shared.facts(number))
+        """Say once what would be faster."""
         if not self._has_advised and self.rank == 0 and start.is_at_epoch_start:
             self._has_advised = True
             if (advice := self._advice(number, perf_counter() - began_s)) is not None:
