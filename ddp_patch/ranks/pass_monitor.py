@@ -24,7 +24,7 @@ from ddp_patch.ranks.histories import (
     pass_mismatch,
 )
 from ddp_patch.ranks.mailbox import Mailbox, Peers, StepCounts
-from ddp_patch.ranks.stream_monitor import ONE_STREAM
+from ddp_patch.ranks.remedies import ONE_STREAM
 
 __all__ = ["NotesMismatch", "PassMonitor", "PassNotes", "notes_mismatch"]
 

@@ -17,6 +17,7 @@ from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.sharding.saved_position import BatchNote, PartsConsumed, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
+from ddp_patch.streams.stream_marks import StreamDigest
 
 __all__ = ["StreamPass"]
 
@@ -37,9 +38,11 @@ class StreamPass(Pass[None]):
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
         on_loop_end: Called when the loop has seen the end.
+        on_first_batch: Called with the digest, if there is one, when the loop was given a batch.
 
     Attributes:
         rounds: What it has given, if ranks send each other batches.
+        digest: The digest of what is read of it; None if ranks do not compare that.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class StreamPass(Pass[None]):
         number: int,
         ahead: int,
         on_loop_end: Callable[[], object],
+        on_first_batch: Callable[[StreamDigest], object],
     ) -> None:
         super().__init__(start, context)
-        self._on_loop_end = on_loop_end
+        self._on_loop_end, self._on_first_batch = on_loop_end, on_first_batch
+        self.digest: StreamDigest | None = None if worker.marks is None else worker.marks.of_pass(number)
         self.rounds: BalancedRounds | None = None
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
@@ -62,6 +67,8 @@ class StreamPass(Pass[None]):
     def deliver(self, note: BatchNote | None = None) -> None:
         """Record that the loop was given a batch; see ``Pass``."""
         super().deliver(note)
+        if self.batches_delivered == 1 and self.digest is not None:
+            self._on_first_batch(self.digest)
         if note is None:
             return
         if note.first is not None or note.initial_state is not None:

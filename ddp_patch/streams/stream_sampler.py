@@ -1,6 +1,8 @@
 """The sampler of a sharded stream: None instead of indices, and what came of them."""
 
 import logging
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -8,21 +10,27 @@ from functools import partial
 from itertools import chain, compress, cycle
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import StateError
+from ddp_patch.compat.packages import order_remedy
+from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
+from ddp_patch.orders.digest import END, Mark
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.stream_monitor import StreamMonitor
+from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.ranks.mailbox import Mailbox, Peers
+from ddp_patch.ranks.remedies import ONE_STREAM, SEED
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
 from ddp_patch.streams.reading import can_snapshot
-from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
+from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.stream_marks import StreamDigest, StreamMarks
 from ddp_patch.streams.stream_pass import StreamPass
 
 __all__ = ["StreamSampler", "faster_by_worker"]
@@ -36,6 +44,71 @@ def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> st
         f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
         "share='by_worker' would read each item once."
     )
+
+
+class _Comparer:
+    """Compares the digests of a rank's latest passes with the other ranks'.
+
+    Args:
+        peers: Who they are.
+        sampler: The stream's.
+    """
+
+    def __init__(self, peers: Peers, sampler: "StreamSampler") -> None:
+        self._rank, self._sampler = peers.rank, ref(sampler)
+        self._began = f"Iterating the loader that was patched as number {peers.number}"
+        self._mailbox: Mailbox[tuple[str, bool, dict[str, Mark]]] = Mailbox(peers, "orders")
+        self._digests: dict[str, StreamDigest | Mark] = {}
+        self._whole: Counter[str] = Counter()
+
+    def begin(self, digest: StreamDigest, name: str) -> None:
+        """Record that a pass begins, and what all ranks call it."""
+        for known, before in self._digests.items():
+            if known.startswith(f"{name} (") and _latest(before, END):
+                self._whole[name] = max(self._whole[name], int(known.removeprefix(f"{name} (")[:-1]) + 1)
+        for known, before in list(self._digests.items())[:-1]:
+            if isinstance(before, StreamDigest):
+                self._digests[known] = before.latest or Mark(0, 0)
+        self._digests[f"{name} ({self._whole[name]})"] = digest
+        self._digests = dict(list(self._digests.items())[-16:])
+
+    def compare(self, at_end: bool = True) -> None:
+        """Leave the latest marks, and compare with what the others have left by now."""
+        if (sampler := self._sampler()) is None:
+            return
+        asked, name = False, sampler.worker.name
+        for digest in self._digests.values():
+            asked = asked or (isinstance(digest, StreamDigest) and digest.asked_rank)
+            if isinstance(digest, StreamDigest) and (found := digest.workers_differ()) is not None:
+                raise RankMismatchError(
+                    f"{self._began}: worker 0 and worker {found[1]}, both of rank {self._rank}, read the stream of "
+                    f"{name} in different orders: they differ within the first {found[0]} items. Samples would be "
+                    f"lost. {sampler.why_streams_differ(asked_rank=False, held_differs=False)}"
+                )
+        mine = {known: mark for known, digest in self._digests.items() if (mark := _latest(digest))}
+        left = self._mailbox.post_and_read((sampler.held, asked, mine))
+        for rank, (held, has_asked, theirs) in left.items():
+            for known, mark in theirs.items():
+                value = None if known not in self._digests else _at(self._digests[known], mark[0])
+                if value not in {None, mark[1]}:
+                    why = sampler.why_streams_differ(asked_rank=asked or has_asked, held_differs=held != sampler.held)
+                    where = "by their ends" if mark[0] == END else f"within the first {mark[0]} items"
+                    raise RankMismatchError(
+                        f"{self._began}: rank {self._rank} and {ranks_text([rank])} read different streams of {name}: "
+                        f"in {known.rpartition(' (')[0]} they differ {where}. Each rank keeps its shard of what should "
+                        f"be one stream, so samples would be lost. {why}"
+                    )
+
+
+def _latest(digest: StreamDigest | Mark, count: int | None = None) -> Mark | None:
+    mark = digest.latest if isinstance(digest, StreamDigest) else digest
+    return mark if mark is not None and count in {None, mark.count} else None
+
+
+def _at(digest: StreamDigest | Mark, count: int) -> int | None:
+    if isinstance(digest, StreamDigest):
+        return digest.at(count)
+    return digest.value if digest.count == count else None
 
 
 class StreamSampler(EpochSampler[None]):
@@ -52,6 +125,7 @@ class StreamSampler(EpochSampler[None]):
     Attributes:
         worker: What reads the stream; the loader's workers have copies of it.
         dataset: The sharded dataset.
+        held: A fingerprint of what the user's dataset held at the patch.
     """
 
     latest: StreamPass | None
@@ -73,21 +147,9 @@ class StreamSampler(EpochSampler[None]):
         is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
         keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
-        first_items, marks = None, None
+        marks, self.held = None, ""
         if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
-            first_items = FirstItems(shared.readers)
-            # With verify=True all is compared at the end, where every rank raises.
-            marks = None if agreed.options.verify else MarksInMemory(shared.readers)
-            guard = StreamMonitor(
-                peers,
-                given.dataset,
-                first_items.passes,
-                dict if marks is None else marks.passes,
-                first_items.settle,
-                shared.is_one_stream,
-                "" if marks is None else held_by(given.dataset),
-            )
-            self.monitor.also_compare(guard.compare)
+            marks, self.held = StreamMarks(shared), held_by(given.dataset)
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,
@@ -96,14 +158,17 @@ class StreamSampler(EpochSampler[None]):
             given.batching,
             shared,
             batch_plan=agreed.batch_plan,
-            first_items=first_items,
             marks=marks,
             is_kept=is_kept,
         )
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
+        self._comparer = None if marks is None or peers is None else _Comparer(peers, self)
+        if self._comparer is not None:
+            self.monitor.also_compare(self._comparer.compare)
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         self._dataset_epoch = DatasetEpoch(given.dataset)
         self._has_advised = self._batch_plan is not None  # which by_worker cannot do
+        self._has_warned = False
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -153,7 +218,15 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         start = self.position or self._start_of_epoch(epoch)
         on_loop_end = partial(self._finish, start, number, perf_counter())
-        current = StreamPass(start, self._pass_context(self._batching), self.worker, number, self._ahead, on_loop_end)
+        current = StreamPass(
+            start,
+            self._pass_context(self._batching),
+            self.worker,
+            number,
+            self._ahead,
+            on_loop_end,
+            self._say_if_unnamed,
+        )
         if start.is_within_pass:
             self._sampler_states.restore_generators(
                 start.sampler_snapshot.generators
@@ -161,9 +234,10 @@ class StreamSampler(EpochSampler[None]):
         # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
         self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
         self.worker.shared.begin(number, epoch)
-        for items_read in (self.worker.first_items, self.worker.marks):
-            if items_read is not None:
-                items_read.begin(number, f"epoch {epoch} from {current.begins_at}")
+        if self.worker.marks is not None:
+            self.worker.marks.begin(number)
+        if self._comparer is not None and current.digest is not None:
+            self._comparer.begin(current.digest, f"epoch {epoch} from {current.begins_at}")
         if self.position is None:
             self.worker.forget()
         self.latest, self.position = current, None
@@ -174,6 +248,47 @@ class StreamSampler(EpochSampler[None]):
             yield from chain.from_iterable(current.runs())
         finally:
             self.worker.forget(number)
+
+    def _say_if_unnamed(self, digest: StreamDigest) -> None:
+        """Say once, on one rank, that the ranks cannot compare the items that were read.
+
+        Warns:
+            StreamOrderWarning: None of them has a name.
+        """
+        if self._has_warned or self.rank or not digest.is_unnamed:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"The ranks cannot compare in which order they read {self.worker.name}: its items have no string and no "
+            "whole number that names them, and tensors and floats may be augmented. If each rank reads its own order, "
+            f"samples are lost. {order_remedy(self.worker.dataset) or SEED}. To let the ranks compare, give each item "
+            "a string or a whole number that names it. If they read one order, ignore this StreamOrderWarning.",
+            StreamOrderWarning,
+            stacklevel=2,
+        )
+
+    def why_streams_differ(self, *, asked_rank: bool, held_differs: bool) -> str:
+        """Return what may cause that ranks read different streams, and what to do.
+
+        Args:
+            asked_rank: Whether the dataset of one of them asked which rank it is on.
+            held_differs: Whether their datasets held different things at the patch.
+        """
+        name, remedy = self.worker.name, order_remedy(self.worker.dataset) or SEED
+        seen = "asked which rank it is on while it was read or its worker was prepared" if asked_rank else ""
+        if held_differs and not asked_rank:
+            seen = "holds something else on each rank since it was made"
+        by_worker = " Or use share='by_worker', where each worker reads a part of its own."
+        is_in_parts = self.latest is not None and self.latest.is_in_parts  # it asks for its worker
+        causes = [
+            f"{name} {seen}. If it is sharded already, and gives each rank other samples, let it give every rank "
+            f"everything, or say is_ddp_aware = True in its class, and its loader is returned unchanged."
+            if seen
+            else "",
+            f"{'If it only shuffles: ' if seen else ''}{remedy}.",
+            f"{ONE_STREAM}{by_worker if is_in_parts else ''}",
+        ]
+        return " ".join(filter(None, causes))
 
     def _finish(self, start: Position, number: int, began_s: float) -> None:
         """Compare what workers drew, with ``verify=True``; say once what would be faster."""
