@@ -92,7 +92,7 @@ class _Comparer:
                 value = None if known not in self._digests else _at(self._digests[known], mark[0])
                 if value not in {None, mark[1]}:
                     why = sampler.why_streams_differ(asked_rank=asked or has_asked, held_differs=held != sampler.held)
-                    where = "by their ends" if mark[0] == END else f"within the first {mark[0]} items"
+                    where = "before they end" if mark[0] == END else f"within the first {mark[0]} items"
                     raise RankMismatchError(
                         f"{self._began}: rank {self._rank} and {ranks_text([rank])} read different streams of {name}: "
                         f"in {known.rpartition(' (')[0]} they differ {where}. Each rank keeps its shard of what should "
@@ -281,8 +281,8 @@ class StreamSampler(EpochSampler[None]):
         by_worker = " Or use share='by_worker', where each worker reads a part of its own."
         is_in_parts = self.latest is not None and self.latest.is_in_parts  # it asks for its worker
         causes = [
-            f"{name} {seen}. If it is sharded already, and gives each rank other samples, let it give every rank "
-            f"everything, or say is_ddp_aware = True in its class, and its loader is returned unchanged."
+            f"{name} {seen}. Set is_ddp_aware = True in its class if it is sharded already, so that each rank gets other "
+            "samples: its loader is then returned unchanged. Or let it give every rank everything."
             if seen
             else "",
             f"{'If it only shuffles: ' if seen else ''}{remedy}.",
