@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import order_remedy
+from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
@@ -287,6 +287,8 @@ class StreamSampler(EpochSampler[None]):
             else "",
             f"{'If it only shuffles: ' if seen else ''}{remedy}.",
             f"{ONE_STREAM}{by_worker if is_in_parts else ''}",
+            "If only augmentation differs, seed it alike, or give items a string that names them: numbers are then not "
+            f"compared, and nothing else of a dict with the key {SAMPLE_KEY!r}.",
         ]
         return " ".join(filter(None, causes))
 
