@@ -57,7 +57,7 @@ def name_of(item: Any) -> bytes | None:
         if item is None or (kind in _EMPTY and not item):
             return b""
         found = _Found()
-        _find(item[SAMPLE_KEY] if kind is dict and SAMPLE_KEY in item else item, found)
+        _find(item, found)
     except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
         return None
     parts = found.names or found.numbers
@@ -68,7 +68,7 @@ def _find(value: Any, found: _Found) -> None:
     """Add the names and numbers in a value, in an order that is the same in every process."""
     kind = type(value)
     if kind is dict:
-        _find_in(map(value.__getitem__, _sorted(value)), found)
+        _find_in_mapping(value, found)
     elif kind is tuple or kind is list:
         _find_in_list(value, found)
     else:
@@ -91,12 +91,15 @@ def _find_in(values: Any, found: _Found) -> None:
             _find(value, found)
 
 
-def _sorted(mapping: Mapping[Any, Any]) -> list[Any]:
-    """Return a mapping's keys in an order that does not depend on the process, as that of a set of keys does."""
+def _find_in_mapping(mapping: Mapping[Any, Any], found: _Found) -> None:
+    if SAMPLE_KEY in mapping:
+        _find(mapping[SAMPLE_KEY], found)
+        return
     try:
-        return sorted(mapping)
-    except TypeError:  # keys of several types
-        return sorted(mapping, key=repr)
+        keys = sorted(mapping)  # their own order may depend on the process, as that of a set does
+    except TypeError:  # they are of several types
+        keys = sorted(mapping, key=repr)
+    _find_in(map(mapping.__getitem__, keys), found)
 
 
 def _find_in_list(value: Sequence[Any], found: _Found) -> None:
@@ -135,9 +138,7 @@ def _find_other(value: Any, found: _Found) -> None:  # noqa: C901 - one flat tab
             if not value.ndim and value.device.type == "cpu" and not (value.is_floating_point() or value.is_complex()):
                 found.numbers.append(b"%d" % int(value))
         case Mapping():
-            _find(value[SAMPLE_KEY], found) if SAMPLE_KEY in value else _find_in(
-                map(value.__getitem__, _sorted(value)), found
-            )
+            _find_in_mapping(value, found)
         case list() | tuple():
             _find_in_list(value, found)
         case _ if is_dataclass(value) and not isinstance(value, type):

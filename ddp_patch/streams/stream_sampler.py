@@ -281,7 +281,7 @@ class StreamSampler(EpochSampler[None]):
         by_worker = " Or use share='by_worker', where each worker reads a part of its own."
         is_in_parts = self.latest is not None and self.latest.is_in_parts  # it asks for its worker
         causes = [
-            f"{name} {seen}. Set is_ddp_aware = True in its class if it is sharded already, so that each rank gets other "
+            f"{name} {seen}. Set is_ddp_aware = True in its class if it is sharded already, and gives each rank other "
             "samples: its loader is then returned unchanged. Or let it give every rank everything."
             if seen
             else "",
