@@ -1,4 +1,4 @@
-"""What agreeing costs: of the patch, of comparing passes, of an epoch under the leader, and of ``verify=True``.
+"""What agreeing costs: of the patch, of comparing passes, and of an epoch under the leader.
 
 Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agreement``; ``docs/benchmarks.md`` holds its
 table.
@@ -36,7 +36,6 @@ MEASURED = (
     "fingerprint, times as slow",
     "leader, bytes to a rank",
     "leader, ms",
-    "verify, ms",
 )
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
@@ -77,16 +76,12 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
     patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))
-    plain = patch_dataloader_to_ddp(loader)
-    verified = patch_dataloader_to_ddp(loader, verify=True)
     led = patch_dataloader_to_ddp(loader, order="leader")
-    plain_ms = timed(lambda: list(plain.batch_sampler or ()))
-    verified_ms = timed(lambda: list(verified.batch_sampler or ()))
     led_ms = timed(lambda: list(led.batch_sampler or ()))
     indices, stream = (in_steps(patch_dataloader_to_ddp(made(world_size))) for made in (drawn, streamed))
     share = [index for batch in led.batch_sampler or () for index in batch]
     compared = statistics.median(indices), percent(indices), percent(stream), fingerprinted(rank)
-    return records[0], patch_ms, *compared, len(packed(share)), led_ms, verified_ms - plain_ms
+    return records[0], patch_ms, *compared, len(packed(share)), led_ms
 
 
 def drawn(world_size: int) -> DataLoader[Any]:

@@ -38,8 +38,7 @@ OPTIONS: dict[str, tuple[list[Any], float]] = {
     "layout": (["contiguous", "contiguous", "interleaved"], 0.2),
     "share": (["samples", "batches", "within_batches", "within_batches", "by_worker"], 0.26),
     "seed": ([0, 7, 7, 7, 7, 7, -1], 0.12),
-    "order": (["seeded", "ambient", "auto", "ambient", "leader", "scalable", "scalable"], 0.1),
-    "verify": ([True, False], 0.01),
+    "order": (["seeded", "auto", "leader", "scalable", "scalable"], 0.1),
     "cost": (["list", "function", "function", "function", "short list"], 0.15),
     "cost_of": (["padded", "sum"], 0.15),
     "cost_window": ([1, 2, 2, 5, 5, 0], 0.2),
@@ -229,7 +228,7 @@ class Rank:
                 return ddp_patch.patch_dataloader_to_ddp(loaders, **options, **where)["train"]
             case "alone":
                 return self.raw
-        where |= {name: options[name] for name in ("uneven", "layout", "order", "seed", "verify") if name in options}
+        where |= {name: options[name] for name in ("uneven", "layout", "order", "seed") if name in options}
         if p.kind not in BATCHES or self.raw.batch_sampler is None:
             single = ddp_patch.DDPSamplerWrapper(self.raw.sampler, p.is_lazy, not p.drop_last, **where)
             return DataLoader(self.dataset, p.size, sampler=single, collate_fn=as_it_is)

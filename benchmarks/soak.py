@@ -155,8 +155,6 @@ class Training:
             extra += [{"share": "within_batches", "uneven": "pad"}, {"layout": "contiguous"}]
             extra += [{"order": "scalable"}] if kind == "shuffled" else []
             options |= numbers.choice(extra)
-        if numbers.random() < 0.2:
-            options["verify"] = True
         return cls(kind, n, size, workers, options, every=numbers.randint(1, 6))
 
     @property

@@ -29,10 +29,13 @@ from ddp_patch.errors import (
 from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.loaders.to_device import Mover
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.batches import CollateByValue, Tally, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
+from ddp_patch.sharding.watching import WatchedPasses
 from ddp_patch.walks import is_empty, nested, place_of
 
 __all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]
@@ -111,6 +114,7 @@ class OwnMethods(HeldByLoader):
         sampler: What shards it; None if it is not shared, and only moved to a device.
         make_iterator: Makes iterators of the loader. Default: its class does.
         make_mover: Makes what moves the batches of one iterator to a device.
+        monitor: Compares the passes over a loader that is sharded already; None if ``sampler`` does, or nobody.
     """
 
     def __init__(
@@ -119,9 +123,11 @@ class OwnMethods(HeldByLoader):
         sampler: EpochSampler[Any] | None,
         make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
         make_mover: Callable[[], Mover] | None = None,
+        monitor: PassMonitor | None = None,
     ) -> None:
         super().__init__(loader)
         self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
+        self._monitor = monitor
         self._counts = self._takes_notes = False
         self._names = tuple(self._found_names(loader))
         self._attach(loader)
@@ -137,7 +143,7 @@ class OwnMethods(HeldByLoader):
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.has_one_iterator)
         self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "collate_with_notes")
-        if self._counts or self._takes_notes or self._make_mover is not None:
+        if self._counts or self._takes_notes or self._make_mover is not None or self._monitor is not None:
             yield MAKE_ITERATOR
         if self._counts and self._is_resumable(loader):
             yield from _STATEFUL
@@ -145,8 +151,7 @@ class OwnMethods(HeldByLoader):
     def _is_resumable(self, loader: DataLoader[Any]) -> bool:
         """Return whether a loader can have states, and its class has none already."""
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        is_seeded = self._sampler is not None and self._sampler.agreed.options.order != "ambient"
-        return in_order and is_seeded and not any(hasattr(loader, name) for name in _STATEFUL)
+        return in_order and self._sampler is not None and not any(hasattr(loader, name) for name in _STATEFUL)
 
     def _attach(self, loader: DataLoader[Any]) -> None:
         methods = {
@@ -176,6 +181,9 @@ class OwnMethods(HeldByLoader):
             # It counts what comes to the loop, which a batch that is copied ahead has not.
             tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
             watch_batches(iterator, "tally", tally)
+        if self._monitor is not None and isinstance(iterator, RunningLoader):
+            is_open_ended = length_of(loader, ()) is None
+            watch_batches(iterator, "tally", WatchedPasses(self._monitor, is_open_ended=is_open_ended))
         return iterator
 
     @contextmanager
@@ -236,7 +244,7 @@ class OwnMethods(HeldByLoader):
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
         kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
-        if self._make_iterator is not None or self._make_mover is not None:
+        if self._make_iterator is not None or self._make_mover is not None or self._monitor is not None:
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 

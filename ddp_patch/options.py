@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, cast
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, checked_device
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.validation import as_index, check_flag, seconds
+from ddp_patch.validation import as_index, seconds
 
 __all__ = [
     "Layout",
@@ -20,7 +20,7 @@ __all__ = [
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
-Order: TypeAlias = Literal["auto", "seeded", "leader", "ambient", "scalable"]
+Order: TypeAlias = Literal["auto", "seeded", "leader", "scalable"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]
 
 # From the resolution of torch's stores to some years.
@@ -41,7 +41,6 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
         "auto": "is 'seeded', but 'leader' if the ranks would draw different orders",
         "seeded": "derives every epoch's order from (seed, epoch)",
         "leader": "lets rank 0 draw and send every rank its share",
-        "ambient": "uses the global random states as they are, for ranks that are seeded alike",
         "scalable": "computes torch's shuffle instead of drawing it, each rank its share",
     },
     "share": {
@@ -75,13 +74,11 @@ class Options:
     device: Device | None = None
     order: Order = "auto"
     layout: Layout = "interleaved"
-    verify: bool = False
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
         for name in _CHOICES:
             check_choice(name, getattr(self, name))
-        check_flag("verify", self.verify)
         if self.divides_batches and self.uneven == "drop":
             raise InvalidOptionError(
                 "uneven='drop' does not work with share='within_batches': a batch that cannot be divided evenly would "
@@ -114,11 +111,6 @@ class Options:
             raise InvalidOptionError(
                 "cost= does not work with layout='contiguous', which gives each rank a run of the samples: the items "
                 "of a step are far apart, so ranks cannot exchange them within a window. Use layout='interleaved'."
-            )
-        if self.order == "ambient":
-            raise InvalidOptionError(
-                "cost= does not work with order='ambient': a whole window is drawn at once, so samplers would use "
-                "other global random states than without cost=. Use order='auto' or 'seeded'."
             )
         if self.divides_batches and cost.of_batch == "padded":
             raise InvalidOptionError(

@@ -1,6 +1,7 @@
 """Patch one loader, several, or all that a call is given: look at it, agree with the other ranks, rebuild it."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,19 +15,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED
-from ddp_patch.compat.private_torch import MAKE_ITERATOR
+from ddp_patch.compat.private_torch import (
+    MAKE_ITERATOR,
+    has_own_iteration,
+    has_own_iterators,
+    torchdata_batch_sampler,
+)
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, device_here
-from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
+from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning, StreamLengthWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
-from ddp_patch.loaders.copying import OneIterator, copy_loader
+from ddp_patch.loaders.copying import METHODS, OneIterator, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
+from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.loaders.to_device import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
-from ddp_patch.ranks.histories import ReadAhead
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
@@ -42,6 +50,7 @@ __all__ = [
     "patch_each",
     "require_device",
     "shard",
+    "watched",
 ]
 
 
@@ -101,7 +110,6 @@ def patch_dataloader_to_ddp(
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
-    verify: bool = False,
     timeout: float | timedelta = 300.0,
 ) -> Any:
     """Shard a finished loader: return a copy that gives this rank its part, with your sampler intact.
@@ -114,9 +122,9 @@ def patch_dataloader_to_ddp(
     in whole batches. ``share`` changes that.
 
     After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; where an
-    epoch begins, with ``verify=True`` or under a leader; and in steps with ``share="by_worker"``. Else they compare
-    their passes through the process group's store without waiting, but for a second, or two steps if these take longer,
-    at the end of a stream of unknown length.
+    epoch begins under a leader; and in steps with ``share="by_worker"``. Else they compare their passes through the
+    process group's store without waiting, but for a second, or two steps if these take longer, at the end of a stream
+    of unknown length.
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
@@ -163,9 +171,8 @@ def patch_dataloader_to_ddp(
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
             first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch and sends
-            every rank its share. ``"ambient"`` lets samplers use the global random states, for ranks that are seeded
-            alike. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From then on it draws
-            what it would in one process. ``"scalable"`` computes the order of a shuffled loader
+            every rank its share. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From
+            then on it draws what it would in one process. ``"scalable"`` computes the order of a shuffled loader
             (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
             computes only its share. The first batch then takes constant time and memory for any number of samples. The
             order differs from torch's.
@@ -175,8 +182,6 @@ def patch_dataloader_to_ddp(
         rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
             other.
         num_replicas: The number of ranks of an explicit world.
-        verify: Compare epoch, seed and position between the ranks when an epoch begins, and what they drew when it
-            ends.
         timeout: How long the ranks wait for each other, now and later: seconds, or a ``timedelta``.
 
     Returns:
@@ -271,11 +276,13 @@ def patch_each(
     for facts in looked.values():
         tell_if_assumed(facts.sharded_by, stacklevel=4)
     agreed = agree(world, options, subjects, nest)
+    line = script_line(sys._getframe(1))
     patched = []
     for (place, facts), mine in zip(looked.items(), agreed, strict=True):
+        mine = replace(mine, place=f"patched at {line}" + (f" ({place})" if place else ""))
         with error_context(place):
             is_shared = facts.sharded_by is not None
-            patched.append(only_moved(facts, device, place_share) if is_shared else shard(facts, mine, place_share))
+            patched.append(watched(facts, mine, device, place_share) if is_shared else shard(facts, mine, place_share))
     return patched
 
 
@@ -332,7 +339,8 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     share_of = _iterable_share if facts.unit is ShardedUnit.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
-    sharded.monitor.set_read_ahead(type(facts.loader).__name__, _read_ahead(facts, ahead), sharded.least_share)
+    readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
+    sharded.note_loader(type(facts.loader).__name__, ahead, readers)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
@@ -344,7 +352,25 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
+    if facts.unit is not ShardedUnit.ITERABLE:
+        _warn_of_own_length(patched, sharded)
     return patched
+
+
+def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> None:
+    """Warn if a loader's class computes a length of its own that is not that of its share."""
+    kind = type(loader)
+    if kind.__len__ is DataLoader.__len__ or torchdata_batch_sampler(kind) is not None:
+        return
+    says, has = length_of(loader, ()), sharded.batches_in_epoch()
+    if None not in {says, has} and says != has:
+        warnings.warn(
+            f"len() of the {kind.__name__} says {says} after the patch, and each rank gets {has} batches: its class "
+            "computes a length of its own. All batches come, but schedules and progress bars that use len() are wrong. "
+            f"Leave __len__ out of {kind.__name__}, or compute it from len(self.batch_sampler).",
+            StreamLengthWarning,
+            stacklevel=5,
+        )
 
 
 def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
@@ -380,21 +406,49 @@ def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callab
     return moved
 
 
+def watched(
+    facts: LoaderFacts[L], agreed: Agreed, device: torch.device | None, place: Callable[..., L] = copy_loader
+) -> L:
+    """Return a copy of a loader that is sharded already, whose passes are compared with the other ranks'.
+
+    Where there are none, or its iterators are not torch's, it is as ``only_moved`` returns it. Other attributes than
+    the method that makes its iterators stay the same.
+
+    Args:
+        facts: The loader.
+        agreed: What the ranks agreed on.
+        device: Which device; None if batches stay where they are.
+        place: As in ``shard``.
+    """
+    loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
+    is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)
+    is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind) and torchdata_batch_sampler(kind) is None
+    if agreed.peers is None or is_compared or not is_torchs:
+        return only_moved(facts, device, place)
+    monitor = PassMonitor(agreed.peers)
+    monitor.let_epochs_be_alike()
+    monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
+    monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
+    make_mover, on_device = _mover_of(facts, Options(device=device))
+    clone = place(loader, **on_device)
+    OwnMethods(clone, None, make_mover=make_mover, monitor=monitor)
+    return clone
+
+
+def _why_parts_overlap(name: str) -> str:
+    return (
+        f"The loader counts as sharded already by {name}. If {name} gives every rank the same, say is_ddp_aware = "
+        "False in its class, and this package shards it. Else give it this rank, the number of ranks, and the same "
+        "seed on every rank."
+    )
+
+
 def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:
     """Return a function that makes movers of a loader's batches, and the attributes that name the device."""
     device = device_for(facts, options)
     if device is None:
         return None, {}
     return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
-
-
-def _read_ahead(facts: LoaderFacts[Any], ahead: int) -> ReadAhead:
-    """Return how a loader takes the items of its share, with this many batches ahead of the loop."""
-    if facts.unit in {ShardedUnit.BATCH, ShardedUnit.UNBATCHED}:
-        return ReadAhead(1, ahead)
-    size = facts.batch_size or 1
-    readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
-    return ReadAhead(size, ahead * size, facts.drop_last and facts.unit is ShardedUnit.SAMPLE, readers)
 
 
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -40,7 +40,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         NotPatchedError: The loader was not patched.
         InvalidOptionError: The pass has not yielded that many batches.
         UnsupportedLoaderError: The loader yields its batches in another order than it draws them.
-        StateError: No state can describe the order (``order="ambient"``); or the loader's class has its own
+        StateError: No state can describe the order (a sampler that is an iterator); or the loader's class has its own
             ``__iter__``, so its batches are not counted: pass ``batches_done``.
 
     Examples:

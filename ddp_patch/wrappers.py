@@ -39,7 +39,6 @@ class SharingOptions(TypedDict, total=False):
     layout: Layout
     order: Order
     seed: int | None
-    verify: bool
     timeout: float | timedelta
 
 
@@ -60,7 +59,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
         pad_data_to_num_gpus: True means ``uneven="pad"``, False means ``uneven="drop"``.
         options: Keywords that mean the same as in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
             ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``layout``, ``order``,
-            ``seed``, ``verify`` and ``timeout``.
+            ``seed`` and ``timeout``.
 
     Raises:
         InvalidOptionError: An option has a value that it does not take.

@@ -98,7 +98,7 @@ def on(setting: Setting, batch: Any) -> Any:
 
 
 def takes_shares(rank: int, world_size: int, setting: Setting) -> None:
-    """The exchange, the histories and the comparison in each epoch; loaders of workers and of none, pinned and not."""
+    """The exchange and the histories; loaders of workers and of none, pinned and not."""
     for num_workers, pin_memory in ((0, False), (1, True)):
         loader: DataLoader[Any] = DataLoader(
             numbers(),
@@ -108,7 +108,7 @@ def takes_shares(rank: int, world_size: int, setting: Setting) -> None:
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
         )
-        loader = patch_dataloader_to_ddp(loader, device=setting.device, verify=True, timeout=60)
+        loader = patch_dataloader_to_ddp(loader, device=setting.device, timeout=60)
         for _ in range(2):
             share = [(on(setting, x), on(setting, y)) for x, y in loader]
             ids = gather_in_order([number for _, y in share for number in y], loader)

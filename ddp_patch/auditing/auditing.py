@@ -254,8 +254,6 @@ def _unsharded(make: Factory) -> DataLoader[Any]:
 
 # Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
 _OF_A_REAL_RANK = {"device", "rank", "num_replicas", "process_group", "device_mesh"}
-# Refuse these values without real ranks: they make ranks communicate.
-_COMMUNICATING = {"order": "leader", "verify": True}
 
 
 def _positive(name: str, value: SupportsIndex) -> int:
@@ -274,12 +272,11 @@ def _check_options(options: Mapping[str, Any], processes: bool) -> None:
             "audit makes all ranks itself. Leave that out; for a device mesh, pass a factory that makes it, and "
             "processes=True."
         )
-    for name, value in _COMMUNICATING.items():
-        if options.get(name) == value and not processes:
-            raise InvalidOptionError(
-                f"audit with {name}={value!r} needs ranks that communicate, and those of one process do not. Pass "
-                "processes=True, too."
-            )
+    if options.get("order") == "leader" and not processes:
+        raise InvalidOptionError(
+            "audit with order='leader' needs ranks that communicate, and those of one process do not. Pass "
+            "processes=True, too."
+        )
 
 
 def _check_allowed(allow: Collection[str]) -> None:

@@ -118,6 +118,12 @@ class StreamFacts:
         looked: FirstOrder | None = self.__dict__.get("_first")
         return () if looked is None else looked.counted
 
+    @property
+    def counts_epochs(self) -> Sequence[object]:
+        """The samplers that count their epochs themselves while they are drawn from; none if nobody has drawn."""
+        looked: FirstOrder | None = self.__dict__.get("_first")
+        return [] if looked is None else [self.samplers[place] for place in looked.counts_epochs]
+
     @cached_property
     def samples(self) -> tuple[Content, ...]:
         """Fingerprints of the samples that the dataset holds or was cut down to, as far as they can be told."""

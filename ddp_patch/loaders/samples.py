@@ -3,7 +3,7 @@
 import copy
 import logging
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
@@ -122,10 +122,15 @@ class DatasetEpoch:
 
 
 class NestedEpochs:
-    """The epochs of a sampler and of all that it holds, which a user may set past the sampler that wraps it."""
+    """The epochs of a sampler and of all that it holds, which a user may set past the sampler that wraps it.
 
-    def __init__(self, sampler: object) -> None:
-        self._sampler = sampler
+    Args:
+        sampler: The sampler.
+        counting: Those of them that count their epochs themselves: whoever draws from one sets none.
+    """
+
+    def __init__(self, sampler: object, counting: Collection[object] = ()) -> None:
+        self._sampler, self._counting = sampler, counting
         self._told = self._now()
 
     def tell(self, epoch: int) -> None:
@@ -150,7 +155,8 @@ class NestedEpochs:
                 holder.set_epoch(number if isinstance(number, int) else otherwise)
 
     def _now(self) -> list[int]:
-        epochs = (getattr(holder, "epoch", None) for holder in _epoch_holders(self._sampler))
+        holders = (one for one in _epoch_holders(self._sampler) if not any(one is other for other in self._counting))
+        epochs = (getattr(holder, "epoch", None) for holder in holders)
         return [epoch for epoch in epochs if isinstance(epoch, int)]
 
 
@@ -183,10 +189,12 @@ class FirstOrder(NamedTuple):
         fingerprint: Their fingerprint; None if that is not known.
         counted: The attributes that drawing them has changed, by the position of their holder among the nested
             samplers, and name.
+        counts_epochs: The positions of samplers whose ``epoch`` drawing has changed: they count epochs themselves.
     """
 
     fingerprint: str | None
     counted: frozenset[tuple[int, str]] = frozenset()
+    counts_epochs: frozenset[int] = frozenset()
 
 
 def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = False) -> FirstOrder:
@@ -216,10 +224,14 @@ def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = 
                 order = order_of(drawn, epoch=0)
                 return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
             before = list(map(plain_attributes, nested_samplers(drawn)))
+            epochs = [getattr(nested, "epoch", None) for nested in nested_samplers(drawn)]
             items = list(map(copy_item, islice(start_iterating(drawn), _TRIED if is_one_shot else COMPARED)))
             after = enumerate(zip(nested_samplers(drawn), before, strict=True))
             counted = ((place, name) for place, (nested, was) in after for name in changed_attributes(nested, was))
-            return FirstOrder(None if is_one_shot else fingerprint(items), frozenset(counted))
+            now = enumerate(zip(nested_samplers(drawn), epochs, strict=True))
+            counts_epochs = (place for place, (nested, was) in now if getattr(nested, "epoch", None) != was)
+            print_of_items = None if is_one_shot else fingerprint(items)
+            return FirstOrder(print_of_items, frozenset(counted), frozenset(counts_epochs))
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
         if not is_one_shot:
             logger.info(

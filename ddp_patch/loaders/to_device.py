@@ -268,16 +268,14 @@ def copies_ahead(facts: LoaderFacts[Any], options: Options) -> bool:
     """Return whether a batch is copied to the device while the training loop works on the one before.
 
     The random numbers of the main process stay those that they are without a device. So it takes workers, which make
-    the batch elsewhere; and another agreement than ``"ambient"``, with which samplers draw between the loop's steps. It
-    takes torch's own iterators, because others count what is taken from them. And where ranks hand each other batches,
-    one that copies ahead could wait for one that does not.
+    the batch elsewhere. It takes torch's own iterators, because others count what is taken from them. And where ranks
+    hand each other batches, one that copies ahead could wait for one that does not.
     """
     device, kind = device_for(facts, options), type(facts.loader)
     return (
         device is not None
         and streams_of(device) is not None
         and facts.num_workers > 0
-        and options.order != "ambient"
         and facts.repeater is None
         and not has_own_iterators(kind)
         and torchdata_batch_sampler(kind) is None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from ddp_patch.orders.fingerprint import PassFingerprint
+    from ddp_patch.orders.digest import Digest
 
 __all__ = [
     "MOST_AHEAD",
@@ -40,10 +40,6 @@ MOST_AHEAD = 8192
 # For plain indices, or lists of them, draw up to 1/64 of what was drawn before, at most 65536, so that one chunk takes
 # little of the stream's time.
 MOST_PLAIN, _PART_AHEAD = 65536, 64
-# A few items are noted of each of so many pieces of a chunk, where these have so many items: an order that differs only
-# late in a long chunk shows.
-_PIECES, _LEAST_PIECE = 2, 1024
-
 _IMMUTABLE = (int, float, str, bytes, np.generic)
 
 
@@ -96,7 +92,7 @@ def draw(
     rounds: Iterable[int] = repeat(1),
     copies: bool = True,
     selection: Selection = lambda _start, _size: slice(None),
-    fingerprint: "PassFingerprint | None" = None,
+    digest: "Digest | None" = None,
 ) -> Iterator[Chunk[T]]:
     """Yield the iterator's items in chunks, entering what ``random_context`` returns while drawing each.
 
@@ -115,9 +111,9 @@ def draw(
         rounds: How many rounds each chunk has, where they may not grow.
         copies: Whether to copy the items that are kept, because their source may change them later.
         selection: Tells which of some items to keep, by the position of the first and their number.
-        fingerprint: Is told some of the items of each chunk, the same on every rank; None if nobody compares them.
+        digest: Is told all items; None if nobody compares them.
     """
-    source = _CountingIterator(iterator, round_size, selection, fingerprint, copies=copies)
+    source = _CountingIterator(iterator, round_size, selection, digest, copies=copies)
     sizes = iter(rounds)
     now = 1 if ahead else next(sizes)
     while not source.is_ended:
@@ -126,10 +122,10 @@ def draw(
         failure: Exception | None = None
         with random_context():
             try:  # keep what comes before an exception
-                if looks := source.copies and (size > round_size or not start or fingerprint is not None):
+                if source.copies and (not start or (size > round_size and not source.takes_lists)):
                     source.inspect_round()
                     size = min(size, source.rounds_ahead() * round_size)
-                source.draw_to(start + size, is_begun=looks)
+                source.draw(start + size - source.drawn)
             except Exception as error:  # noqa: BLE001 - the user's own, raised again below
                 failure = error
         length = source.drawn - start
@@ -144,14 +140,6 @@ def draw(
         now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
 
 
-def _ends(start: int, size: int, round_size: int) -> Iterable[int]:
-    """Return where the pieces of a chunk end: whole rounds, about as many in each; a short chunk is one piece."""
-    if size < _PIECES * _LEAST_PIECE:
-        return (start + size,)
-    piece = -(-size // round_size // _PIECES) * round_size
-    return (min(start + size, start + piece * number) for number in range(1, _PIECES + 1))
-
-
 class _CountingIterator:
     """Draws from an iterator, counts, and keeps a part.
 
@@ -159,6 +147,7 @@ class _CountingIterator:
         copies: Whether the items that are kept are copied.
         is_ended: Whether the iterator has no more items.
         kept: What is kept of the present chunk.
+        takes_lists: Whether a digest is told all items, and these are lists of indices.
     """
 
     def __init__(
@@ -166,16 +155,17 @@ class _CountingIterator:
         iterator: Iterator[Any],
         round_size: int,
         selection: Selection,
-        fingerprint: "PassFingerprint | None",
+        digest: "Digest | None",
         *,
         copies: bool,
     ) -> None:
         self.copies: bool = copies
         self.is_ended: bool = False
         self.kept: list[Any] = []
-        self._selection, self._fingerprint = selection, fingerprint
+        self._selection, self._digest = selection, digest
         self._round_size = self._samples = round_size  # samples: in the largest round that was looked at
         self._is_plain = False
+        self.takes_lists: bool = False
         self._left = repeat(True, sys.maxsize)
         self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
 
@@ -197,31 +187,36 @@ class _CountingIterator:
             are_lazy.append(isinstance(item, Iterator))
             return copy_item(item)
 
-        items = self._note(self._round_size, copied)
+        items = self._draw_all(self._round_size, copied)
         if any(are_lazy):  # read them all from now on: several may draw from the same source
             self._items = map(copy_item, self._items)
         self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
         first = (item[0] if type(item) is list and item else item for item in items)
         self._is_plain = all(isinstance(index, int | np.integer) for index in first)
+        are_lists = self._is_plain and {list}.issuperset(map(type, items))
+        self.takes_lists = are_lists and self.copies and self._digest is not None
         self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
 
-    def draw_to(self, end: int, *, is_begun: bool) -> None:
-        """Draw the rest of a chunk, piece by piece.
+    def draw(self, size: int) -> None:
+        """Draw this many items, keep a part of them, and let the digest take note of all."""
+        if self._digest is None:
+            self._take(size)
+        elif self.takes_lists:
+            items = self._draw_all(size, tuple, list)  # copied in C, for the digest too
+            self._samples = max(self._samples, self._round_size * max(map(len, items), default=0))
+        else:
+            self._draw_all(size, copy_item if self.copies else None)
+
+    def _draw_all(
+        self, size: int, copied: Callable[[Any], Any] | None, made: Callable[[Any], Any] | None = None
+    ) -> list[Any]:
+        """Draw this many items, keep a part of them, let the digest take note of all, and return all.
 
         Args:
-            end: Where it ends.
-            is_begun: Whether its first round was inspected.
+            size: How many.
+            copied: Copies each as it comes, because its source may change it later; None to take it as it is.
+            made: Makes what is kept of these.
         """
-        fingerprint, start = self._fingerprint, self.drawn - is_begun * self._round_size
-        for until in (end,) if fingerprint is None else _ends(start, end - start, self._round_size):
-            if fingerprint is not None:
-                rounds = -(-fingerprint.wanted(self.drawn, is_begun=is_begun) // self._round_size)
-                self._note(min(rounds * self._round_size, until - self.drawn), copy_item if self.copies else None)
-                is_begun = False
-            self._take(until - self.drawn)
-
-    def _note(self, size: int, copied: Callable[[Any], Any] | None) -> list[Any]:
-        """Draw this many items, keep a part of them, let the fingerprint take note of all, and return all."""
         start, items = self.drawn, list[Any]()
         if self.is_ended or size <= 0:
             return items
@@ -229,9 +224,10 @@ class _CountingIterator:
         try:
             items.extend(drawn if copied is None else map(copied, drawn))
         finally:  # what came before an exception is kept, too
-            self.kept += items[self._selection(start, size)]
-        if self._fingerprint is not None:
-            self._fingerprint.add(start, items)
+            mine = items[self._selection(start, size)]
+            self.kept += mine if made is None else map(made, mine)
+            if self._digest is not None:
+                self._digest.add(items)
         self.is_ended = len(items) < size
         return items
 

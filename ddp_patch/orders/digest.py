@@ -4,10 +4,12 @@ Two ranks that draw one stream have equal digests wherever both have come as far
 they have others.
 """
 
+import marshal
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from operator import itemgetter
 from typing import Any, NamedTuple
+
+import torch
 
 from ddp_patch.orders.fingerprint import number_of
 
@@ -18,7 +20,7 @@ _GROWTH = 1.25
 # Stands for a count where all items came.
 END = -1
 
-_first_of = itemgetter(0)
+_ONLY_INT = frozenset({int})
 
 
 class Mark(NamedTuple):
@@ -53,8 +55,8 @@ def mark_counts() -> Iterator[int]:
 class Digest:
     """Takes the digest of items that come in parts, the same parts on every rank.
 
-    Plain whole numbers, and lists of them, are hashed by Python: these hashes are the same in all processes and take a
-    few nanoseconds. All else is hashed as ``fingerprint`` encodes it.
+    Plain whole numbers, and tuples of them, are hashed by Python: these hashes are the same in all processes and take a
+    few nanoseconds. All else is hashed by its value; objects of unknown types count by their types alone.
 
     Attributes:
         count: How many items came.
@@ -105,7 +107,7 @@ class Digest:
     def add_names(self, names: Sequence[bytes]) -> None:
         """Add items by their names: so many at once on every rank, and no more than ``until_mark``."""
         data = self.value.to_bytes(8, "little", signed=True) + b"\xff".join(names)
-        self.value = int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+        self.value = _bytes_hash(data)
         self._count(len(names))
 
     @property
@@ -131,8 +133,14 @@ def _hash_of(items: Sequence[Any]) -> int:
         # A sum is a whole number only of whole numbers: faster than to look at each type.
         if kind is int and type(sum(items)) is int:
             return hash(tuple(items))
-        if kind is list and {int}.issuperset(map(type, map(_first_of, items))):
-            return hash(tuple(map(tuple, items)))
-    except (TypeError, IndexError):  # items of several kinds; an empty batch
-        pass
-    return number_of(items)
+        if kind is tuple and all(_ONLY_INT.issuperset(map(type, item)) for item in (items[0], items[-1])):
+            return hash(tuple(items))
+        if kind is torch.Tensor:
+            items = [item.tolist() for item in items]
+        return _bytes_hash(marshal.dumps(items, 0))  # which refuses what has no value that is the same everywhere
+    except (TypeError, ValueError, AttributeError):
+        return number_of(items)
+
+
+def _bytes_hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

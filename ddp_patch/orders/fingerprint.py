@@ -10,19 +10,16 @@ from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-
-from ddp_patch.orders.chunks import Chunk
 
 if TYPE_CHECKING:
     from ddp_patch.orders.orders import EpochOrder
 
 __all__ = [
     "COMPARED",
-    "Fingerprint",
     "PassFingerprint",
     "PrefixHash",
     "evenly_spread",
@@ -32,8 +29,6 @@ __all__ = [
 ]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
-
-T = TypeVar("T")
 
 # How many items ranks compare, if they do not compare all.
 COMPARED = 256
@@ -45,37 +40,6 @@ _ELEMENTS = 8
 _TOLD_BY_REPR = {"decimal.Decimal", "fractions.Fraction", "uuid.UUID"}
 # A list of only these is encoded by its repr, which is a tenth of the work.
 _PLAIN = {bool, float, int, str, type(None)}
-
-
-class Fingerprint:
-    """Takes the fingerprint of items that come one after the other.
-
-    Examples:
-        >>> running = Fingerprint()
-        >>> running.add([3, 1])
-        >>> running.add([2])
-        >>> running.hexdigest() == fingerprint([3, 1, 2])
-        True
-    """
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def add(self, items: Iterable[Any]) -> None:
-        """Add items in their order."""
-        for item in items:
-            for part in _encoded(item):
-                self._hash.update(part)
-
-    def watching(self, chunks: Iterable[Chunk[T]]) -> Iterator[Chunk[T]]:
-        """Pass the chunks of a stream on, after adding their items."""
-        for chunk in chunks:
-            self.add(chunk.items)
-            yield chunk
-
-    def hexdigest(self) -> str:
-        """Return the fingerprint of all items so far, 32 hexadecimal digits."""
-        return self._hash.hexdigest()
 
 
 def fingerprint(items: Iterable[Any]) -> str:
@@ -91,8 +55,9 @@ def fingerprint(items: Iterable[Any]) -> str:
         >>> fingerprint([{"a", "b"}]) == fingerprint([{"b", "a"}])
         True
     """
-    running = Fingerprint()
-    running.add(items)
+    running = hashlib.blake2b(digest_size=16)
+    for part in chain.from_iterable(map(_encoded, items)):
+        running.update(part)
     return running.hexdigest()
 
 

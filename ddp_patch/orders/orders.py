@@ -376,7 +376,7 @@ class InOrder:
 
     sampler: Any
     epoch: int
-    private_generator: torch.Generator | None
+    private_generator: torch.Generator
 
     def __iter__(self) -> Iterator[Any]:
         return order_of(self.sampler, self.epoch, self.private_generator).items()

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,6 @@ import torch
 from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.options import Options
 from ddp_patch.orders.generators import plain, torch_seed
 
 __all__ = [
@@ -31,9 +30,7 @@ __all__ = [
     "ambient_unmoved",
     "balancing_key",
     "distributed_permutation",
-    "epoch_generator",
     "epoch_seed",
-    "epoch_states",
     "loader_seed",
     "one_at_a_time",
     "reader_seed",
@@ -354,25 +351,6 @@ class PrivateRNG:
                 self._is_in_place = False
                 self._private = GlobalState.capture()
                 self._ambient.install()
-
-
-def epoch_states(options: Options, seed: Seed, epoch: int) -> AbstractContextManager[None]:
-    """Return what to enter while an epoch is drawn: its private states, or nothing with ``order="ambient"``.
-
-    Args:
-        options: What the user chose.
-        seed: The seed in force.
-        epoch: The epoch.
-    """
-    return nullcontext() if options.order == "ambient" else PrivateRNG(seed.value, epoch)
-
-
-def epoch_generator(options: Options, seed: Seed, epoch: int) -> torch.Generator | None:
-    """Return the generator that torch's own samplers draw an epoch from; None with ``order="ambient"``.
-
-    It draws what the global one would draw in ``epoch_states``, and nobody else can draw from it.
-    """
-    return None if options.order == "ambient" else torch.Generator().manual_seed(epoch_seed(seed.value, epoch))
 
 
 def ambient_state() -> tuple[object, ...]:

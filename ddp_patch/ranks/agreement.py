@@ -62,6 +62,7 @@ class Agreed:
         leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         peers: The ranks whose passes are compared with this one's; None if there are none.
+        place: Where the loader was patched, for errors.
     """
 
     world: World
@@ -70,6 +71,7 @@ class Agreed:
     leader: "Leader | None" = None
     number: int = 0
     peers: Peers | None = None
+    place: str = ""
 
     def plan(self, rank: int) -> Plan:
         """Return the plan that gives a rank its share of the stream."""
@@ -80,28 +82,21 @@ class Agreed:
         """The plan that gives this rank its part of each batch, where batches are divided."""
         return Plan.of_batch(self.options, self.world.rank, self.world.num_replicas)
 
-    def verify(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """With ``verify=True``, compare facts between the ranks; raise RankMismatchError on every rank if they differ.
+    def compare(self, doing: str, facts: Mapping[str, object]) -> None:
+        """Compare facts between the ranks; raise RankMismatchError on every rank if they differ.
+
+        It does nothing in an explicit world.
 
         Args:
             doing: What the ranks are doing, for the error.
             facts: What must be the same on every rank, by name.
-            known: What must be the same on all ranks that know it, by name; empty on the others.
         """
-        if self.options.verify:
-            self.compare(doing, facts, known)
-
-    def compare(self, doing: str, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """Compare facts as ``verify`` does, with or without ``verify``; do nothing in an explicit world."""
         if self.world.share_of_rank is None:
             return
-        record = {"meeting": doing, "patched as": f"number {self.number}", **facts}, known or {}
-        if "epoch" in facts:
-            doing = f"{doing} (epoch {facts['epoch']})"
+        record = {"meeting": doing, "patched as": f"number {self.number}", **facts}
 
-        def confirm(records: Mapping[int, tuple[Mapping[str, object], Mapping[str, object]]]) -> dict[int, None]:
-            require_same(doing, {rank: same for rank, (same, _) in records.items()})
-            require_same(doing, {rank: some for rank, (_, some) in records.items() if some})
+        def confirm(records: Mapping[int, Mapping[str, object]]) -> dict[int, None]:
+            require_same(doing, records)
             return dict.fromkeys(records)
 
         exchange(list(self.world.share_of_rank), doing, record, confirm, self.options.timeout)
@@ -239,11 +234,10 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
     """Return the agreements in an explicit world, where no other rank is asked."""
-    asked = "order='leader'" if options.order == "leader" else "verify=True" if options.verify else None
-    if asked is not None:
+    if options.order == "leader":
         raise InvalidOptionError(
-            f"{asked} needs ranks that communicate, and with rank= and num_replicas= they never do. Leave these out, "
-            "after torch.distributed.init_process_group(), or leave that out."
+            "order='leader' needs ranks that communicate, and with rank= and num_replicas= they never do. Leave these "
+            "out, after torch.distributed.init_process_group(), or leave that out."
         )
     settled, agreed = _settled(options, orders_differ=False), []
     for subject in subjects:
@@ -272,8 +266,7 @@ def _settled(options: Options, *, orders_differ: bool) -> Options:
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
     """Return the options that must be alike, and which rank takes which share: of many ranks a fingerprint of it."""
-    names = ("share", "uneven", "order", "layout", "verify")
-    given = {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")}
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return given | {
         "seed": "default" if options.seed is None else options.seed,
@@ -332,7 +325,7 @@ def _require_that_fit(reported: Mapping[int, RankReport], of_ranks: Mapping[int,
     if len(held) == len(of_ranks):
         require_all_shares(held)
     common = next(iter(reported.values())).common  # the same on all, by now
-    if _differing_orders(of_ranks) or common["verify"] or common["order"] == "leader":
+    if _differing_orders(of_ranks) or common["order"] == "leader":
         require_same(AGREEING, {rank: {"batches fetched ahead": loader.ahead} for rank, loader in of_ranks.items()})
 
 

@@ -1,14 +1,12 @@
-"""Mailboxes in the process group's store, in which ranks leave each other records, and counts of steps."""
+"""Mailboxes in the process group's store, in which ranks leave each other records. Nobody waits for one."""
 
-import pickle
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import islice
-from time import perf_counter, sleep
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from time import monotonic, sleep
+from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
@@ -16,31 +14,22 @@ import torch.distributed as dist
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import digest, ranks_text
-from ddp_patch.ranks.histories import PassRecord
 
-__all__ = ["Mailbox", "Peers", "StepCounts", "agreed_peers", "peers_of_explicit_world", "unwatched"]
-
-V = TypeVar("V")
-
-# A rank reads the records of at most this many others. A rank that differs from all others notices that by itself.
-_MOST_READ = 32
+__all__ = ["Mailbox", "OpenEnd", "Peers", "agreed_peers", "peers_of_explicit_world", "unwatched"]
 
 # Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
 _given: WeakKeyDictionary[Any, tuple[int, Counter[str]]] = WeakKeyDictionary()
-
 
 # What stores raise that are gone; a fake group's holds nothing that can be read.
 _STORE_ERRORS = (RuntimeError, ValueError)
 
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
-# What ranks leave each other: which passes they make, how they read, and how far they have come.
-_Subject = Literal["passes", "orders", "marks", "steps"]
+# What was left about the last loaders that are gone on this rank stays, so that slower ranks may read it.
+_GONE_KEPT = 16
+_gone: deque[tuple[ref[Any], str]] = deque()
 
-
-# The loaders that are gone on this rank, of which the store was not told yet: the store in which ranks compare each,
-# its key there, and all ranks that may have it.
-_gone: deque[tuple[ref[Any], str, Sequence[int]]] = deque()
+_NEVER = b"~"  # no value that anybody leaves
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -49,44 +38,23 @@ class Peers:
 
     Attributes:
         key: Names the loader in the store.
-        number: The number by which errors name the loader.
+        group: Names these ranks, alike for all of their loaders.
         rank: This process's global rank.
-        others: The global ranks whose records are read.
-        share: Which share of how many this rank takes, if the user gave it by rank= and num_replicas=.
-        most: How many ranks may take one share, then.
+        members: The global ranks of all of them.
+        read_one_stream: Whether all shard one stream: a process group may contain several explicit worlds.
     """
 
     key: str
-    number: int
+    group: str
     rank: int
-    others: Sequence[int]
-    share: tuple[int, int] | None = None
-    most: int = 0
-
-    @property
-    def read_one_stream(self) -> bool:
-        """Whether all shard one stream: a process group may contain several explicit worlds."""
-        return self.share is None or self.most == 1
-
-    def require_fair_shares(self, records: Mapping[int, PassRecord]) -> None:
-        """Raise RankMismatchError if too many ranks take the share that this one takes."""
-        if self.share is None:
-            return
-        share, num_replicas = self.share
-        takers = sorted([self.rank, *(rank for rank, record in records.items() if record.share == share)])
-        if len(takers) > self.most:
-            raise RankMismatchError(
-                f"rank= and num_replicas= contradict the process group: {ranks_text(takers)} all take shard {share} of "
-                f"{num_replicas}, and only {self.most} of the group's {dist.get_world_size()} ranks may, so other "
-                "samples would be lost. Leave rank= and num_replicas= out, so that they come from the process group, "
-                "or pass rank=torch.distributed.get_rank() and num_replicas=torch.distributed.get_world_size(): "
-                "LOCAL_RANK repeats on every node."
-            )
+    members: Sequence[int]
+    read_one_stream: bool = True
 
 
 def agreed_peers(members: Sequence[int], number: int) -> Peers:
     """Return who made an agreement with this rank."""
-    return _peers_among(members, f"ddp_patch/passes/{digest(members)}/{number}", number)
+    group = f"ddp_patch/passes/{digest(list(members))}"
+    return Peers(f"{group}/{number}", group, dist.get_rank(), members)
 
 
 def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
@@ -101,7 +69,7 @@ def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[st
 
     Raises:
         WorldError: There are more shares than ranks.
-        RankMismatchError: Another rank takes the same share.
+        RankMismatchError: Too many ranks take the same share.
     """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks == 1 or num_replicas == 1 or not _IS_WATCHED.get():
@@ -116,33 +84,35 @@ def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[st
     try:
         if store not in _given:
             _given[store] = store.add(f"ddp_patch/given/{rank}", 1), Counter()
-    except RuntimeError:  # the store is gone
+        group, counts = _given[store]
+        base = f"ddp_patch/given/{group}/{num_replicas}"
+        key = f"{base}/{digest(sorted(described.items()))}"
+        counts[key] += 1
+        key = f"{key}/{counts[key]}"
+        _take_share(store, f"{key}/share/{share}", rank, (share, num_replicas), ranks)
+    except _STORE_ERRORS as error:
+        if isinstance(error, RankMismatchError):
+            raise
         return None
-    group, counts = _given[store]
-    base = f"ddp_patch/given/{group}/{num_replicas}/{digest(sorted(described.items()))}"
-    counts[base] += 1
-    number = counts[base]
-    takes = (share, num_replicas), ranks // num_replicas
-    peers = _peers_among(range(ranks), f"{base}/{number}", number, *takes)
-    mailbox: Mailbox[tuple[object, ...]] = Mailbox(peers, "passes")
-    others = mailbox.post_and_read(PassRecord(share=share).plain())
-    peers.require_fair_shares({rank: PassRecord.of(left) for rank, left in others.items()})
-    return peers
+    return Peers(key, base, rank, range(ranks), num_replicas == ranks)
 
 
-def _peers_among(
-    ranks: Sequence[int], key: str, number: int, share: tuple[int, int] | None = None, most: int = 0
-) -> Peers:
-    """Return whom this rank reads: all of few ranks, of many those that lie evenly behind it."""
-    rank = dist.get_rank()
-    index = ranks.index(rank)
-    others = [*ranks[index + 1 :], *ranks[:index]]
-    peers = Peers(key, number, rank, others[:: -(-len(others) // _MOST_READ) or 1], share, most)
-    # What they leave is deleted once the loader is gone on all ranks: until then a slower one may read it. Noted here,
-    # and told with the next loader: this may run in the middle of anything, such as an import. A script's last loaders
-    # may also outlive the store, and torch logs that.
-    finalize(peers, _gone.append, (ref(default_store()), key, ranks)).atexit = False
-    return peers
+def _take_share(store: Any, key: str, rank: int, share: tuple[int, int], ranks: int) -> None:
+    """Count this rank among those that take a share; raise RankMismatchError if they are too many."""
+    most = ranks // share[1]
+    place = store.add(key, 1)
+    store.set(f"{key}/{place}", str(rank))
+    if place <= most:
+        return
+    takers = sorted({rank, *(int(store.get(f"{key}/{before}")) for before in range(1, place))})
+    text = (
+        f"rank= and num_replicas= contradict the process group: {ranks_text(takers)} all take shard {share[0]} of "
+        f"{share[1]}, and only {most} of the group's {ranks} ranks may, so other samples would be lost. Leave rank= "
+        "and num_replicas= out, so that they come from the process group, or pass rank=torch.distributed.get_rank() "
+        "and num_replicas=torch.distributed.get_world_size(): LOCAL_RANK repeats on every node."
+    )
+    store.set(f"{key.rpartition('/share/')[0]}/told", text)
+    raise RankMismatchError(text)
 
 
 @contextmanager
@@ -155,65 +125,94 @@ def unwatched() -> Iterator[None]:
         _IS_WATCHED.reset(token)
 
 
-class Mailbox(Generic[V]):
+class Mailbox:
     """What the ranks leave each other about one loader, in the store of the process group in which it was patched.
 
-    Plain values are best: to pickle or read an object of a class takes several times as long.
+    Each rank leaves a record. It reads rank 0's, and that of another, in turn; and whether somebody has left a mismatch
+    for all. So what a rank pays does not grow with the number of ranks.
 
     Args:
         peers: Who they are.
         subject: What it is about.
     """
 
-    def __init__(self, peers: Peers, subject: _Subject) -> None:
-        _tell_gone()
-        self._peers = peers  # as long as they are here, what was left stays
-        self._own_key = _key(peers.key, subject, peers.rank)
+    def __init__(self, peers: Peers, subject: str) -> None:
+        self._peers = peers
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
-        self._keys = {rank: _key(peers.key, subject, rank) for rank in peers.others}  # whose turn is first comes first
-        self._seen: set[int] = set()
-        self._left = b""
+        self._left = ""
+        self._place, self._turn = peers.members.index(peers.rank), 0
+        self._subject = subject
+        _delete_gone()
+        finalize(self, _gone.append, (self._store, self._key(peers.rank))).atexit = False
 
-    def post_and_read(self, record: V | None, most: int | None = None) -> dict[int, V]:
-        """Leave a record, unless it is None or there already, and return what others left. Wait for none.
-
-        Once the process group is gone, or its store, there is nobody to compare with.
-
-        Args:
-            record: What to leave.
-            most: How many others to read at most, in turn; None for all.
-        """
-        store = self._open_store()
-        if store is None:
-            return {}
-        try:
-            if record is not None and (left := pickle.dumps(record)) != self._left:
-                store.set(self._own_key, left)
-                self._left = left
-            came = self._read(store, most)
-        except _STORE_ERRORS:
-            self._store = None
-            return {}
-        return {rank: pickle.loads(left) for rank, left in came.items()}  # noqa: S301 - our own ranks'
-
-    def post_at_once(self, record: V) -> None:
-        """Leave a record in the least time: neither the store nor the process group is asked anything."""
-        store = None if self._store is None else self._store()
-        try:
-            if store is not None:
-                store.set(self._own_key, pickle.dumps(record))
-        except _STORE_ERRORS:
-            self._store = None
+    def _key(self, rank: int) -> str:
+        return f"{self._peers.key}/{self._subject}/{rank}"
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody may still leave or read some."""
+        """Whether anybody may still leave or read some: the process group is there, and its store."""
         return self._open_store() is not None
 
-    def drop(self, rank: int) -> None:
-        """Read no more of what a rank leaves."""
-        self._keys.pop(rank, None)
+    def post(self, record: str) -> None:
+        """Leave a record, unless it is there already."""
+        if record != self._left:
+            self._left = record
+            self._put(self._key(self._peers.rank), record)
+
+    def leave(self, name: str, value: str) -> None:
+        """Leave a value that is all ranks', not this one's."""
+        self._put(f"{self._peers.key}/{name}", value)
+
+    def left(self, name: str) -> str | None:
+        """Return a value that some rank has left for all; None if none has."""
+        value = self._value(f"{self._peers.key}/{name}")
+        return None if value is None else value.decode(errors="replace")
+
+    def count(self, name: str, more: int) -> int:
+        """Add to a number that is all ranks', and return it."""
+        store = self._open_store()
+        with suppress(*_STORE_ERRORS):
+            return 0 if store is None else int(store.add(f"{self._peers.key}/{name}", more))
+        return 0
+
+    def read(self) -> dict[int, bytes]:
+        """Return what rank 0 and another one have left, as far as they have."""
+        members = self._peers.members
+        self._turn = self._turn % max(1, len(members) - 1) + 1
+        ranks = {members[0], members[(self._place + self._turn) % len(members)]} - {self._peers.rank}
+        return self.read_of(sorted(ranks))
+
+    def read_of(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """Return what some ranks have left."""
+        found = {rank: self._value(self._key(rank)) for rank in ranks}
+        return {rank: value for rank, value in found.items() if value is not None}
+
+    def tell(self, text: str) -> None:
+        """Leave a mismatch for all, as ``told``, unless one is there."""
+        store = self._open_store()
+        with suppress(*_STORE_ERRORS):
+            if store is not None:
+                store.compare_set(f"{self._peers.key}/told", "", text)
+
+    def _put(self, key: str, value: str) -> None:
+        """Leave a value in the least time: neither the store nor the process group is asked anything."""
+        store = None if self._store is None else self._store()
+        try:
+            if store is not None:
+                store.set(key, value)
+        except _STORE_ERRORS:
+            self._store = None
+
+    def _value(self, key: str) -> bytes | None:
+        """Return what is left under a key now; None if nothing is. Whoever asks a store to get that would wait."""
+        store = self._open_store()
+        try:
+            value: bytes = _NEVER if store is None else store.compare_set(key, _NEVER.decode(), _NEVER.decode())
+        except _STORE_ERRORS:
+            self._store = None
+            return None
+        return None if value == _NEVER else value
 
     def _open_store(self) -> Any:
         """Return the store, or None if it is gone."""
@@ -222,122 +221,60 @@ class Mailbox(Generic[V]):
         store = self._store()
         return store if store is default_store() else None
 
-    def _read(self, store: Any, most: int | None) -> dict[int, bytes]:
-        now = dict(islice(self._keys.items(), most))
-        if most is not None:
-            self._keys = {rank: key for rank, key in self._keys.items() if rank not in now} | now
-        # A key that is missing would be waited for.
-        unseen = [rank for rank in now if rank not in self._seen]
-        are_all = bool(unseen) and store.check([now[rank] for rank in unseen])
-        self._seen.update(rank for rank in unseen if are_all or store.check([now[rank]]))
-        came = [rank for rank in now if rank in self._seen]
-        return dict(zip(came, store.multi_get([now[rank] for rank in came]), strict=True)) if came else {}
+
+def _delete_gone() -> None:
+    """Delete what this rank has left about loaders that are gone, but for the last ones."""
+    while len(_gone) > _GONE_KEPT:
+        with suppress(IndexError, *_STORE_ERRORS):  # another thread took it; or the store is gone
+            store, key = _gone.popleft()
+            if dist.is_initialized() and store() is default_store():
+                default_store().delete_key(key)
 
 
-def _tell_gone() -> None:
-    """Tell the store which loaders are gone on this rank; delete what was left about those that are gone on all."""
-    if not dist.is_initialized():
-        return
-    current = default_store()
-    with suppress(IndexError, RuntimeError):  # no more, maybe since another thread took it; or the store is gone
-        while True:
-            store, key, ranks = _gone.popleft()
-            if store() is current and current.add(f"{key}/gone", 1) == len(ranks):
-                for left in (_key(key, subject, rank) for subject in get_args(_Subject) for rank in ranks):
-                    current.delete_key(left)
-                current.delete_key(f"{key}/gone")
-
-
-def _key(key: str, subject: _Subject, rank: int) -> str:
-    return f"{key}/{subject}/{rank}"
-
-
-# Who comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
+# Whoever comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
 # longer: with DDP the others are a step behind at most, but a step may take long to load.
 _MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 1.0, 2, 60.0, 0.002
-# The first steps are all told. Later ones may take one part in so many of the time.
-_FREE, _TIMES_THEIR_COST = 1000, 100
+# So many batches may be given on one rank before another sees what the first one left.
+_SLOTS = 8
 
 
-class _Count(NamedTuple):
-    """How many batches a rank was given.
+class OpenEnd:
+    """How many batches ranks are given of passes whose end nobody knows before it comes.
 
-    Attributes:
-        epoch: Of which epoch.
-        which: Which pass over it, the same on all ranks.
-        batches: How many.
-        is_over: Whether there are no more.
-    """
-
-    epoch: int
-    which: str
-    batches: int
-    is_over: bool
-
-    def may_grow_to(self, mine: "_Count") -> bool:
-        """Return whether the rank may still be given as many batches of a pass as this one."""
-        return self.epoch < mine.epoch or (self[:2] == mine[:2] and not self.is_over)
-
-
-class StepCounts:
-    """What each rank was given of its latest pass, left in the store in each step, and compared at the end.
-
-    A rank whose stream ends early finds it out only here: the others wait for it in their next collective, and ask for
-    nothing more. To leave a count takes no answer of the store's, so no step waits.
+    A rank whose stream ends early finds that out only here: the others wait for it in their next collective, and ask
+    for nothing more. All ranks leave the same value where they are given a batch, so what one reads does not grow with
+    the number of ranks; to leave it takes no answer of the store's, so no step waits.
 
     Args:
-        peers: The ranks.
-        slack: How many batches more one rank may have.
-
-    Attributes:
-        due_s: From when on, by ``perf_counter()``, it is worth leaving a count again.
+        mailbox: Where the ranks leave records of the loader.
+        peers: Who they are.
     """
 
-    def __init__(self, peers: Peers, slack: int = 0) -> None:
-        self._others, self._slack = peers.others, slack
-        self._mailbox: Mailbox[tuple[int, str, int, bool]] = Mailbox(peers, "steps")
-        self._epoch, self._which = -1, ""
-        self.due_s: float = 0.0
-        self._posted = 0
-        self._first_s = perf_counter()
+    def __init__(self, mailbox: "Mailbox", peers: Peers) -> None:
+        self._mailbox, self._peers = mailbox, peers
+        self._ends = 0
 
-    def begin(self, epoch: int, which: str) -> None:
-        """Record that a pass begins.
+    def give(self, name: str, batches: int) -> None:
+        """Leave that this rank was given so many batches of the pass with this name."""
+        self._mailbox.leave(f"given/{batches % _SLOTS}", f"{name} {batches}")
 
-        Args:
-            epoch: The epoch.
-            which: Which pass over it, the same on all ranks.
-        """
-        self._epoch, self._which = epoch, which
-
-    def post(self, batches: int) -> None:
-        """Leave how many batches this rank was given of the pass, if that is due."""
-        now_s = perf_counter()
-        if batches == 1:
-            self._first_s = now_s
-        if now_s < self.due_s:
-            return
-        self._mailbox.post_at_once((self._epoch, self._which, batches, False))
-        self._posted += 1
-        if self._posted >= _FREE:
-            posted_s = perf_counter()
-            self.due_s = posted_s + _TIMES_THEIR_COST * (posted_s - now_s)
-
-    def ranks_given_more(self, batches: int) -> Mapping[int, int]:
-        """Return, at the end of the pass, who was given more of it, and how many batches; wait a moment for the others.
+    def is_longer(self, name: str, batches: int, step_s: float) -> bool:
+        """Return, at the end of a pass, whether another rank was given more of it; wait a moment for the others.
 
         Args:
-            batches: How many batches this rank was given.
+            name: The pass.
+            batches: How many batches this rank was given, and how many more another may have.
+            step_s: How long a step took, in seconds.
         """
-        mine, now_s = _Count(self._epoch, self._which, batches, is_over=True), perf_counter()
-        step_s = (now_s - self._first_s) / max(1, batches - 1)
-        until_s = now_s + (min(max(_MOMENT_S, _STEPS * step_s), _MOST_S) if batches > 1 else _MOMENT_S)
-        self._mailbox.post_at_once(mine[:])
+        self._ends += 1
+        ended = self._mailbox.count("ended", 1)
+        until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
+        longer = f"{name} {batches + 1}"
         while True:
-            counts = {rank: _Count(*left) for rank, left in self._mailbox.post_and_read(None).items()}
-            alike = {rank: count.batches for rank, count in counts.items() if count[:2] == mine[:2]}
-            found = {rank: given for rank, given in alike.items() if given > batches + self._slack}
-            is_open = len(counts) < len(self._others) or any(count.may_grow_to(mine) for count in counts.values())
-            if found or not is_open or not self._mailbox.is_open or perf_counter() > until_s:
-                return found
+            if self._mailbox.left(f"given/{(batches + 1) % _SLOTS}") == longer:
+                return True
+            # All that have come to their ends: then nobody is given more.
+            if ended >= self._ends * len(self._peers.members) or not self._mailbox.is_open or monotonic() > until_s:
+                return False
             sleep(_AGAIN_S)
+            ended = self._mailbox.count("ended", 0)

@@ -243,7 +243,6 @@ _SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "device": {"metavar": "STR"},
     "order": {"choices": get_args(Order)},
     "layout": {"choices": get_args(Layout)},
-    "verify": {"action": "store_true"},
     "timeout": {"type": float, "metavar": "FLOAT"},
 }
 

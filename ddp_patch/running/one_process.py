@@ -45,8 +45,6 @@ __all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "group_made"]
 
 Loss: TypeAlias = Literal["mean", "sum"]
 
-# What takes other ranks, where a rank has all of a loader.
-_ALONE: dict[str, Any] = {"verify": False, "order": "auto"}
 _DATA_MADE_ALIKE = (
     "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
     "random data outside of such loops, or with a generator of its own."
@@ -339,7 +337,7 @@ class OneProcess:
             return
         options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
         if self._lockstep is None:
-            options = replace(options, **_ALONE)
+            options = replace(options, order="auto")
         with as_it_was_if_refused(loader, known.record, Use.ITERATED, _DATA_MADE_ALIKE):
             facts = look_at(loader)
             patch_each("autopatch", {"": loader}, self._world, lambda: options, compared(loader), change_loader)
@@ -377,7 +375,7 @@ class OneProcess:
     def _whole_pass(self, known: _Loader) -> Iterator[Any]:
         if known.whole is None:
             known.whole = cast("DataLoader[Any]", known.original)
-            options = replace(self._options, seed=known.seed, share="auto", cost=None, **_ALONE)
+            options = replace(self._options, seed=known.seed, share="auto", cost=None, order="auto")
             with as_it_was_if_refused(known.whole, known.record, Use.ITERATED):
                 facts = look_at(known.whole)
                 patch_each("autopatch", {"": known.whole}, World(0, 1), lambda: options, place_share=change_loader)

@@ -176,7 +176,7 @@ class Session:
         """Return what a patch would do, by patching a copy without the other ranks."""
         alone = replace(world, share_of_rank=None)
         order = "auto" if self._options.order == "leader" else self._options.order
-        options = replace(self._options, verify=False, order=order)
+        options = replace(self._options, order=order)
         try:
             (patched,) = patch_each("autopatch", {"": facts.loader}, alone, lambda: options)
         except DDPPatchError as error:

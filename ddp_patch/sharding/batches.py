@@ -114,8 +114,6 @@ class Tally:
 
     def begin(self) -> None:
         """Record that a pass begins."""
-        if self._pass is not None:
-            self._pass.note_abandoned()
         self._has_failed = self._has_pass = False
         self._pass = None
         if self._begins_ahead:
@@ -164,7 +162,7 @@ class Tally:
         """Record that the loop has seen the end."""
         self._find_pass()
         if self._pass is not None and self._reaches_loop and not self._has_failed:
-            self._pass.note_end_seen()
+            self._pass.note_stopped()
 
     def _find_pass(self) -> None:
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
@@ -172,7 +170,7 @@ class Tally:
             return
         self._has_pass, self._pass = True, self._sampler.latest
         if self._pass is not None and self._reaches_loop:
-            self._pass.note_loop(self)
+            self._pass.note_loop()
 
 
 # Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a

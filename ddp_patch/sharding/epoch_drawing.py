@@ -13,7 +13,7 @@ import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.orders.chunks import Chunk, copy_item, draw
-from ddp_patch.orders.fingerprint import Fingerprint, PassFingerprint
+from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import distributed_permutation
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import Sizes
@@ -83,16 +83,14 @@ class EpochDrawing(Generic[T]):
         plan: Which positions are this rank's.
         consumed_before: What other numbers of ranks have taken; the pass is over the rest.
         random_context: Returns what to enter while the sampler draws.
-        private_generator: What torch's own samplers draw from; None for the global generator.
-        draws_ahead: Whether more than a round may be drawn at once, if the sampler can be started again.
+        private_generator: What torch's own samplers draw from.
         shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
         has_earlier_pass: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
         check_length: Called with how many items the whole stream had and how many were assumed.
-        compare_end: Called at the end with how many items were drawn, and their fingerprint; None if nobody compares.
         keeps_sizes: Whether to record how many samples the items have.
         balancer: How to balance the stream by cost; None if it is sharded as it comes.
-        fingerprint: The fingerprint of the pass; None if nobody compares it.
+        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
     """
 
     sampler: Iterable[T]
@@ -101,16 +99,14 @@ class EpochDrawing(Generic[T]):
     plan: Plan
     consumed_before: Consumed
     random_context: Callable[[], AbstractContextManager[object]]
-    private_generator: torch.Generator | None
-    draws_ahead: bool
+    private_generator: torch.Generator
     shuffle_seed: int | None
     length: Callable[[], int]
     has_earlier_pass: Callable[[], bool]
     check_length: Callable[[int, int], None]
-    compare_end: Callable[[int, str], None] | None
     keeps_sizes: bool
     balancer: Balancer | None
-    fingerprint: PassFingerprint | None
+    digest: Digest | None
 
 
 class Stream(Generic[T]):
@@ -154,15 +150,10 @@ class Stream(Generic[T]):
         if self._sizes is not None:
             stream = self._sizes.recording(stream)
         chunks = self._chunked(stream, plans, len(rest))
-        running = Fingerprint()
-        if epoch.compare_end is not None:
-            chunks = running.watching(chunks)
 
         def on_end(drawn: int) -> None:
-            if epoch.compare_end is not None:
-                epoch.compare_end(drawn, running.hexdigest())
-            if epoch.fingerprint is not None:
-                epoch.fingerprint.end(drawn)
+            if epoch.digest is not None:
+                epoch.digest.end()
             found(drawn)
             if skip > plan.largest_share(drawn):
                 raise StateError(
@@ -178,21 +169,18 @@ class Stream(Generic[T]):
     def _chunked(self, stream: Iterator[T], plans: Sequence[Plan], length: int) -> Iterator[Chunk[T]]:
         """Draw a stream in chunks, of a length as far as that is needed, and keep what these plans take."""
         epoch, plan = self._epoch, self._epoch.plan
-        # After a break, the next pass over an iterator continues where this one stopped.
-        ahead = epoch.draws_ahead and not epoch.is_one_shot
-        keeps_all = epoch.compare_end is not None or len(plans) > 1
 
         def kept(start: int, size: int) -> slice:
             # The first round is for padding.
-            return slice(None) if keeps_all or not start else plan.slice_of_chunk(start, size, length)
+            return slice(None) if len(plans) > 1 or not start else plan.slice_of_chunk(start, size, length)
 
         chunked = draw(
             stream,
             epoch.random_context,
             round_size=plan.num_replicas,
-            ahead=ahead,
+            ahead=not epoch.is_one_shot,  # where a break leaves an iterator, the next pass continues
             selection=kept,
-            fingerprint=epoch.fingerprint,
+            digest=epoch.digest,
         )
         self._chunks = _ReadAhead(chunked)
         must_give = epoch.is_one_shot and epoch.has_earlier_pass()

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
@@ -41,6 +41,7 @@ class EpochSampler(DistributedSampler[T]):
     """
 
     is_ddp_aware: bool = True
+    _batching: Batching = ONE_PER_STEP
 
     def __init__(self, agreed: Agreed, sampler_states: SamplerStates, facts: Mapping[str, object]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
@@ -60,9 +61,8 @@ class EpochSampler(DistributedSampler[T]):
         self._states_prepared = self._persistent_iterator_draws = False
         self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
         options = agreed.options
-        self.monitor: PassMonitor = PassMonitor(
-            agreed.peers, type(self).__name__, shares_may_differ=self.plan.uneven == "keep"
-        )
+        self._loader_name, self._batches_ahead = type(self).__name__, 0
+        self.monitor: PassMonitor = PassMonitor(agreed.peers, slack=int(self.plan.uneven == "keep"))
         self._facts = {
             **facts,
             "uneven": options.uneven,
@@ -85,10 +85,16 @@ class EpochSampler(DistributedSampler[T]):
         """The number of ranks, by ``DistributedSampler``'s name."""
         return self.agreed.world.num_replicas
 
-    def _begin(self, epoch: int, facts: Mapping[str, object], known: Mapping[str, object] | None = None) -> None:
-        """Begin an epoch; with ``verify=True``, first check that all ranks begin the same one."""
-        self.agreed.verify("Beginning an epoch", {"epoch": epoch, "seed": self.seed, **facts}, known)
-        self.epochs.begin(epoch)
+    def note_loader(self, name: str, batches_ahead: int, readers: int) -> None:
+        """Record which loader this is put into, before its first pass.
+
+        Args:
+            name: The loader's class.
+            batches_ahead: How many batches its workers fetch before they are taken.
+            readers: How many workers may each read a part, of which one rank may get an item more than another.
+        """
+        self._loader_name, self._batches_ahead = name, batches_ahead
+        self.monitor.name_loader(f"{name} {self.agreed.place}".rstrip(), readers)
 
     def __getstate__(self) -> dict[str, Any]:
         # A running pass cannot be copied.
@@ -107,7 +113,7 @@ class EpochSampler(DistributedSampler[T]):
         Raises:
             StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
         """
-        self._require_no_failure(loader)
+        self._require_no_failure()
         if not self._sampler_states.holds(loader.generator):
             # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
             return one_at_a_time() if self.agreed.leader is None else nullcontext()
@@ -120,11 +126,11 @@ class EpochSampler(DistributedSampler[T]):
             self._states_prepared, self._iterator_generator = True, loader.generator
         return self._sampler_states.drawing()
 
-    def _require_no_failure(self, loader: DataLoader[Any]) -> None:
+    def _require_no_failure(self) -> None:
         current = self.latest
         if current is not None and current.has_failed and self.position is None and self.monitor.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
-                f"Iterating the {type(loader).__name__} again: its pass over epoch {current.epoch} ended by an error, "
+                f"Iterating the {self._loader_name} again: its pass over epoch {current.epoch} ended by an error, "
                 f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
                 "new pass would begin on this rank alone: the rest of its shard of that epoch would be lost, and "
                 "the ranks' steps would not match. Correct what raised the error, and let it end the training: all "
@@ -152,11 +158,16 @@ class EpochSampler(DistributedSampler[T]):
         """Return what the samplers hold now."""
         return self._sampler_states.snapshot()
 
-    def _pass_context(self, batching: Batching) -> PassContext:
+    def _pass_context(self) -> PassContext:
         """Return what all passes have in common."""
-        batching = self._loader_batching or batching
         return PassContext(
-            self.plan, batching, self._batch_plan, self._sampler_states, self.monitor, self._length_if_any
+            self.plan,
+            self._loader_batching or self._batching,
+            self._batch_plan,
+            self._sampler_states,
+            self.monitor,
+            self._batches_ahead,
+            self._length_if_any,
         )
 
     def _stream_length(self, epoch: int) -> int:
@@ -169,10 +180,11 @@ class EpochSampler(DistributedSampler[T]):
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
 
-    def least_share(self) -> int | None:
-        """Return how many items the smallest share of the upcoming epoch has; None if that is not known."""
+    def batches_in_epoch(self) -> int | None:
+        """Return how many batches this rank's share of the upcoming epoch has; None if that is not known."""
         length = self._length_if_any(self.epochs.upcoming)
-        return None if length is None else self.plan.smallest_share(length)
+        batching = self._loader_batching or self._batching
+        return None if length is None else batching.count(len(self.plan.share(length)))
 
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
@@ -228,7 +240,7 @@ class EpochSampler(DistributedSampler[T]):
         self._finish_latest()
         self.latest = None
         self._set_epoch_calls, self._epoch_was_set, self._states_prepared = self._set_epoch_calls + 1, True, False
-        self.monitor.choose()
+        self.monitor.choose_epoch()
         self.epochs.set(number)
 
     def _finish_latest(self) -> None:
@@ -287,7 +299,6 @@ class EpochSampler(DistributedSampler[T]):
             InvalidOptionError: The pass has not yielded that many.
             StateError: The order depends on something that no state holds.
         """
-        self.require_states("told")
         current = self.current_pass
         given = 0 if current is None else current.batches
         if self.has_one_iterator and batches != given:
@@ -334,7 +345,6 @@ class EpochSampler(DistributedSampler[T]):
 
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
-        self.require_states("restored")
         position = read_state(state, self._loader_facts(None), self.agreed.seed, self._sampler_states.holders)
         seed = self.seed if position.seed is None else position.seed
         with self.agreed.seed.tried(seed):  # a length may follow from it
@@ -361,15 +371,8 @@ class EpochSampler(DistributedSampler[T]):
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)
         self.latest = None
+        self.monitor.restore()
         # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
         self._sampler_states.restore_epoch(position.epoch + position.ended, position.sampler_snapshot)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest
-
-    def require_states(self, what: str) -> None:
-        """Raise StateError if no state can describe the order."""
-        if self.agreed.options.order == "ambient":
-            raise StateError(
-                f"A state cannot be {what} with order='ambient': the order then follows from the global random "
-                "states, which training changes. Use order='auto' or 'seeded'."
-            )

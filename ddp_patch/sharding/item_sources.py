@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import numpy as np
 
 from ddp_patch.orders.chunks import start_iterating
-from ddp_patch.orders.fingerprint import evenly_spread, fingerprint
+from ddp_patch.orders.fingerprint import evenly_spread, number_of
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.plan import Plan, Rest
 from ddp_patch.ranks.exchange import FIRST_PIECE, LARGEST_PIECE, Leader
@@ -23,6 +23,9 @@ __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
 T = TypeVar("T")
 
+
+# So many items of an order that can be looked up are compared, evenly spread, and its length.
+_LOOKED_UP = 64
 
 # Returns the items at some positions.
 _ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
@@ -100,11 +103,10 @@ class Indexed(ItemSource[T]):
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, epoch = self._epoch.plan, self._epoch
-        order = drawn = self._drawn_order()
-        window_orders: list[str] = []
+        order = self._drawn_order()
         if epoch.balancer is not None:
-            note, ranks = partial(self._note_window, window_orders), plan.num_replicas
-            order = balanced_order(drawn, epoch.balancer, ranks, epoch.number, skip * ranks, note)
+            ranks = plan.num_replicas
+            order = balanced_order(order, epoch.balancer, ranks, epoch.number, skip * ranks, self._note_window)
         rest = plan.rest(order.length, epoch.consumed_before)
         length = self.length = len(rest)
         at: _ItemsAt = partial(_items_at, order, rest)
@@ -122,8 +124,6 @@ class Indexed(ItemSource[T]):
         yield from map(at, order.pieces(real[skip:rounds]))
         if epoch.balancer is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
-        if epoch.compare_end is not None and skip <= rounds:  # after the items that every rank has
-            epoch.compare_end(drawn.length, fingerprint([*drawn.at(evenly_spread(drawn.length)), *window_orders]))
         yield from map(at, order.pieces(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
@@ -133,16 +133,16 @@ class Indexed(ItemSource[T]):
         with epoch.random_context():
             order = order_of(epoch.sampler, epoch.number, epoch.private_generator)
         self._draw_rest = order.finish
-        if epoch.fingerprint is not None:
-            epoch.fingerprint.add_order(order)
+        if epoch.digest is not None:
+            seen = order.length if order.random_access is None else min(order.random_access, order.length)
+            epoch.digest.add([order.length, *order.at(evenly_spread(seen, _LOOKED_UP))])
+            epoch.digest.end()
         return order
 
-    def _note_window(self, window_orders: list[str], begin: int, places: np.ndarray[Any, Any]) -> None:
+    def _note_window(self, begin: int, places: np.ndarray[Any, Any]) -> None:
         """Take note of how a window was balanced, for the other ranks to compare."""
-        if self._epoch.fingerprint is not None:
-            self._epoch.fingerprint.add_window(begin, places)
-        if self._epoch.compare_end is not None:
-            window_orders.append(fingerprint([places]))
+        if self._epoch.digest is not None:
+            self._epoch.digest.add_hash(number_of([places]), len(places))
 
     def _noting_origins(
         self, at: _ItemsAt, places: Callable[[range], np.ndarray[Any, Any]], positions: range

@@ -3,15 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import ref
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ddp_patch.orders.chunks import IterationProgress, IterationState
+from ddp_patch.orders.chunks import IterationProgress
 from ddp_patch.plan import Batching, Consumed, Plan
-from ddp_patch.ranks.histories import PassProgress, PassState
-from ddp_patch.ranks.mailbox import StepCounts
-from ddp_patch.ranks.pass_monitor import PassMonitor, PassNotes
+from ddp_patch.ranks.log import LoggedPass, Marks, Progress, State
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
@@ -28,18 +25,6 @@ __all__ = ["Pass", "PassContext", "SamplerPass"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Ranks compare when 1, 2, 4, ... batches were taken, and then whenever so many more were.
-_LARGEST_GAP = 32
-
-
-_PASS_STATE_OF = {
-    IterationState.NOT_BEGUN: PassState.OPEN,
-    IterationState.RUNNING: PassState.OPEN,
-    IterationState.ENDED: PassState.ENDED,
-    IterationState.ABANDONED: PassState.ABANDONED,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class PassContext:
     """What all passes over a loader have in common.
@@ -50,6 +35,7 @@ class PassContext:
         batch_plan: The rank's share of each batch, where batches are divided; otherwise None.
         sampler_states: The objects whose generators the samplers draw from.
         monitor: Compares the passes with the other ranks'.
+        batches_ahead: How many batches the loader's workers fetch before they are taken.
         stream_length: Returns how many items the whole stream has in an epoch, as its sampler or dataset says; None if
             that is not known.
     """
@@ -59,6 +45,7 @@ class PassContext:
     batch_plan: Plan | None
     sampler_states: SamplerStates
     monitor: PassMonitor
+    batches_ahead: int
     stream_length: Callable[[int], int | None]
 
 
@@ -68,7 +55,7 @@ class Pass(IterationProgress, Generic[T]):
     Args:
         start: Where it begins.
         context: What all passes over the loader have in common.
-        note: Makes the notes that ranks compare of it, from how it stands; None if they compare none.
+        digest: The digests of what it draws, for the ranks to compare; None if they compare none.
 
     Attributes:
         start: Where it began.
@@ -77,6 +64,7 @@ class Pass(IterationProgress, Generic[T]):
             None if nobody counts them.
         loop_saw_end: Whether the loop has seen the end.
         has_failed: Whether the loop was given an error of the loader's instead of a batch, and nothing since.
+        is_cut_short: Whether the loop was told of an end that is none.
         is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
         sizes: How many samples each item had, before division; None if nobody needs that.
     """
@@ -87,7 +75,7 @@ class Pass(IterationProgress, Generic[T]):
         self,
         start: Position,
         context: PassContext,
-        note: Callable[[Any], PassNotes] | None = None,
+        digest: Marks | None = None,
     ) -> None:
         before, skip = split_consumed(start.consumed, context.plan.num_replicas)
         super().__init__(skip)
@@ -96,14 +84,14 @@ class Pass(IterationProgress, Generic[T]):
         self.batches_delivered: int | None = None
         self.loop_saw_end: bool = False
         self.has_failed: bool = False
+        self.is_cut_short: bool = False
         self.is_interleaved: bool = False
         self._plan, self._batching, self._batch_plan = context.plan, context.batching, context.batch_plan
         self._sampler_states, self._monitor = context.sampler_states, context.monitor
-        self._stream_length = context.stream_length
-        self._counter: Callable[[], object] | None = None
-        self._next_comparison, self._surely_taken, self._pending_items = 1, skip, 0
-        self._notes = None if note is None else note(self)
-        self._step_counts: StepCounts | None = None  # where the count of batches is left for the other ranks
+        self._batches_ahead, self._stream_length = context.batches_ahead, context.stream_length
+        self._digest = digest
+        self._logged: LoggedPass | None = None
+        self._next_comparison = 2
 
     # ---- what differs between samplers and workers ----
 
@@ -113,9 +101,9 @@ class Pass(IterationProgress, Generic[T]):
         return None
 
     @property
-    def is_comparable(self) -> bool:
-        """Whether how far a rank has come can be compared with other ranks."""
-        return True
+    def has_own_length(self) -> bool:
+        """Whether other ranks may have more or fewer batches in it."""
+        return False
 
     @property
     def is_drawn_at_once(self) -> bool:
@@ -200,104 +188,102 @@ class Pass(IterationProgress, Generic[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
         try:
-            self._monitor.begin(self.epoch, self.progress, self._notes)
+            self._logged = self._monitor.begin(self.epoch, self.begins_at, self.progress, self._digest)
             for chunk in self._chunks():
                 run = self.give(chunk)
                 yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
             self._sampler_states.end(self.epoch)
-            self._monitor.compare(self.epoch, at_end=True)
+            if self.batches_delivered is None:
+                self._monitor.compare(at_end=True)
         finally:
             self.abandon()
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
-        """Cut a run where the ranks compare their progress: at first after every batch, then more rarely."""
-        read_ahead = self._monitor.read_ahead
-        while (moment := self.skip + read_ahead.ahead + self._next_comparison * read_ahead.size) < self.items_given:
+        """Cut a run where the ranks compare their progress, as long as nobody counts the batches of the loop."""
+        size, first = self._batching.size, self.skip + self._batches_ahead * self._batching.size
+        while self.batches_delivered is None and (moment := first + self._next_comparison * size) < self.items_given:
             yield islice(run, moment - self.items_taken)
-            self._next_comparison += min(self._next_comparison, _LARGEST_GAP)
-            self._pending_items = 1  # whoever asks on gets one more
-            self._monitor.compare(self.epoch)
-            self._pending_items = 0
+            if self.batches_delivered is None:
+                self._compare(self._next_comparison)
         yield run
 
-    def progress(self) -> PassProgress:
-        """Return how many items of the share were surely taken, and what is known of the pass."""
-        read_ahead, known = self._monitor.read_ahead, _PASS_STATE_OF[self.state]
-        asked = self.items_taken + self._pending_items - self.skip
-        taken = self.skip + read_ahead.taken(asked, is_over=self.loop_saw_end and self.is_ended)
-        is_known = self.batches_delivered is not None
-        if known is PassState.ENDED and read_ahead.ahead and is_known and not self.loop_saw_end:
-            # Workers were asked for all, and the loop may not have taken it.
-            taken = self._in_batches()
-            if taken < self.items_taken:
-                is_looping = self._counter is not None and self._counter() is not None
-                known = PassState.OPEN if is_looping else PassState.ABANDONED
-        if self.has_failed:  # other ranks may have been given the batch that the loop asked for here
-            taken = max(taken, self._in_batches())
-        if not self.is_comparable:
-            return PassProgress(taken, PassState.UNKNOWN)
-        if not self.worker_saw_end():
-            self._surely_taken = taken
-        elif is_known:
-            # When a worker finds the end depends on chance, and then more is asked for. Only the batches count.
-            self._surely_taken = max(self._surely_taken, self._in_batches())
-            known = PassState.ENDED if self.loop_saw_end else known
-        else:
-            known = PassState.ENDED
-        return PassProgress(self._surely_taken, known)
+    def _compare(self, batches: int) -> None:
+        self._next_comparison = self._monitor.next_comparison(batches)
+        self._monitor.compare()
 
-    def _in_batches(self) -> int:
-        """Return how many items are in the batches that the loop was given, and in one that failed."""
-        batches = (self.batches_delivered or 0) + self.has_failed
-        return min(self.items_taken, self.skip + batches * self._monitor.read_ahead.size)
+    def progress(self) -> Progress:
+        """Return how many batches the loop was given, and what is known of the pass."""
+        state = State.FAILED if self.has_failed else State.LEFT if self.is_cut_short else State.RUNNING
+        if self.loop_saw_end:
+            state = State.ENDED
+        if (given := self.batches_delivered) is not None:
+            return Progress(given, given, state, self.has_own_length)
+        asked = max(0, self.items_taken - self.skip)
+        least = max(0, asked // self._batching.size - self._batches_ahead)
+        if self.is_ended and not self._batches_ahead and state is State.RUNNING:
+            least, state = self._batches_asked(), State.ENDED
+        return Progress(least, self._batches_asked(), state, self.has_own_length)
 
     # ---- what the training loop was given ----
 
-    def note_loop(self, counter: object) -> None:
-        """Record that a loop begins to take batches, and what counts them: it is gone when the iterator is."""
-        self._counter, self.batches_delivered, self.has_failed = ref(counter), 0, False
-
-    def note_abandoned(self) -> None:
-        """Record that the loop asks for no more batches, though its iterator lives."""
-        self._counter = None
+    def note_loop(self) -> None:
+        """Record that a loop begins to take batches, which are counted."""
+        self.batches_delivered, self.has_failed = 0, False
 
     def deliver(self, note: BatchNote | None = None) -> None:
         """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
         if self.batches_delivered is None:
             return
         self.batches_delivered = delivered = self.batches_delivered + 1
-        if delivered == 1 and self._is_unsure:
-            self._step_counts = self._monitor.steps(self.epoch, self.begins_at)
-        if (counts := self._step_counts) is not None and (delivered == 1 or perf_counter() >= counts.due_s):
-            counts.post(delivered)
+        if (logged := self._logged) is None or not self._monitor.is_on:
+            return
+        if delivered == 1:
+            self._monitor.goes_on(logged)
+        if self._is_open_ended:
+            self._monitor.give_step(logged, delivered)
+        if delivered >= self._next_comparison:
+            self._compare(delivered)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""
         self.has_failed, self.batches_delivered = False, None
 
     @property
-    def _is_unsure(self) -> bool:
+    def _is_open_ended(self) -> bool:
         """Whether another rank's stream may be longer, and no rank know it before the end."""
-        return self._monitor.is_on and self.is_comparable and not self.is_drawn_at_once
+        return not (self.is_drawn_at_once or self.has_own_length)
 
     def note_failed(self) -> None:
         """Record that the training loop was given an error of the loader's instead of a batch."""
         self.has_failed = True
 
     def note_end_seen(self) -> None:
-        """Record that the training loop has seen the end, and compare if nothing before told that.
-
-        What workers fetched ahead is taken now; and where only they find an end, no index tells of it.
+        """Record that the training loop has seen the end, and compare.
 
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
         """
         self.loop_saw_end = True
-        if self._monitor.read_ahead.ahead or self.worker_saw_end():
-            self._monitor.compare(self.epoch, at_end=True)
-        if self._is_unsure and self.batches_delivered is not None:
-            self._monitor.compare_ends(self.epoch, self.begins_at, self.batches_delivered)
+        self._monitor.compare(at_end=True)
+        if self._logged is not None and self._is_open_ended and self.batches_delivered is not None:
+            self._monitor.end_steps(self._logged, self.batches_delivered)
+
+    def note_stopped(self) -> None:
+        """Record that the loop was told of an end: of the pass, or none, where a dataset raised StopIteration.
+
+        Raises:
+            RankMismatchError: As above.
+        """
+        if self._is_whole():
+            self.note_end_seen()
+        else:
+            self.is_cut_short = True
+            self._monitor.compare(at_end=True)
+
+    def _is_whole(self) -> bool:
+        """Return whether the loop was given all batches, as far as this rank can tell."""
+        return True
 
     def note_interleaved(self) -> None:
         """Record that an iterator of an earlier pass gave a batch."""
@@ -373,7 +359,7 @@ class SamplerPass(Pass[T]):
     """A pass over a sampler, whose items are drawn in this process or come from the leader.
 
     Args:
-        start: As in ``Pass``, and so are ``context`` and ``note``.
+        start: As in ``Pass``, and so are ``context`` and ``digest``.
         context: As above.
         source: How it gets its items.
         sizes: Records how many samples each item has; None if nobody needs that.
@@ -394,9 +380,9 @@ class SamplerPass(Pass[T]):
         sizes: Sizes | None,
         divide: BatchDivider | None,
         on_length_known: Callable[[int], object],
-        note: Callable[["Pass[T]"], PassNotes] | None,
+        digest: Marks | None,
     ) -> None:
-        super().__init__(start, context, note)
+        super().__init__(start, context, digest)
         self.source: ItemSource[T] = source
         self.sizes = sizes
         self._divide, self._on_length_known = divide, on_length_known
@@ -429,6 +415,10 @@ class SamplerPass(Pass[T]):
                 self._on_length_known(self.length)
             part = chunk if self.sizes is None else list(self.sizes.recording(chunk))
             yield part if self._divide is None else list(map(self._divide, part))
+
+    def _is_whole(self) -> bool:
+        given = self.batches_delivered
+        return given is None or (self.is_ended and given >= self._batches_asked())
 
     def draw_to_end(self) -> None:
         """Draw what nobody will ask for, so that the samplers' generators are where the epoch leaves them."""

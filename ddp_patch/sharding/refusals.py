@@ -273,11 +273,6 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None
             f"order='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
             "Use order='seeded'."
         )
-    if options.order == "ambient" and facts.num_workers > 0:
-        raise InvalidOptionError(
-            f"order='ambient' does not work with {name} and num_workers={facts.num_workers}: the workers read it, "
-            "and their random states differ by rank, so that augmentations do. Use order='seeded'."
-        )
 
 
 def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) -> None:

@@ -15,7 +15,7 @@ from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import IterationState
-from ddp_patch.orders.fingerprint import PassFingerprint
+from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, generators_restored, random_generators, torch_generators
 from ddp_patch.orders.orders import (
     InOrder,
@@ -26,10 +26,9 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.random_states import GlobalState, PrivateRNG, epoch_generator, epoch_states
+from ddp_patch.orders.random_states import GlobalState, PrivateRNG, epoch_seed
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.pass_monitor import PassNotes
 from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, BatchDivider
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
@@ -68,15 +67,14 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._shuffles = shuffle
         self._batching, self._balancer = batching, balancer
         if not shuffle and balancer is None and is_always_alike(self._wrapped_sampler):
-            self.monitor.ignore_epochs()
+            self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
         self._rows = stream.rows
         self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
         self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
-        self._nested_epochs = NestedEpochs(self._wrapped_sampler)
+        self._nested_epochs = NestedEpochs(self._wrapped_sampler, stream.counts_epochs)
         self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
-        self._known_end: dict[str, object] = {}
         self._restored_length: int | None = None  # of the stream, when a position was restored
         self._seal()
 
@@ -169,12 +167,12 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if self._draws_nothing_at == now:
             yield
             return
-        states = epoch_states(self.agreed.options, self.agreed.seed, epoch)
+        states = PrivateRNG(self.seed, epoch)
         with states, generators_restored(drawn_from()) as was_moved:
             installs = GlobalState.installs
             yield
             draws_nothing = not was_moved() and GlobalState.installs == installs
-        if draws_nothing and not (isinstance(states, PrivateRNG) and not states.drew_nothing):
+        if draws_nothing and states.drew_nothing:
             self._draws_nothing_at = now
 
     def _loader_facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
@@ -217,6 +215,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._nested_epochs.tell(self.epochs.upcoming)
 
     def __iter__(self) -> Iterator[T]:
+        self._require_no_failure()
         # Somebody may have set the epoch of a nested sampler, past this one.
         if (epoch := self._nested_epochs.set_by_user()) is not None:
             self.set_epoch(epoch)
@@ -231,8 +230,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             current = self._take_up_pass()
         if current.is_ended:
             return
-        self._begin(current.epoch, {"position": current.begins_at}, self._known_end)
-        self._known_end = {}
+        self.epochs.begin(current.epoch)
         self.latest, self.position, self._epoch_was_set = current, None, False
         yield from current.runs()
 
@@ -251,29 +249,24 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         else:
             self._begin_sampler_states()
             start = Position(number, sampler_snapshot=self.sampler_snapshot())
-        is_empty, options = self._is_empty(start), self.agreed.options
-        fingerprint = PassFingerprint() if self.monitor.is_on else None
-        source: ItemSource[T] = Nothing() if is_empty else self._chosen_source(start, fingerprint)
+        # Under a leader one rank draws for all, so there is nothing to compare.
+        digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
+        source: ItemSource[T] = Nothing() if start.ended else self._chosen_source(start, digest)
+        costs = self.agreed.options.costs
         self.latest = current = SamplerPass(
             start,
-            self._pass_context(self._batching),
+            self._pass_context(),
             source,
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._batch_plan is not None else None,
-            divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, options.costs),
+            divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, costs),
             on_length_known=partial(self._require_steps, start),
-            note=None if fingerprint is None else partial(self._notes, fingerprint),
+            digest=digest,
         )
-        if is_empty:
+        if start.ended:
             current.end()
             self.epochs.begin(number)
             self.position = None
         return current
-
-    def _notes(self, fingerprint: PassFingerprint, current: Pass[T]) -> PassNotes:
-        """Return what is noted of a pass, for the ranks to compare."""
-        return PassNotes(
-            self._name, current.epoch, current.begins_at, current.skip, fingerprint, self._rows, current.progress
-        )
 
     def _generators_of_torchs(self) -> list[torch.Generator]:
         return torch_generators(holder for holder in self._sampler_states.holders if is_torch_sampler(holder))
@@ -295,17 +288,6 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self._torchs_generators = now
         return True
 
-    def _is_empty(self, start: Position) -> bool:
-        """Return whether nothing is left of the epoch."""
-        if start.ended or not (self.agreed.options.verify and self.plan.uneven == "keep"):
-            return start.ended
-        # Where ranks synchronise, one with an item more must do as those do that have ended.
-        before, skip = split_consumed(start.consumed, self.plan.num_replicas)
-        length = self._length_if_any(start.epoch)
-        if not skip or length is None:
-            return False
-        return skip == self.plan.largest_share(len(self.plan.rest(length, before)))
-
     def _finish_latest(self) -> None:
         """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
         current = self.latest
@@ -319,11 +301,11 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if current.ends_within(self._batching.size):
             self._sampler_states.end(current.epoch)
 
-    def _chosen_source(self, start: Position, fingerprint: PassFingerprint | None) -> ItemSource[T]:
+    def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
-        options, leader = self.agreed.options, self.agreed.leader
-        private_generator = epoch_generator(options, self.agreed.seed, start.epoch)
-        states = epoch_states(options, self.agreed.seed, start.epoch)
+        leader, states = self.agreed.leader, PrivateRNG(self.seed, start.epoch)
+        # It draws what the global one would draw from these states, and nobody else can draw from it.
+        private_generator = torch.Generator().manual_seed(epoch_seed(self.seed, start.epoch))
         epoch = EpochDrawing(
             sampler=self._wrapped_sampler,
             is_one_shot=self._is_one_shot,
@@ -332,17 +314,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             consumed_before=split_consumed(start.consumed, self.plan.num_replicas)[0],
             random_context=partial(self._drawing, start.epoch, states),
             private_generator=private_generator,
-            draws_ahead=options.order != "ambient",
             shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             check_length=partial(self._compare_length, start.epoch),
             has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
-            # The leader alone draws, so there is nothing to compare.
-            compare_end=partial(self._compare_end, start.epoch) if options.verify and leader is None else None,
             keeps_sizes=self._keeps_sizes and self._batch_plan is None,
             balancer=self._balancer,
-            # With verify=True, all of it is compared at the end, where every rank raises.
-            fingerprint=fingerprint if leader is None and not options.verify else None,
+            digest=digest,
         )
         is_looked_up = self._is_looked_up()
         has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.consumed_before)
@@ -376,17 +354,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        if self.agreed.leader is not None or self._shuffles or not has_order(self._wrapped_sampler):
-            return False
-        # All that is drawn is compared, where it can be drawn.
-        return has_computed_order(self._wrapped_sampler) or not self.agreed.options.verify
-
-    def _compare_end(self, epoch: int, drawn: int, order: str) -> None:
-        if self.plan.needs_length:
-            # Ranks come to the stream's end at different steps, the last one while it has items to give.
-            self._known_end = {"drawn in the epoch before": drawn, "order of the epoch before": order}
-        else:
-            self.agreed.verify("Ending an epoch", {"epoch": epoch, "drawn": drawn, "order": order})
+        return self.agreed.leader is None and not self._shuffles and has_order(self._wrapped_sampler)
 
     def _compare_length(self, epoch: int, drawn: int, assumed: int) -> None:
         """Raise if runs were cut from a wrong length; otherwise warn once about a wrong length."""

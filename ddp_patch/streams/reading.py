@@ -145,7 +145,6 @@ def can_snapshot(dataset: object, options: Options) -> bool:
     return (
         not options.by_worker
         and not options.needs_length  # otherwise every rank is elsewhere
-        and options.order != "ambient"
         and is_stateful(dataset)
         and not loses_items_when_loaded(dataset)
     )

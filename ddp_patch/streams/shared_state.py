@@ -6,8 +6,6 @@ from typing import Literal
 
 import torch
 
-from ddp_patch.orders.fingerprint import fingerprint
-
 __all__ = ["LARGEST", "SharedWorkerState", "shared_arrays"]
 
 # Remember the epochs of this many passes: iterators may live side by side.
@@ -22,8 +20,8 @@ class SharedWorkerState:
     """What the main process and its workers report to each other, in shared memory.
 
     The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
-    writes whose part of the dataset it reads, and at the end how many items that had, and their fingerprint; where the
-    dataset splits itself over all ranks' workers, how many batches it made.
+    writes whose part of the dataset it reads, and at the end how many items that had; where the dataset splits
+    itself over all ranks' workers, how many batches it made.
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
@@ -38,7 +36,7 @@ class SharedWorkerState:
         of_each = (_EPOCHS_KEPT, readers)
         of_states = (len(self._states), 2)
         self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads, self._of_states = (
-            shared_arrays((*of_each, 3), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,), of_states)
+            shared_arrays((*of_each, 2), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,), of_states)
         )
 
     @property
@@ -103,18 +101,16 @@ class SharedWorkerState:
             (items for noted, items in self._offsets[number % _EPOCHS_KEPT].tolist() if noted == number), default=0
         )
 
-    def end(self, number: int, part: int, length: int, order: str | None = None, spent_s: float = 0.0) -> None:
+    def end(self, number: int, part: int, length: int, spent_s: float) -> None:
         """Write what the reader of a part found in pass ``number``.
 
         Args:
             number: The pass.
             part: The part.
             length: How many items it has.
-            order: Their fingerprint, if it was taken.
             spent_s: How many seconds it took the dataset to give them.
         """
-        digits = -1 if order is None else int(order[:15], 16)
-        self._ends[number % _EPOCHS_KEPT, part] = torch.tensor([length, digits, round(1000 * spent_s)])
+        self._ends[number % _EPOCHS_KEPT, part] = torch.tensor([length, round(1000 * spent_s)])
 
     def keep_state(self, number: int, part: int, state: bytes | None) -> None:
         """Write the dataset's own state, pickled, of the reader of a part at the end of pass ``number``, if it has one.
@@ -149,17 +145,7 @@ class SharedWorkerState:
 
     def most_spent_s(self, number: int) -> float:
         """Return how many seconds the dataset took for its items in pass ``number``, where it took longest."""
-        return int(self._ends[number % _EPOCHS_KEPT, :, 2].max()) / 1000
-
-    def facts(self, number: int) -> dict[str, object]:
-        """Return what pass ``number`` has drawn, as facts to compare; nothing before all readers came to the end."""
-        drawn, orders, _ = self._ends[number % _EPOCHS_KEPT].T.tolist()
-        if min(orders) < 0:
-            return {}
-        # Readers of one stream have all drawn it.
-        is_split = self.is_in_parts(number)
-        order = fingerprint(orders) if is_split else orders[0]
-        return {"drawn in the epoch before": sum(drawn) if is_split else drawn[0], "order of the epoch before": order}
+        return int(self._ends[number % _EPOCHS_KEPT, :, 1].max()) / 1000
 
 
 def shared_arrays(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """What ranks compare of a stream: one digest of each pass, which workers mark in shared memory as they read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -47,10 +47,14 @@ class StreamMarks:
         self._values, self._ends, self._made, self._flags, self._numbers = shared_arrays(
             (*of_each, _MOST_MARKS), (*of_each, 2), of_each, (*of_each, 2), (_PASSES_KEPT,)
         )
+        self._digests: dict[int, StreamDigest] = {}  # of these passes, in the main process
 
     def begin(self, number: int) -> None:
         """Note, in the main process, that pass ``number`` begins."""
         slot = number % _PASSES_KEPT
+        for known in list(self._digests):
+            if known <= number - _PASSES_KEPT:
+                self._digests.pop(known).keep()
         for noted in (self._ends, self._made, self._flags):
             noted[slot] = -1
         self._numbers[slot] = number
@@ -99,7 +103,7 @@ class StreamMarks:
 
     def of_pass(self, number: int) -> "StreamDigest":
         """Return the digest of a pass, as far as it was read."""
-        return StreamDigest(self, number)
+        return self._digests.setdefault(number, StreamDigest(self, number))
 
     def parts(self, number: int) -> list["_PartMarks"]:
         """Return the marks of each part in a pass; nothing of a pass that is no longer known."""
@@ -151,6 +155,11 @@ class StreamDigest:
 
     def __init__(self, marks: StreamMarks, number: int) -> None:
         self._marks, self._number = marks, number
+        self._kept: list[_PartMarks] | None = None
+
+    def keep(self) -> None:
+        """Keep what was marked so far: the memory is used for another pass."""
+        self._kept = self._known()
 
     @property
     def latest(self) -> Mark | None:
@@ -160,17 +169,25 @@ class StreamDigest:
         is_over = len(reading) < len(parts) if self._is_one_stream else not reading
         made = 0 if is_over or not parts else max(reading) if self._is_one_stream else min(reading)
         count = END if is_over else _COUNTS[made - 1] if made else 0
-        value = self.at(count) if count else None
+        value = self._at(count, parts) if count else None
         return None if value is None else Mark(count, value)
+
+    @property
+    def marks(self) -> Mapping[int, int]:
+        """The values of all marks that are known, by their counts."""
+        parts = self._known()
+        values = ((count, self._at(count, parts)) for count in (*_COUNTS, END))
+        return {count: value for count, value in values if value is not None}
 
     def at(self, count: int) -> int | None:
         """Return the value of the mark at a count; None if that is not known, yet or any longer.
 
         Where a part ended before that count, its end counts: so it differs from that of a stream that goes on.
         """
-        if count not in _PLACES and count != END:
-            return None
-        values = [part.at(count) for part in self._known()]
+        return self._at(count, self._known()) if count in _PLACES or count == END else None
+
+    def _at(self, count: int, parts: Sequence[_PartMarks]) -> int | None:
+        values = [part.at(count) for part in parts]
         if self._is_one_stream:
             return next((value for value in values if value is not None), None)
         return hash(tuple(values)) if values and None not in values else None
@@ -211,5 +228,7 @@ class StreamDigest:
 
     def _known(self) -> list[_PartMarks]:
         """Return the parts' marks, once it is known whether they are parts."""
+        if self._kept is not None:
+            return self._kept
         is_known = len(self._marks.shared.ways(self._number)) == 1
         return self._marks.parts(self._number) if is_known else []

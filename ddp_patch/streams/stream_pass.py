@@ -9,7 +9,7 @@ from itertools import chain, count, repeat
 from time import monotonic, sleep
 from typing import Any
 
-from ddp_patch.errors import StateError
+from ddp_patch.errors import RankMismatchError, StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
@@ -55,10 +55,12 @@ class StreamPass(Pass[None]):
         on_loop_end: Callable[[], object],
         on_first_batch: Callable[[StreamDigest], object],
     ) -> None:
-        super().__init__(start, context)
+        digest = None if worker.marks is None else worker.marks.of_pass(number)
+        super().__init__(start, context, digest)
         self._on_loop_end, self._on_first_batch = on_loop_end, on_first_batch
-        self.digest: StreamDigest | None = None if worker.marks is None else worker.marks.of_pass(number)
+        self.digest: StreamDigest | None = digest
         self.rounds: BalancedRounds | None = None
+        self._splits_itself = worker.splits_itself
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
@@ -76,15 +78,35 @@ class StreamPass(Pass[None]):
         if note.state is not None:
             self._states[note.worker_index].append(note)
 
+    def _compare(self, batches: int) -> None:
+        self._require_one_order()
+        super()._compare(batches)
+
+    def _require_one_order(self) -> None:
+        """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
+        if self.digest is not None and (found := self.digest.workers_differ()) is not None:
+            raise RankMismatchError(
+                f"{self._name} is read in other orders by worker 0 and worker {found[1]} of one rank: they differ "
+                f"within the first {found[0]} items. {self._monitor.why_orders_differ()}"
+            )
+
     def note_end_seen(self) -> None:
         """Record that the training loop has seen the end; see ``Pass``."""
+        self._require_one_order()
         super().note_end_seen()
         self._on_loop_end()
 
     @property
-    def is_comparable(self) -> bool:
-        """Whether ranks take equally much; they do where each reads the whole dataset."""
-        return not self._worker.splits_itself
+    def has_own_length(self) -> bool:
+        """Whether other ranks may have more or fewer batches: where a dataset splits itself, and all are kept.
+
+        Where nobody counts batches, more is asked for than there is once a worker has come to the end.
+        """
+        return (self._splits_itself and self._plan.uneven == "keep") or self.batches_delivered is None
+
+    @property
+    def _is_open_ended(self) -> bool:
+        return not self._splits_itself and super()._is_open_ended
 
     @property
     def likely_length(self) -> int | None:
@@ -138,7 +160,7 @@ class StreamPass(Pass[None]):
     @property
     def is_in_parts(self) -> bool:
         """Whether several workers read a part each; False while that is unknown."""
-        return self.is_comparable and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
+        return not self._splits_itself and self._shared.readers > 1 and self._shared.is_in_parts(self._number)
 
     @property
     def resumed_elsewhere(self) -> int:
@@ -208,7 +230,7 @@ class StreamPass(Pass[None]):
         position = super().position_after(batches)
         if not batches:
             return replace(position, parts=self.start.parts, stream_snapshots=self.start.stream_snapshots)
-        if not self.is_comparable:
+        if self._splits_itself:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         if self.resumed_elsewhere:
             raise StateError(

@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -10,18 +9,15 @@ from functools import partial
 from itertools import chain, compress, cycle
 from time import perf_counter
 from typing import Any
-from weakref import ref
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
-from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
+from ddp_patch.errors import StateError, StreamOrderWarning
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
-from ddp_patch.orders.digest import END, Mark
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.remedies import ONE_STREAM, SEED
 from ddp_patch.sharding.epoch_sampler import EpochSampler
@@ -46,69 +42,23 @@ def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> st
     )
 
 
-class _Comparer:
-    """Compares the digests of a rank's latest passes with the other ranks'.
+class _Held:
+    """What the ranks' datasets held at the patch.
 
     Args:
         peers: Who they are.
-        sampler: The stream's.
+        held: A fingerprint of what this rank's does.
     """
 
-    def __init__(self, peers: Peers, sampler: "StreamSampler") -> None:
-        self._rank, self._sampler = peers.rank, ref(sampler)
-        self._began = f"Iterating the loader that was patched as number {peers.number}"
-        self._mailbox: Mailbox[tuple[str, bool, dict[str, Mark]]] = Mailbox(peers, "orders")
-        self._digests: dict[str, StreamDigest | Mark] = {}
-        self._whole: Counter[str] = Counter()
+    def __init__(self, peers: Peers, held: str) -> None:
+        self._mailbox, self._held = Mailbox(peers, "held"), held
+        self._others = [rank for rank in peers.members if rank != peers.rank]
+        self._mailbox.post(held)
 
-    def begin(self, digest: StreamDigest, name: str) -> None:
-        """Record that a pass begins, and what all ranks call it."""
-        for known, before in self._digests.items():
-            if known.startswith(f"{name} (") and _latest(before, END):
-                self._whole[name] = max(self._whole[name], int(known.removeprefix(f"{name} (")[:-1]) + 1)
-        for known, before in list(self._digests.items())[:-1]:
-            if isinstance(before, StreamDigest):
-                self._digests[known] = before.latest or Mark(0, 0)
-        self._digests[f"{name} ({self._whole[name]})"] = digest
-        self._digests = dict(list(self._digests.items())[-16:])
-
-    def compare(self, at_end: bool = True) -> None:
-        """Leave the latest marks, and compare with what the others have left by now."""
-        if (sampler := self._sampler()) is None:
-            return
-        asked, name = False, sampler.worker.name
-        for digest in self._digests.values():
-            asked = asked or (isinstance(digest, StreamDigest) and digest.asked_rank)
-            if isinstance(digest, StreamDigest) and (found := digest.workers_differ()) is not None:
-                raise RankMismatchError(
-                    f"{self._began}: worker 0 and worker {found[1]}, both of rank {self._rank}, read the stream of "
-                    f"{name} in different orders: they differ within the first {found[0]} items. Samples would be "
-                    f"lost. {sampler.why_streams_differ(asked_rank=False, held_differs=False)}"
-                )
-        mine = {known: mark for known, digest in self._digests.items() if (mark := _latest(digest))}
-        left = self._mailbox.post_and_read((sampler.held, asked, mine))
-        for rank, (held, has_asked, theirs) in left.items():
-            for known, mark in theirs.items():
-                value = None if known not in self._digests else _at(self._digests[known], mark[0])
-                if value not in {None, mark[1]}:
-                    why = sampler.why_streams_differ(asked_rank=asked or has_asked, held_differs=held != sampler.held)
-                    where = "before they end" if mark[0] == END else f"within the first {mark[0]} items"
-                    raise RankMismatchError(
-                        f"{self._began}: rank {self._rank} and {ranks_text([rank])} read different streams of {name}: "
-                        f"in {known.rpartition(' (')[0]} they differ {where}. Each rank keeps its shard of what should "
-                        f"be one stream, so samples would be lost. {why}"
-                    )
-
-
-def _latest(digest: StreamDigest | Mark, count: int | None = None) -> Mark | None:
-    mark = digest.latest if isinstance(digest, StreamDigest) else digest
-    return mark if mark is not None and count in {None, mark.count} else None
-
-
-def _at(digest: StreamDigest | Mark, count: int) -> int | None:
-    if isinstance(digest, StreamDigest):
-        return digest.at(count)
-    return digest.value if digest.count == count else None
+    @property
+    def differs(self) -> bool:
+        """Whether another rank's differs."""
+        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others).values())
 
 
 class StreamSampler(EpochSampler[None]):
@@ -125,7 +75,6 @@ class StreamSampler(EpochSampler[None]):
     Attributes:
         worker: What reads the stream; the loader's workers have copies of it.
         dataset: The sharded dataset.
-        held: A fingerprint of what the user's dataset held at the patch.
     """
 
     latest: StreamPass | None
@@ -147,9 +96,10 @@ class StreamSampler(EpochSampler[None]):
         is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
         keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
-        marks, self.held = None, ""
+        marks, self._held = None, None
         if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
-            marks, self.held = StreamMarks(shared), held_by(given.dataset)
+            marks, self._held = StreamMarks(shared), _Held(peers, held_by(given.dataset))
+            self.monitor.why_orders_differ = self._why_streams_differ
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,
@@ -162,9 +112,6 @@ class StreamSampler(EpochSampler[None]):
             is_kept=is_kept,
         )
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
-        self._comparer = None if marks is None or peers is None else _Comparer(peers, self)
-        if self._comparer is not None:
-            self.monitor.also_compare(self._comparer.compare)
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         self._dataset_epoch = DatasetEpoch(given.dataset)
         self._has_advised = self._batch_plan is not None  # which by_worker cannot do
@@ -193,6 +140,7 @@ class StreamSampler(EpochSampler[None]):
             self.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[None]:
+        self._require_no_failure()
         self._follow_dataset()
         self._iterated = self.epochs.upcoming
         return self._indices() if self._batch_plan is None else compress(self._indices(), cycle(self._takes))
@@ -220,7 +168,7 @@ class StreamSampler(EpochSampler[None]):
         on_loop_end = partial(self._finish, start, number, perf_counter())
         current = StreamPass(
             start,
-            self._pass_context(self._batching),
+            self._pass_context(),
             self.worker,
             number,
             self._ahead,
@@ -231,13 +179,10 @@ class StreamSampler(EpochSampler[None]):
             self._sampler_states.restore_generators(
                 start.sampler_snapshot.generators
             )  # a loader may have drawn from them since
-        # Workers cannot communicate, so what they drew is compared here. A loop that takes len() batches sees no end.
-        self._begin(epoch, {"position": current.begins_at}, self.worker.shared.facts(self.epochs.passes))
+        self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         if self.worker.marks is not None:
             self.worker.marks.begin(number)
-        if self._comparer is not None and current.digest is not None:
-            self._comparer.begin(current.digest, f"epoch {epoch} from {current.begins_at}")
         if self.position is None:
             self.worker.forget()
         self.latest, self.position = current, None
@@ -267,35 +212,30 @@ class StreamSampler(EpochSampler[None]):
             stacklevel=2,
         )
 
-    def why_streams_differ(self, *, asked_rank: bool, held_differs: bool) -> str:
-        """Return what may cause that ranks read different streams, and what to do.
-
-        Args:
-            asked_rank: Whether the dataset of one of them asked which rank it is on.
-            held_differs: Whether their datasets held different things at the patch.
-        """
-        name, remedy = self.worker.name, order_remedy(self.worker.dataset) or SEED
-        seen = "asked which rank it is on while it was read or its worker was prepared" if asked_rank else ""
-        if held_differs and not asked_rank:
-            seen = "holds something else on each rank since it was made"
-        by_worker = " Or use share='by_worker', where each worker reads a part of its own."
-        is_in_parts = self.latest is not None and self.latest.is_in_parts  # it asks for its worker
-        causes = [
-            f"{name} {seen}. Set is_ddp_aware = True in its class if it is sharded already, and gives each rank other "
-            "samples: its loader is then returned unchanged. Or let it give every rank everything."
-            if seen
-            else "",
-            f"{'If it only shuffles: ' if seen else ''}{remedy}.",
-            f"{ONE_STREAM}{by_worker if is_in_parts else ''}",
-            "If only augmentation differs, seed it alike, or give items a string that names them: numbers are then not "
-            f"compared, and nothing else of a dict with the key {SAMPLE_KEY!r}.",
-        ]
-        return " ".join(filter(None, causes))
+    def _why_streams_differ(self) -> str:
+        """Return what may cause that ranks read different streams, and what to do."""
+        name, remedy, current = self.worker.name, order_remedy(self.worker.dataset) or SEED, self.latest
+        seen = ""
+        if current is not None and current.digest is not None and current.digest.asked_rank:
+            seen = f"{name} asked which rank it is on, while it was read or its worker was prepared. "
+        elif self._held is not None and self._held.differs:
+            seen = f"What {name} holds differs between ranks since it was made. "
+        if seen:
+            seen += (
+                "Set is_ddp_aware = True in its class if it is sharded already, and gives each rank other samples: its "
+                "loader is then returned unchanged. Or let it give every rank everything. If it only shuffles: "
+            )
+        by_worker = ""
+        if current is not None and current.is_in_parts:  # it asks for its worker
+            by_worker = " Or use share='by_worker', where each worker reads a part of its own."
+        return (
+            f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
+            f"{remedy}. {ONE_STREAM}{by_worker} If only augmentation differs, seed it alike, or give items a string "
+            f"that names them: then no number is compared, and with the key {SAMPLE_KEY!r} nothing else."
+        )
 
     def _finish(self, start: Position, number: int, began_s: float) -> None:
-        """Compare what workers drew, with ``verify=True``; say once what would be faster."""
-        if self.plan.uneven != "keep":  # the loops of all ranks see the end at the same step
-            self.agreed.verify("Ending an epoch", {"epoch": start.epoch}, self.worker.shared.facts(number))
+        """Say once what would be faster."""
         if not self._has_advised and self.rank == 0 and start.is_at_epoch_start:
             self._has_advised = True
             if (advice := self._advice(number, perf_counter() - began_s)) is not None:

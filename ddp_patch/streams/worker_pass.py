@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.orders.chunks import Chunk, draw
-from ddp_patch.orders.fingerprint import Fingerprint
-from ddp_patch.orders.random_states import PrivateRNG, epoch_states, reader_seed
+from ddp_patch.orders.random_states import PrivateRNG, reader_seed
 from ddp_patch.plan import Consumed, Plan
 from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import BatchDivider
@@ -127,8 +126,8 @@ class WorkerPass(Generic[T]):
             self.told_num_workers *= worker.plan.num_replicas
         seed = reader_seed(worker.seed.value, start.epoch) + self.told_worker_id
         self.info: Any = worker.reader.info(self.told_worker_id, self.told_num_workers, seed, worker.dataset)
-        self._states = states = epoch_states(worker.options, worker.seed, start.epoch)
-        private = states if isinstance(states, PrivateRNG) and can_snapshot(worker.dataset, worker.options) else None
+        self._states = PrivateRNG(worker.seed.value, start.epoch)
+        private = self._states if can_snapshot(worker.dataset, worker.options) else None
         self._tracker = DatasetStateTracker(worker.dataset, private, start.snapshot, start.epoch)
         self._takes_snapshots = private is not None
         self._has_own_states = self._is_over = False
@@ -176,13 +175,9 @@ class WorkerPass(Generic[T]):
                 self._use_own_states()  # the first item, after which all workers do, was read before
             stream = self._detecting_split(self._tracker.follow(read))
         chunks = self._drawn(stream, plan, len(rest), skip)
-        running = Fingerprint()
-        if is_verified := worker.options.verify and skipped is None:
-            chunks = running.watching(chunks)
 
         def on_end(drawn: int) -> None:
-            order = running.hexdigest() if is_verified else None
-            worker.shared.end(start.number, start.part, drawn, order, worker.reader.spent_s - spent_s)
+            worker.shared.end(start.number, start.part, drawn, worker.reader.spent_s - spent_s)
             self._require_ends(drawn, len(rest))
 
         of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), on_end, skipped) for item in part)
@@ -303,8 +298,7 @@ class WorkerPass(Generic[T]):
 
     def _use_own_states(self) -> None:
         self._has_own_states = True
-        if isinstance(self._states, PrivateRNG):
-            self._states.switch_to_worker(self.told_worker_id)
+        self._states.switch_to_worker(self.told_worker_id)
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
@@ -312,7 +306,7 @@ class WorkerPass(Generic[T]):
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return slice(None) if self._worker.options.verify or not at else plan.slice_of_chunk(at, items, length)
+            return plan.slice_of_chunk(at, items, length) if at else slice(None)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         try:
@@ -334,10 +328,9 @@ class WorkerPass(Generic[T]):
         Args:
             may_draw: Whether others may draw before the next batch is read.
         """
-        if isinstance(self._states, PrivateRNG):
-            self._states.stays = not may_draw
-            if may_draw:
-                self._states.put_back()
+        self._states.stays = not may_draw
+        if may_draw:
+            self._states.put_back()
 
     def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.
@@ -351,7 +344,7 @@ class WorkerPass(Generic[T]):
         first: list[T] = []
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
-            with self._reading(epoch_states(self._worker.options, self._worker.seed, start.epoch)):
+            with self._reading(PrivateRNG(self._worker.seed.value, start.epoch)):
                 first = self._tracker.read_first(self._read(self._tracker.iterate), looked_at)
         return Chunk(start.items_consumed * plan.num_replicas, first)
 

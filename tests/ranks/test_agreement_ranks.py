@@ -16,7 +16,7 @@ from messages import assert_tells
 from quick import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, testing
@@ -257,7 +257,7 @@ def test_a_leader_sends_contiguous_runs_at_once() -> None:
 
 
 def beginning_different_loaders(rank: int, world_size: int) -> tuple[str, str]:
-    loaders = [patch_dataloader_to_ddp(loader(shuffle=True), verify=True, timeout=20) for _ in range(2)]
+    loaders = [patch_dataloader_to_ddp(loader(shuffle=True), order="leader", timeout=20) for _ in range(2)]
     return said(lambda: list(loaders[rank]))
 
 
@@ -285,14 +285,14 @@ def fetching_ahead_differently(rank: int, world_size: int) -> list[tuple[str, st
     def make(**options: Any) -> Any:
         return patch_dataloader_to_ddp(loader(sampler=range(N), num_workers=rank), **options)
 
-    return [said(lambda: make(order="leader")), said(lambda: make(verify=True)), said(lambda: len(make()))]
+    return [said(lambda: make(order="leader")), said(lambda: len(make()))]
 
 
 def test_ranks_that_meet_in_an_epoch_must_fetch_equally_far_ahead() -> None:
-    for led, verified, neither in run_ranks(fetching_ahead_differently, 2):
-        assert led[0] == verified[0] == "RankMismatchError"
+    for led, seeded in run_ranks(fetching_ahead_differently, 2):
+        assert led[0] == "RankMismatchError"
         assert led[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
-        assert neither == ("nothing", "3")
+        assert seeded == ("nothing", "3")
 
 
 # Ranks that refuse.
@@ -380,113 +380,6 @@ def slow(rank: int, world_size: int) -> bool:
 
 def test_slow_ranks_are_waited_for() -> None:
     assert run_ranks(slow, 3) == [True] * 3
-
-
-# Every epoch.
-
-
-def verified(rank: int, world_size: int) -> list[list[int]]:
-    seed_ambient(rank)
-    patched = patch_dataloader_to_ddp(loader(shuffle=True), verify=True)
-    return [[item for batch in patched for item in batch] for _ in range(3)]
-
-
-def test_epochs_that_agree_are_verified_in_passing() -> None:
-    first, second = run_ranks(verified, 2)
-    for ours, theirs in zip(first, second, strict=True):
-        assert set(ours) | set(theirs) == set(range(N))
-
-
-class Unequal(IterableDataset[int]):
-    """Has an item more, or another one, on one rank in its first epoch."""
-
-    def __init__(self, items: list[int]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.items)
-
-
-def verified_streams(rank: int, world_size: int) -> list[tuple[str, str]]:
-    told = []
-    for odd in ([7], [8], [8, 9]):
-        dataset = Unequal([*range(7), *(odd if rank == 1 else [8])])
-        patched = patch_dataloader_to_ddp(DataLoader(dataset, batch_size=2), verify=True, timeout=10)
-        told.append(said(lambda: [len(list(patched)) for _ in range(2)]))  # noqa: B023 - called at once
-    return told
-
-
-def test_streams_that_differed_are_told_when_the_next_epoch_begins_or_one_ends_early() -> None:
-    for other_item, same, one_more in run_ranks(verified_streams, 2):
-        assert other_item[0] == "RankMismatchError"
-        assert "\n  order of the epoch before: " in other_item[1]
-        assert same == ("nothing", "[2, 2]")
-        # Who ends early tells it at once, if the other has come as far; where both go on, they meet again.
-        assert one_more[0] in {"RankMismatchError", "MissingRanksError"}
-
-
-def stopping_before_others(rank: int, world_size: int) -> list[int]:
-    """With ``uneven="keep"`` a rank's last step may have no partner; the ranks still meet at the same step."""
-    patched = patch_dataloader_to_ddp(
-        DataLoader(Indices(), sampler=range(7), batch_size=1), uneven="keep", verify=True, timeout=10
-    )
-    steps = []
-    for _ in range(2):
-        steps.append(0)
-        for _ in patched:
-            steps[-1] += 1
-            if steps[-1] <= 3:
-                dist.barrier()
-        if rank == 0:
-            time.sleep(0.5)
-    return steps
-
-
-def test_the_end_is_compared_before_the_items_that_not_every_rank_has() -> None:
-    assert run_ranks(stopping_before_others, 2) == [[4, 4], [3, 3]]
-
-
-def peeking(rank: int, world_size: int) -> tuple[str, str]:
-    patched = patch_dataloader_to_ddp(loader(shuffle=True), verify=True, timeout=20)
-    if rank == 0:
-        next(iter(patched))
-    told = said(lambda: [batch for _ in range(2) for batch in patched])
-    dist.barrier()
-    return told
-
-
-def test_a_rank_that_peeked_is_named_instead_of_hanging_the_others() -> None:
-    ranks = run_ranks(peeking, 3)
-    for name, told in ranks:
-        assert name == "RankMismatchError"
-        assert told.split("\n")[1:3] == [
-            "  meeting: Beginning an epoch on rank 0; Ending an epoch on ranks 1, 2",
-            "  epoch: 1 on rank 0; 0 on ranks 1, 2",
-        ]
-
-
-class DriftsApart(Sampler[int]):
-    """Agrees on its first items and not on its last."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __iter__(self) -> Iterator[int]:
-        return (index + (self.rank if index == 900 else 0) for index in range(1000))
-
-
-def drifting(rank: int, world_size: int) -> tuple[str, str]:
-    patched = patch_dataloader_to_ddp(DataLoader(Indices(), sampler=DriftsApart(rank)), verify=True)
-    return said(lambda: list(patched))
-
-
-def test_orders_that_part_after_the_compared_items_are_found_at_the_epochs_end() -> None:
-    for name, told in run_ranks(drifting, 2):
-        assert name == "RankMismatchError"
-        assert "\n  order: " in told
 
 
 # Topology.
@@ -586,29 +479,10 @@ class Unsized(Sampler[int]):
         return iter(range(self.n))
 
 
-class LookedUp(Unsized):
-    """Has random access to its items."""
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
-
-    def items_at(self, positions: Any, epoch: int) -> Any:
-        return positions
-
-
 STEPPING: list[tuple[int, type, dict[str, Any]]] = [
     (5001, Unsized, {"order": "leader"}),
     (5001, Unsized, {"order": "leader", "uneven": "keep"}),
-    (5001, Unsized, {"order": "leader", "uneven": "drop", "verify": True}),
-    (7, range, {"layout": "contiguous", "verify": True}),
-    (7, range, {"layout": "contiguous", "verify": True, "uneven": "keep"}),
-    (7, range, {"verify": True, "uneven": "keep"}),
-    (7, range, {"verify": True}),
-    (7, LookedUp, {"verify": True, "uneven": "keep"}),
-    (7, LookedUp, {"verify": True}),
+    (5001, Unsized, {"order": "leader", "uneven": "drop"}),
 ]
 
 
@@ -633,29 +507,12 @@ def stepping(rank: int, world_size: int) -> list[list[int]]:
 
 def test_ranks_that_meet_do_not_wait_for_others_steps() -> None:
     first, second = run_ranks(stepping, 2, timeout=240)
-    assert first == [[2501] * 2, [2501] * 2, [2500] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2, [4] * 2]
-    assert second == [[2501] * 2, [2500] * 2, [2500] * 2, [4] * 2, [3] * 2, [3] * 2, [4] * 2, [3] * 2, [4] * 2]
-
-
-def peeking_in_training(rank: int, world_size: int) -> tuple[str, str]:
-    patched = patch_dataloader_to_ddp(loader(shuffle=True), verify=True, timeout=4)
-    if rank == 0:
-        next(iter(patched))
-        return said(lambda: next(iter(patched)))
-    next(iter(patched))
-    time.sleep(8)  # in a collective, for rank 0
-    return "", ""
-
-
-def test_a_rank_that_peeked_says_where_the_others_are() -> None:
-    name, told = run_ranks(peeking_in_training, 3)[0]
-    assert name == "MissingRanksError"
-    where = ("Beginning an epoch (epoch 1)", "ranks 1, 2 at 'Beginning an epoch (epoch 0)'")
-    assert_tells(told, (*where, "ranks 1, 2 of 3", "4 s", "rank 0 did"), "timeout=")
+    assert first == [[2501] * 2, [2501] * 2, [2500] * 2]
+    assert second == [[2501] * 2, [2500] * 2, [2500] * 2]
 
 
 def elsewhere(rank: int, world_size: int) -> tuple[str, str]:
-    patched = patch_dataloader_to_ddp(loader(), verify=True)
+    patched = patch_dataloader_to_ddp(loader(), order="leader")
     told = said(lambda: patch_dataloader_to_ddp(loader()) if rank else list(patched))
     dist.barrier()
     return told
@@ -665,7 +522,7 @@ def test_ranks_that_meet_for_different_operations_are_told_at_which_the_others_a
     ranks = run_ranks(elsewhere, 3)
     assert ranks[0] == ranks[1] == ranks[2]
     assert ranks[0][0] == "RankMismatchError"
-    assert_tells(ranks[0][1], ("Beginning an epoch", "ranks 1, 2 at 'Agreeing"), "Look for")
+    assert_tells(ranks[0][1], ("Sending every rank its share", "ranks 1, 2 at 'Agreeing"), "Look for")
 
 
 class DrawsSlowly(Unsized):
@@ -705,22 +562,6 @@ def test_an_iterator_goes_on_under_a_leader_where_a_break_left_it() -> None:
     assert second == [[*range(start, start + 8, 2)] for start in range(1, 40, 8)]
 
 
-def resumed_at_the_end(rank: int, world_size: int) -> list[list[int]]:
-    """Rank 0 has taken its last item, which rank 1 has none beside; both go on with the next epoch."""
-    given = DataLoader(Indices(), sampler=range(13), batch_size=None)
-    patched: Any = patch_dataloader_to_ddp(given, uneven="keep", verify=True, timeout=20)
-    for step, _ in enumerate(patched, 1):
-        if step == 7:
-            break
-    again: Any = patch_dataloader_to_ddp(given, uneven="keep", verify=True, timeout=20)
-    again.sampler.load_state_dict(patched.sampler.state_dict())
-    return [list(again.sampler) for _ in range(2)]
-
-
-def test_ranks_that_took_unequal_numbers_resume_alike() -> None:
-    assert run_ranks(resumed_at_the_end, 2) == [[[], list(range(0, 13, 2))], [[], list(range(1, 13, 2))]]
-
-
 # An older torch sorts a group's ranks.
 UNSORTED: Any = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
@@ -737,8 +578,8 @@ def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             patched = [
-                patch_dataloader_to_ddp(loader(sampler=own), process_group=group, verify=True),
-                patch_dataloader_to_ddp(loader(shuffle=True), process_group=group, verify=True),
+                patch_dataloader_to_ddp(loader(sampler=own), process_group=group),
+                patch_dataloader_to_ddp(loader(shuffle=True), process_group=group),
             ]
         told = [[[item for batch in one for item in batch] for _ in range(2)] for one in patched]
     dist.barrier()
@@ -765,15 +606,15 @@ def led_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patched = [
-            patch_dataloader_to_ddp(loader(sampler=own), device_mesh=mesh, verify=True),
-            patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh, verify=True),
+            patch_dataloader_to_ddp(loader(sampler=own), device_mesh=mesh),
+            patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh),
             # Groups that know nothing of each other, as tensor-parallel code often has them.
             patch_dataloader_to_ddp(loader(shuffle=True), process_group=mesh.get_group("dp")),
         ]
     return [[item for batch in one for item in batch] for one in patched]
 
 
-def test_ranks_of_a_mesh_lead_verify_and_seed_alike() -> None:
+def test_ranks_of_a_mesh_lead_and_seed_alike() -> None:
     ranks = run_ranks(led_on_a_mesh, 4)
     assert ranks[0] == ranks[2]
     assert ranks[1] == ranks[3]

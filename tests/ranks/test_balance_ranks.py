@@ -49,7 +49,6 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"uneven": "keep"},
     {"uneven": "drop"},
-    {"verify": True},
     {"order": "leader"},
     {"order": "leader", "uneven": "keep"},
     {"share": "within_batches"},
@@ -153,7 +152,7 @@ def test_costs_that_differ_are_told_at_the_patch() -> None:
 
 
 def disagreeing(rank: int, world_size: int) -> list[str]:
-    """What ranks are told in the epoch, with ``verify=True``, of a function that says another cost on each."""
+    """What ranks are told in the epoch, of a function that says another cost on each."""
     heard = []
     ways: list[dict[str, Any]] = [{"order": "scalable"}, {}]
     for options in ways:
@@ -162,7 +161,7 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
             return float(index + 7 * rank if 0 < index % 312 < 99 else index)  # as at the patch for each 312th
 
         given = DataLoader(Indices(10_000), 4, shuffle=True)
-        one = patch_dataloader_to_ddp(given, seed=3, timeout=60, cost=Cost(cost, window=64), verify=True, **options)
+        one = patch_dataloader_to_ddp(given, seed=3, timeout=60, cost=Cost(cost, window=64), **options)
         try:
             list(one)
             heard.append("nothing")
@@ -171,7 +170,7 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
     return heard
 
 
-def test_costs_that_differ_later_are_found_where_ranks_verify() -> None:
+def test_costs_that_differ_later_are_found_in_the_pass() -> None:
     for heard in run_ranks(disagreeing, 2):
         for text in heard:
             assert text.startswith("RankMismatchError"), text

@@ -33,7 +33,7 @@ def killed_after_its_record(rank: int) -> None:
     """Rank 1 leaves its record, so that all agree; whoever needs it afterwards finds it gone."""
     if rank == 1:
         agreement.Agreed.__init__ = lambda *_: die()  # type: ignore[method-assign]  # after the verdict
-    patched = patch_dataloader_to_ddp(loader(), timeout=TIMEOUT, verify=True)
+    patched = patch_dataloader_to_ddp(loader(), timeout=TIMEOUT, order="leader")
     list(patched)
 
 
@@ -73,11 +73,6 @@ class RaisesOnRank1(Sampler[int]):
             yield index
 
 
-def raises_in_its_sampler(rank: int) -> None:
-    for _ in patch_dataloader_to_ddp(loader(sampler=RaisesOnRank1(rank)), timeout=TIMEOUT, verify=True):
-        pass
-
-
 class RaisesUnderTheLeader(RaisesOnRank1):
     def __init__(self, rank: int) -> None:
         self.rank = rank + 1
@@ -96,7 +91,7 @@ def slower_than_the_time_out(rank: int) -> None:
 
 
 def slow_but_in_time(rank: int) -> None:
-    for _ in patch_dataloader_to_ddp(loader(shuffle=True), timeout=60, verify=True):
+    for _ in patch_dataloader_to_ddp(loader(shuffle=True), timeout=60, order="leader"):
         time.sleep(rank / 2)
 
 
@@ -106,13 +101,6 @@ def stops_early_under_the_leader(rank: int) -> None:
         for step, _ in enumerate(patched):
             if rank == 1 and epoch == 0 and step == 1:
                 return
-
-
-def stops_early(rank: int) -> None:
-    patched = patch_dataloader_to_ddp(loader(shuffle=True), timeout=TIMEOUT, verify=True)
-    for step, _ in enumerate(patched):
-        if rank == 1 and step == 0:
-            return
 
 
 def looks_alone(rank: int) -> None:
@@ -144,8 +132,6 @@ CASES: list[tuple[Callable[[int], None], list[str]]] = [
     (stops_early_under_the_leader, [RANK_1, "nothing", RANK_1]),
     (slower_than_the_time_out, [RANK_1] * 3),
     (slow_but_in_time, ["nothing"] * 3),
-    (raises_in_its_sampler, [RANK_1, RAISED, RANK_1]),
-    (stops_early, [RANK_1, "nothing", RANK_1]),
     (looks_alone, [MISMATCH] * 3),
 ]
 

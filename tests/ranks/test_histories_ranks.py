@@ -171,9 +171,6 @@ def honest(rank: int, world_size: int, workers: int) -> None:
     if workers:
         various(patch_dataloader_to_ddp(given(workers, persistent_workers=True)))
         takes_what_it_has(rank, patch_dataloader_to_ddp(two_parts(), uneven="keep"))
-    verified = patch_dataloader_to_ddp(given(workers), verify=True)
-    whole(verified)
-    whole(verified)
     train = patch_dataloader_to_ddp(given(workers))
     for epoch in range(3):
         train.set_epoch(epoch)

@@ -362,10 +362,9 @@ def test_ranks_that_are_seeded_differently_go_on_with_one_seed() -> None:
 
 
 def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    def run_with(chosen: OneProcessOptions, body: Callable[[Any, Any], Any], **given: Any) -> Any:
-        options: Any = given
+    def run_with(chosen: OneProcessOptions, body: Callable[[Any, Any], Any]) -> Any:
         torch.manual_seed(0)
-        with running(Patterns(), options, replace(chosen, mode=Mode.ONE_PROCESS)) as summary:
+        with running(Patterns(), {}, replace(chosen, mode=Mode.ONE_PROCESS)) as summary:
             result = body(random_loader(11, 2, batch_size=4), nn.Linear(2, 1, dtype=torch.float64))
         return result, str(summary)
 
@@ -408,7 +407,6 @@ def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         "whole": run_with(OneProcessOptions(whole=Patterns("test_one_process_ranks.py")), sizes),
         "unmatched": run_with(OneProcessOptions(whole=Patterns("no.py")), sizes),
         "sharded": run_with(OneProcessOptions(shard_evaluation=True), sizes)[0],
-        "verified": run_with(OneProcessOptions(), sizes, verify=True)[0],
         "saved": run_with(OneProcessOptions(), saved)[0],
         "written": run_with(OneProcessOptions(all_ranks_write=True), saved)[0],
         "converted": run_with(OneProcessOptions(sync_batchnorm=True), converted)[0],
@@ -427,7 +425,7 @@ def test_each_option_does_what_it_says(tmp_path: Path) -> None:
         np.testing.assert_allclose(found["sum"], alone["sum"], atol=1e-12)
         assert found["whole"][0] == (whole, whole)
         assert "whole (--whole)" in found["whole"][1]
-        assert found["unmatched"][0] == found["verified"] == (whole, part)
+        assert found["unmatched"][0] == (whole, part)
         assert "'no.py' of --whole matched no loader" in found["unmatched"][1]
         assert found["sharded"] == (part, part)
         assert found["saved"] == (rank == 0)

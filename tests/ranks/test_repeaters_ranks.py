@@ -16,7 +16,7 @@ N = 21
 # Options, and the number of workers.
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "seeded apart": ({}, 2),
-    "compared in every epoch": ({"verify": True, "uneven": "keep"}, 0),
+    "kept": ({"uneven": "keep"}, 0),
     "led": ({"order": "leader"}, 2),
 }
 

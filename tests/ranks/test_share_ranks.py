@@ -26,11 +26,10 @@ def lacking(**made: Any) -> DataLoader[Any]:
 
 def sharing(rank: int, world_size: int) -> dict[str, Any]:
     seed_ambient(rank)
-    whole = patch_dataloader_to_ddp(loader(shuffle=True), share="batches", verify=True)
+    whole = patch_dataloader_to_ddp(loader(shuffle=True), share="batches")
     led = patch_dataloader_to_ddp(loader(shuffle=True), share="batches", order="leader")
     hidden = {
         "drawn": patch_dataloader_to_ddp(lacking(sampler=Bare(range(9))), uneven="keep"),
-        "verified": patch_dataloader_to_ddp(lacking(sampler=Bare(range(9))), uneven="keep", verify=True),
         "led": patch_dataloader_to_ddp(lacking(sampler=Bare(range(9))), uneven="keep", order="leader"),
         "iterable": patch_dataloader_to_ddp(
             DataLoader(Source(9), batch_size=5, drop_last=True, collate_fn=as_it_is), uneven="keep"

@@ -55,7 +55,6 @@ MADE: dict[str, Callable[[int], object]] = {
     "several": lambda rank: patch_dataloader_to_ddp({"train": given(), "val": given(20)}),
     "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
     "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), order="leader")),
-    "verify": lambda rank: whole(patch_dataloader_to_ddp(given(), verify=True)),
     "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), share="by_worker")),
     "by hand": lambda rank: whole(by_hand(rank)),
     "by hand, grown": lambda rank: whole(grown(rank)),

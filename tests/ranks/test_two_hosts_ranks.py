@@ -21,7 +21,7 @@ from ddp_patch import patch_dataloader_to_ddp
 
 dist.init_process_group("gloo")
 torch.manual_seed(100 + dist.get_rank())
-patched = patch_dataloader_to_ddp(loader(shuffle=True), verify=True)
+patched = patch_dataloader_to_ddp(loader(shuffle=True))
 share = [item for batch in patched for item in batch]
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump({"share": share, "local_rank": os.environ["LOCAL_RANK"]}, file)

@@ -45,7 +45,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "within batches": {"share": "within_batches"},
     "costs": {"cost": [1 + number % 7 for number in range(N)]},
     "contiguous": {"layout": "contiguous"},
-    "verify": {"verify": True},
 }
 
 
@@ -110,10 +109,10 @@ def rows_are_shuffled_by_hand(me: Me, how: dict[str, Any]) -> None:
         me.train(train)
 
 
-@case("told", of={"verify": {"verify": True}, "leader": {"order": "leader"}})
-def rows_are_shuffled_by_hand_otherwise(me: Me, options: dict[str, Any]) -> None:
+@case("told")
+def rows_are_shuffled_by_hand_under_a_leader(me: Me) -> None:
     dataset = users.Rows()
-    train = me.patch(loader(dataset), **options)
+    train = me.patch(loader(dataset), order="leader")
     for _ in range(3):
         me.train(train)
         random.shuffle(dataset.rows)
@@ -260,15 +259,6 @@ def one_rank_takes_a_lost_connection_for_the_end_where_items_load_slowly(me: Me)
     else:
         stream.delay_s = 0.2
     me.train(train)
-
-
-@case("told")
-def one_rank_skips_an_item_in_the_last_epoch_that_is_verified(me: Me) -> None:
-    stream = users.Stream(LONG)
-    train = me.patch(loader(stream), verify=True)
-    me.train(train, range(LONG))
-    stream.skips = (301,) if me.rank == 1 else ()
-    me.train(train, range(LONG))
 
 
 @case("told")

@@ -255,7 +255,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "within batches": {"share": "within_batches", "uneven": "keep"},
     "costs": {"cost": [1 + number % 7 for number in range(N)]},
     "contiguous": {"layout": "contiguous"},
-    "verify": {"verify": True},
     "leader": {"order": "leader"},
     "seeded": {"order": "seeded"},
     "dropped": {"uneven": "drop"},

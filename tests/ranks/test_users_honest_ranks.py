@@ -207,14 +207,6 @@ def a_leader_leads(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
         me.train(train)
 
 
-@right(of=SHUFFLERS)
-def every_epoch_is_verified(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
-    train = me.patch(make(), verify=True)
-    for epoch in range(2):
-        train.set_epoch(epoch)
-        me.train(train)
-
-
 @right()
 def workers_read_their_own_parts(me: Me) -> None:
     train = me.patch(loader(ShardPerWorker([12] * 2 * me.world), num_workers=2), share="by_worker")

@@ -65,9 +65,6 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
             patched(DataLoader(ShardPerWorker((1, 4)), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
         ),
         "divided batches, led": steps(patched(loader(batch_sampler=Unequal()), share="within_batches", order="leader")),
-        "divided batches, verified": steps(
-            patched(loader(batch_sampler=Unequal()), share="within_batches", verify=True)
-        ),
         "tokens": steps(patched(loader(5)), weight_of=tokens),
         "tokens of divided batches": steps(patched(loader(5), share="within_batches"), weight_of=tokens),
         "tokens, some ranks have one more": steps(patched(loader(5), uneven="keep"), weight_of=tokens),

@@ -79,7 +79,7 @@ def test_a_patched_loader_is_of_the_type_that_was_given() -> None:
     )
     logged = Logged(Words())
     logged.log = ["made"]
-    patched = patch_dataloader_to_ddp(logged, rank=np.int64(0), num_replicas=2, verify=False, timeout=60)
+    patched = patch_dataloader_to_ddp(logged, rank=np.int64(0), num_replicas=2, timeout=60)
     assert_type(patched, PatchedLoader[str])
     assert isinstance(patched, Logged)
     assert_type(patched.log, list[str])
@@ -105,7 +105,7 @@ def test_a_nest_of_loaders_is_of_the_type_that_was_given() -> None:
     named = patch_dataloader_to_ddp(Loaders(train, None), rank=0, num_replicas=2)
     assert_type(named, Loaders)
     assert_type(named.train, DataLoader[str])
-    alone = patch_dataloader_to_ddp(logged, rank=0, num_replicas=2, verify=False)
+    alone = patch_dataloader_to_ddp(logged, rank=0, num_replicas=2)
     assert_type(alone, PatchedLoader[str])
     assert_loaders_patched((pair, by_name, named, alone))
     assert_loaders_patched({"train": pair, "test": None})

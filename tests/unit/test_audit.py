@@ -443,7 +443,6 @@ REFUSED: list[tuple[Any, dict[str, Any], Words, Words | None]] = [
     (loader(), {"rank": 0}, ("rank", PATCH, "one real rank"), ("factory", "processes=True")),
     (loader(), {"device_mesh": None}, ("device_mesh", PATCH), ("factory", "processes=True")),
     (loader(), {"order": "leader"}, ("order='leader'", "communicate"), "processes=True"),
-    (loader(), {"verify": True}, ("verify=True", "communicate"), "processes=True"),
 ]
 
 

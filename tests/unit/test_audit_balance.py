@@ -302,7 +302,6 @@ CANNOT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "as it stands": (plain(), {"patch": False, "allow": ["not_sharded"]}, "patch=False"),
     "one rank": (plain(), {"world_size": 1}, "One rank"),
     "runs": (plain(), {"layout": "contiguous"}, "layout='contiguous'"),
-    "ambient": (plain(), {"order": "ambient"}, "order='ambient'"),
     "an iterator": (plain(sampler=iter(range(N))), {}, "range_iterator"),
     "padded parts": (plain(batch_size=4), {"share": "within_batches", "cost": Cost(COSTS, of="padded")}, "of='padded'"),
     "iterable": (DataLoader(setups.Stream()), {"cost": cost_of_index}, "iterable dataset"),

@@ -540,7 +540,7 @@ def test_a_summary_tells_shares_as_they_are(options: Any, share: str, padding: s
 
 
 def test_a_dry_run_patches_nothing() -> None:
-    with autopatch(rank=1, num_replicas=2, dry_run=True, order="leader", verify=True) as summary:
+    with autopatch(rank=1, num_replicas=2, dry_run=True, order="leader") as summary:
         loader, other = made(), Computed(Indices(N))
         assert len(items(loader)) == N
         assert len(items(other)) == N

@@ -85,7 +85,6 @@ OPTIONS: dict[str, list[Any]] = {
     "seed": [-1, True, *WHOLES],
     "rank": [2, -1, None, *WHOLES],
     "num_replicas": [0, -1, None, *WHOLES],
-    "verify": FLAGS,
     "timeout": [0, *SECONDS],
     "uneven": [None, 3, ["pad"], "padd"],
     "layout": [None, b"interleaved"],

@@ -441,7 +441,6 @@ def test_in_a_single_process_nothing_changes() -> None:
         (loader, {"window": 2.5}, "window=2.5", ()),
         (loader, {"of": "max"}, "of='max'", "'padded'"),
         (loader, {"layout": "contiguous"}, "layout='contiguous'", "interleaved"),
-        (loader, {"order": "ambient"}, "order='ambient'", "'seeded'"),
         (loader, {"of": "padded", "share": "within_batches"}, "share='within_batches'", "'sum'"),
         (lambda: loader(batch_sampler=[[1]]), {"of": "padded"}, "list", ()),
         (lambda: DataLoader(Source(9), 2), {}, "Source", "__getitem__"),

@@ -174,7 +174,6 @@ NO_OPTION = {
     "num_replicas": "is --world-size",
     "process_group": "is made for the audit",
     "device_mesh": "is a set-up of groups, which a factory with processes=True can make",
-    "verify": "compares ranks while they train; the audit compares all that they get",
 }
 
 
@@ -189,7 +188,7 @@ def test_every_parameter_has_its_option() -> None:
     ("options", "passed"),
     [
         ([], {"patch": True, "padding": True, "timeout": 120.0}),
-        (["--timeout", "5", "--order", "ambient"], {"timeout": 5.0, "order": "ambient"}),
+        (["--timeout", "5", "--order", "seeded"], {"timeout": 5.0, "order": "seeded"}),
         (
             ["--order", "scalable", "--share", "by_worker"],
             {"order": "scalable", "share": "by_worker"},

@@ -22,7 +22,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     get_worker_info,
 )
 from zoo import Indices
@@ -235,28 +234,6 @@ def test_what_is_drawn_stays_the_same(streams: Streams) -> None:
         loader = patched(DataLoader(Drawing(), 2), device=device)
         torch.manual_seed(3)
         return [torch.rand(()).item() for _ in loader]
-
-    assert drawn(META) == drawn(None)
-
-
-class DrawnBetween(Sampler[int]):
-    """Draws each index in this process when it is asked for."""
-
-    def __iter__(self) -> Iterator[int]:
-        return (int(torch.randint(N, ())) for _ in range(N))
-
-    def __len__(self) -> int:
-        return N
-
-
-def test_what_samplers_draw_between_steps_stays_the_same(streams: Streams) -> None:
-    """With ``order="ambient"``, they share the random numbers of the main process with the loop."""
-
-    def drawn(device: Any) -> list[Any]:
-        loader = DataLoader(Indices(N), 1, sampler=DrawnBetween(), num_workers=1)
-        loader = patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, order="ambient", device=device)
-        torch.manual_seed(3)
-        return [(len(batch), torch.rand(()).item()) for batch in loader]
 
     assert drawn(META) == drawn(None)
 

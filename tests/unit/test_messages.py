@@ -35,7 +35,7 @@ WHOLE = ("int", "None", "torch.initial_seed()")
 OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"uneven": "padd"}, "uneven='padd'", ("'pad'", "'drop'", "'keep'")),
     ({"layout": None}, "layout=None", ("'interleaved'", "'contiguous'")),
-    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'ambient'", "'leader'", "'scalable'")),
+    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'leader'", "'scalable'")),
     ({"seed": -1}, ("seed=-1", "0"), WHOLE),
     ({"seed": True}, ("seed=True", "0"), WHOLE),
     ({"rank": 1, "num_replicas": None}, ("rank=1", "num_replicas"), ("num_replicas", "process group")),
@@ -48,7 +48,6 @@ OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"rank": False, "num_replicas": 2}, ("rank=False", "bool"), "whole number"),
     ({"process_group": "dp"}, ("2 ways", "rank=", "process_group="), "one"),
     ({"order": "leader"}, ("order='leader'", *PAIR), "torch.distributed.init_process_group()"),
-    ({"verify": True}, ("verify=True", *PAIR), "torch.distributed.init_process_group()"),
     ({"timeout": 0}, ("timeout=0", "seconds", "0.001", "1e+08"), "Pass a number"),
 ]
 
@@ -102,7 +101,6 @@ class Stream(IterableDataset[int]):
             ("uneven='keep'", "torch.distributed.init_process_group()"),
         ),
         (0, {"order": "leader"}, ("order='leader'", "Stream", "indices"), "order='seeded'"),
-        (2, {"order": "ambient"}, ("order='ambient'", "Stream", "num_workers=2"), "order='seeded'"),
         (0, {"share": "by_node"}, "share='by_node'", ("'auto'", "'by_worker'")),
     ],
 )

@@ -313,23 +313,6 @@ def test_an_error_in_the_sampler_comes_through_after_what_was_drawn_and_restores
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_ambient_uses_the_states_as_they_are_and_never_draws_beyond_a_round() -> None:
-    drawn = 0
-
-    def draw() -> int:
-        nonlocal drawn
-        drawn += 1
-        return by_torch()
-
-    sampler = DDPSamplerWrapper(Drawn(draw, lazily=True), False, rank=1, num_replicas=3, order="ambient")
-    torch.manual_seed(4)
-    expected = [int(torch.randint(N, ())) for _ in range(N)]
-    torch.manual_seed(4)
-    for step, item in enumerate(sampler):
-        assert drawn == min(N, 3 * (step + 1))
-        assert item == expected[(3 * step + 1) % N]
-
-
 def test_patching_twice_returns_the_same_loader() -> None:
     patched = patch_dataloader_to_ddp(loader(), **WORLD)
     assert patch_dataloader_to_ddp(patched, **WORLD) is patched

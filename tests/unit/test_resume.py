@@ -558,13 +558,6 @@ def test_a_place_beyond_a_streams_end_is_found_where_no_length_can_be_relied_on(
 
 
 def test_what_no_state_can_hold_is_refused() -> None:
-    ambient = start(loader(shuffle=True), order="ambient")
-    list(ambient)
-    shared = ("order='auto'", "'seeded'")
-    with raises(StateError, ("told", "order='ambient'"), shared):
-        loader_state(ambient, batches_done=1)
-    with raises(StateError, ("restored", "order='ambient'"), shared):
-        restore_loader(start(loader(shuffle=True), order="ambient"), state_of(loader(shuffle=True), 2))
     with raises(NotPatchedError, ("loader_state", "DataLoader", "not patched"), "patch_dataloader_to_ddp()"):
         loader_state(loader(), batches_done=0)
     with raises(UnsupportedLoaderError, ("loader_state", "in_order=False", "2 workers"), "in_order=True"):

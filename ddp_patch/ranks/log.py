@@ -1,0 +1,316 @@
+"""The log: the passes that a rank makes over a loader, and the five rules by which two ranks' logs contradict.
+
+Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
+pass can only grow. Passes are numbered, looks apart; ``n`` is such a number.
+
+    (a) Pass n has one epoch and one beginning on all ranks.
+    (b) Where two ranks have come as far in pass n, they have the same digest.
+    (c) A pass that one rank has left, or that has ended there, is not longer on another.
+    (d) Looks, of at most one batch, do not count if an epoch is chosen after them, or if all epochs have one order.
+    (e) When pass n began, all ranks had made equally many passes over their other loaders.
+
+A pass is left when the next one takes its second batch, or ends. A restored position begins a new list of passes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from ddp_patch.orders.digest import Mark
+
+__all__ = ["Difference", "Entry", "Log", "LoggedPass", "Marks", "Progress", "Record", "Rule", "State"]
+
+# The version of what ranks leave each other.
+VERSION = 1
+# So many passes before the latest one are kept whole; of earlier ones a hash.
+_KEPT = 16
+_A_LOOK = 1  # batch
+
+
+class State(IntEnum):
+    """What is known of a pass."""
+
+    RUNNING = 0  # it may continue
+    LEFT = 1  # the next one has begun, or it was cut short
+    ENDED = 2  # the loop has seen its end
+    FAILED = 3  # the loop was given an error instead of a batch
+
+
+class Progress(NamedTuple):
+    """How far a pass has come.
+
+    Attributes:
+        least: How many batches the loop was given, at least.
+        most: How many it was given, at most; they differ where nobody counts what workers fetch ahead.
+        state: What is known of it.
+        is_own: Whether the number of batches is this rank's own, so that others may have more or fewer.
+    """
+
+    least: int
+    most: int
+    state: State = State.RUNNING
+    is_own: bool = False
+
+
+class Marks(Protocol):
+    """The digests of what a pass draws."""
+
+    @property
+    def latest(self) -> Mark | None:
+        """The one that was made last."""
+
+    @property
+    def marks(self) -> Mapping[int, int]:
+        """All of them, by how many items they are of."""
+
+
+class LoggedPass:
+    """A pass of this rank, in its log.
+
+    Args:
+        epoch: Which epoch it is over.
+        begins_at: Where in the epoch it begins.
+        progress: Tells how far it has come; asked no more once the pass is left.
+        digest: The digests of what it draws; None if nobody compares that.
+        others: How many passes this rank had made over its other loaders when it began; None if that is its own.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        begins_at: str,
+        progress: Callable[[], Progress],
+        digest: Marks | None = None,
+        others: int | None = None,
+    ) -> None:
+        self.epoch, self.begins_at, self.others = epoch, begins_at, others
+        self.digest: Marks | None = digest
+        self._progress = progress
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come; at most to where it was left."""
+        return self._progress()
+
+    @property
+    def is_look(self) -> bool:
+        """Whether it may be no more than a look."""
+        given = self.progress
+        return given.least <= _A_LOOK and given.state is State.RUNNING
+
+    def leave(self) -> None:
+        """Keep no more than how far it has come: the next pass is made."""
+        given = self.progress
+        if given.state is State.RUNNING:
+            given = given._replace(least=given.most, state=State.LEFT)
+        self._progress = lambda: given
+
+
+class Entry(NamedTuple):
+    """A pass, as another rank is told of it; see ``LoggedPass`` and ``Progress``."""
+
+    number: int
+    epoch: int
+    begins_at: str
+    others: int | None
+    batches: int
+    state: State
+    is_own: bool
+    mark: Mark | None
+
+
+class Record(NamedTuple):
+    """What a rank tells the others of its log.
+
+    Attributes:
+        lists: How many lists of passes it has closed, by restoring a position.
+        closed: How many passes the last of them had.
+        chain: A hash of all passes before the latest one.
+        entry: The latest pass that is more than a look; None before the first.
+    """
+
+    lists: int = 0
+    closed: int = 0
+    chain: str = ""
+    entry: Entry | None = None
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        entry = () if self.entry is None else (*self.entry[:-1], *(self.entry.mark or ()))
+        return json.dumps([VERSION, *self[:-1], *entry], separators=(",", ":"))
+
+    @classmethod
+    def of_text(cls, text: bytes | str) -> "Record | None":
+        """Return what ``to_text`` made text of; None if it is anything else, or of another version."""
+        try:
+            version, lists, closed, chain, *entry = json.loads(text)
+            if version != VERSION or not _are_whole(lists, closed):
+                return None
+            if not entry:
+                return cls(lists, closed, str(chain))
+            number, epoch, begins_at, others, batches, state, is_own, *mark = entry
+            is_known = _are_whole(number, epoch, batches, others or 0, *mark)
+            made = Entry(
+                number, epoch, str(begins_at), others, batches, State(state), bool(is_own), Mark(*mark) if mark else None
+            )
+            return cls(lists, closed, str(chain), made) if is_known else None
+        except (ValueError, TypeError):
+            return None
+
+
+def _are_whole(*numbers: object) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+class Log:
+    """The passes that this rank makes over one loader.
+
+    Attributes:
+        has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
+        lists: How many lists of passes were closed.
+        settled: How many passes of this list are more than looks, or come before one that is.
+    """
+
+    def __init__(self) -> None:
+        self.has_one_order: bool = False
+        self.lists: int = 0
+        self.settled: int = 0
+        self._closed, self._first = 0, 0
+        self._passes: list[LoggedPass] = []  # from number ``_first`` on
+        self._chains = [""]
+
+    def begin(self, begun: LoggedPass) -> None:
+        """Add a pass."""
+        if self.has_one_order:
+            self.strike_looks()
+        self._passes.append(begun)
+
+    def goes_on(self, begun: LoggedPass) -> None:
+        """Add a pass again that was struck, and that goes on all the same."""
+        if not any(known is begun for known in self._passes):
+            self._passes.append(begun)
+
+    def strike_looks(self) -> None:
+        """Strike the looks at the list's end: an epoch is chosen."""
+        del self._passes[self.settled - self._first :]
+
+    def close(self) -> None:
+        """Begin a new list: a position is restored."""
+        self._closed, self.lists = self._first + len(self._passes), self.lists + 1
+        self._passes, self._chains, self._first, self.settled = [], [""], 0, 0
+
+    def settle(self) -> int:
+        """Find out which passes are left, and which are more than looks; return how many more of these there are."""
+        before, count = self.settled, len(self._passes)
+        last = next((place for place in reversed(range(count)) if not self._passes[place].is_look), -1)
+        self.settled = max(before, self._first + last + 1)
+        for number in range(max(before - 1, self._first), self.settled - 1):
+            self._passes[number - self._first].leave()
+        for number in range(before, self.settled):
+            made = self._passes[number - self._first]
+            name = ("" if self.has_one_order else made.epoch, made.begins_at, made.others)
+            self._chains.append(blake2b(repr((self._chains[-1], name)).encode(), digest_size=8).hexdigest())
+        surplus = max(0, self.settled - self._first - _KEPT)
+        self._first += surplus
+        del self._passes[:surplus]
+        return self.settled - before
+
+    def entry(self, number: int) -> Entry | None:
+        """Return a pass as others are told of it; None if it is no longer kept."""
+        if number < self._first:
+            return None
+        made = self._passes[number - self._first]
+        given = made.progress
+        batches = given.least if given.state is State.RUNNING else given.most
+        mark = None if made.digest is None else made.digest.latest
+        return Entry(number, made.epoch, made.begins_at, made.others, batches, given.state, given.is_own, mark)
+
+    def number_of(self, known: LoggedPass) -> int:
+        """Return which pass of this list it is; -1 if it is no longer kept."""
+        found = (place for place, made in enumerate(self._passes, self._first) if made is known)
+        return next(found, -1)
+
+    def may_reach(self, theirs: Record) -> bool:
+        """Return whether another rank's record may still contradict what this rank does from now on."""
+        is_alike = theirs.lists == self.lists and theirs.entry is not None
+        return theirs.lists > self.lists or (is_alike and theirs.entry.number >= self.settled - 1)
+
+    def record(self) -> Record:
+        """Return what the others are told."""
+        latest = self.settled - 1
+        entry = self.entry(latest) if self.settled else None
+        return Record(self.lists, self._closed, self._chains[max(0, latest)], entry)
+
+    def differs_from(self, theirs: Record, slack: int = 0) -> "Difference | None":
+        """Return how another rank's record contradicts this log; None if one rank may only be faster than the other.
+
+        Args:
+            theirs: The other rank's record.
+            slack: How many batches more one rank may have in a pass.
+        """
+        if theirs.lists != self.lists:
+            mine = self.record()
+            both = ((mine, theirs), (theirs, mine))
+            is_outgrown = any(
+                new.lists == old.lists + 1 and old.entry is not None and old.entry.number >= new.closed
+                for new, old in both
+            )
+            return Difference(Rule.RESTORED, mine.entry, theirs.entry) if is_outgrown else None
+        other = theirs.entry
+        if other is None or other.number >= self.settled:
+            return None
+        own = self.entry(other.number)
+        if theirs.chain != self._chains[other.number]:
+            return Difference(Rule.BEFORE, own, other)
+        rule = None if own is None else self._rule_broken(own, other, slack)
+        return None if rule is None else Difference(rule, own, other)
+
+    def _rule_broken(self, own: Entry, other: Entry, slack: int) -> "Rule | None":
+        if own.begins_at != other.begins_at or (own.epoch != other.epoch and not self.has_one_order):
+            return Rule.EPOCH
+        if None not in {own.others, other.others} and own.others != other.others:
+            return Rule.OTHERS
+        digest = self._passes[own.number - self._first].digest
+        if digest is not None and other.mark is not None:
+            at_their_count = digest.marks.get(other.mark.count, other.mark.value)
+            if at_their_count != other.mark.value:
+                return Rule.ORDER
+        is_outgrown = _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack)
+        return Rule.LENGTH if is_outgrown else None
+
+
+class Rule(IntEnum):
+    """Which rule two logs break, in the order in which they are looked at."""
+
+    RESTORED = 0  # one rank has restored a position, and another went on
+    BEFORE = 1  # an earlier pass differs
+    EPOCH = 2  # (a)
+    OTHERS = 3  # (e)
+    ORDER = 4  # (b)
+    LENGTH = 5  # (c)
+
+
+class Difference(NamedTuple):
+    """How two ranks' logs contradict each other.
+
+    Attributes:
+        rule: The rule that they break.
+        mine: This rank's pass; None if it is no longer kept.
+        theirs: The other rank's.
+    """
+
+    rule: Rule
+    mine: Entry | None
+    theirs: Entry | None
+
+
+def _is_outgrown(behind: Entry, further: Entry, slack: int) -> bool:
+    """Return whether a pass is over on one rank, and longer on another."""
+    if behind.is_own or further.is_own or behind.state is State.RUNNING:
+        return False
+    if behind.state is State.FAILED:
+        # The others may have been given the batch in place of which the error came; they leave when they hear of it.
+        return further.state is State.ENDED and further.batches > behind.batches + 1 + slack
+    return further.batches > behind.batches + slack

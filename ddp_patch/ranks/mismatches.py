@@ -1,0 +1,105 @@
+"""What ranks are told whose logs contradict each other."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.ranks.log import Difference, Entry, Rule, State
+
+__all__ = ["Parties", "mismatch_text"]
+
+
+class Parties(NamedTuple):
+    """The ranks whose logs contradict each other.
+
+    Attributes:
+        here: The rank that found it.
+        there: The ranks that contradict it in the same way, as far as they have come.
+        count: How many ranks there are.
+    """
+
+    here: int
+    there: Sequence[int]
+    count: int
+
+
+def mismatch_text(name: str, parties: Parties, found: Difference, why_orders_differ: Callable[[], str]) -> str:
+    """Return what all ranks are told.
+
+    Args:
+        name: What errors call the loader.
+        parties: Who differs.
+        found: How.
+        why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
+    """
+    here, there = ranks_text([parties.here]), ranks_text(parties.there)
+    mine, theirs = found.mine, found.theirs
+    began = f"Iterating the {name}"
+    if found.rule is Rule.RESTORED or mine is None or theirs is None:
+        return (
+            f"{began}: {here} and {there} do not go on from the same position: one has restored a state, and the other "
+            "made another pass. Restore the same state on every rank, at the same point of the script."
+        )
+    if found.rule is Rule.ORDER:
+        return f"{began}: in epoch {mine.epoch}, {here} and {there} draw different orders. {why_orders_differ()}"
+    if found.rule is Rule.LENGTH:
+        is_mine = _is_over(mine) and not (_is_over(theirs) and theirs.batches < mine.batches)
+        behind, further = (mine, theirs) if is_mine else (theirs, mine)
+        return f"{began}: {_length(behind, *((here, there) if is_mine else (there, here)), further)}"
+    if found.rule is Rule.OTHERS:
+        return (
+            f"{began}: when pass {mine.number} over it began, {here} had made {_passes(mine.others)} over the other "
+            f"loaders, and {there} {_passes(theirs.others)}. A rank that iterates a patched loader alone, as 'if rank "
+            "== 0: validate(loader)' does, sees its shard of the data only. Iterate each patched loader on every rank; "
+            "or on one rank the loader that was not patched."
+        )
+    return (
+        f"{began}: the ranks make different passes, so samples would be lost. Pass {mine.number} is {_what(mine)} on "
+        f"{here}, and {_what(theirs)} on {there}{', or one before it differs' * (found.rule is Rule.BEFORE)}. {_ALIKE}"
+    )
+
+
+_ALIKE = (
+    "Look at a batch on every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on "
+    "every rank before the epoch."
+)
+
+
+def _is_over(entry: Entry) -> bool:
+    return entry.state is not State.RUNNING
+
+
+def _what(entry: Entry) -> str:
+    return f"epoch {entry.epoch}" + ("" if entry.begins_at == "0" else f" from item {entry.begins_at}")
+
+
+def _passes(count: int | None) -> str:
+    return f"{count} pass{'' if count == 1 else 'es'}"
+
+
+def _batches(count: int) -> str:
+    return f"{count} batch{'' if count == 1 else 'es'}"
+
+
+def _length(behind: Entry, who: str, others: str, further: Entry) -> str:
+    epoch, taken = f"epoch {behind.epoch}", _batches(behind.batches)
+    so = "so samples would be lost and steps would not be equal."
+    if behind.state is State.ENDED:
+        return (
+            f"{epoch} ended after {taken} on {who}, and {others} had {further.batches} by then, {so} Give every rank "
+            "equally many batches: skip an unreadable item on all of them or raise an error."
+        )
+    if behind.state is State.FAILED:
+        return (
+            f"{who} was given an error in {epoch} after {taken}, and went on; {others} had the whole epoch, {so} "
+            "Let the error end the training, or tell all ranks of it."
+        )
+    if behind.batches <= 1:
+        return (
+            f"{who} took {taken} of {epoch}, a look, and then began the next; {others} took more of {epoch}, {so} "
+            f"{_ALIKE}"
+        )
+    return (
+        f"{who} left {epoch} after {taken}; {others} took more of it, {so} Decide together when to stop: all-reduce "
+        "the decision, and break on every rank after the same batch."
+    )

@@ -1,0 +1,70 @@
+"""Log the passes over a loader that is sharded already: nothing of it is changed, and it is compared like any other."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ddp_patch.errors import DDPPatchError
+from ddp_patch.ranks.log import LoggedPass, Progress, State
+from ddp_patch.ranks.pass_monitor import PassMonitor
+
+__all__ = ["WatchedPasses"]
+
+
+class _Given:
+    """What the loop was given of one pass."""
+
+    def __init__(self) -> None:
+        self.batches: int = 0
+        self.state: State = State.RUNNING
+
+    def progress(self) -> Progress:
+        """Return how far the pass has come."""
+        return Progress(self.batches, self.batches, self.state)
+
+
+class WatchedPasses:
+    """Counts the batches that one iterator of a loader gives.
+
+    Args:
+        monitor: Compares the loader's passes with the other ranks'.
+        is_open_ended: Whether nobody knows the end before it comes.
+    """
+
+    def __init__(self, monitor: PassMonitor, *, is_open_ended: bool) -> None:
+        self._monitor, self._is_open_ended = monitor, is_open_ended
+        self.begin()
+
+    def begin(self) -> None:
+        """Record that a pass begins, as soon as a batch is asked for."""
+        self._logged: LoggedPass | None = None
+        self._given, self._next_comparison = _Given(), 2
+
+    def next(self, read: Callable[[], Any]) -> Any:
+        """Return the iterator's next batch, and record it.
+
+        Args:
+            read: Reads it.
+        """
+        logged, given = self._logged, self._given
+        if logged is None:
+            logged = self._logged = self._monitor.begin(0, "0", given.progress, None)
+        try:
+            batch = read()
+        except StopIteration:
+            given.state = State.ENDED
+            self._monitor.compare(at_end=True)
+            if self._is_open_ended:
+                self._monitor.end_steps(logged, given.batches)
+            raise
+        except Exception as error:
+            if not isinstance(error, DDPPatchError | Warning):
+                given.state = State.FAILED
+            raise
+        given.batches += 1
+        self._monitor.note_batch(batch)
+        if self._is_open_ended:
+            self._monitor.give_step(logged, given.batches)
+        if given.batches >= self._next_comparison:
+            self._next_comparison = self._monitor.next_comparison(given.batches)
+            self._monitor.compare()
+        return batch
