@@ -151,10 +151,9 @@ class Record(NamedTuple):
             if not entry:
                 return cls(lists, closed, str(chain))
             number, epoch, begins_at, others, batches, state, is_own, *mark = entry
+            digest = Mark(*mark) if mark else None
+            made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), digest)
             is_known = _are_whole(number, epoch, batches, others or 0, *mark)
-            made = Entry(
-                number, epoch, str(begins_at), others, batches, State(state), bool(is_own), Mark(*mark) if mark else None
-            )
             return cls(lists, closed, str(chain), made) if is_known else None
         except (ValueError, TypeError):
             return None
@@ -234,8 +233,9 @@ class Log:
 
     def may_reach(self, theirs: Record) -> bool:
         """Return whether another rank's record may still contradict what this rank does from now on."""
-        is_alike = theirs.lists == self.lists and theirs.entry is not None
-        return theirs.lists > self.lists or (is_alike and theirs.entry.number >= self.settled - 1)
+        if theirs.lists != self.lists or theirs.entry is None:
+            return theirs.lists > self.lists
+        return theirs.entry.number >= self.settled - 1
 
     def record(self) -> Record:
         """Return what the others are told."""

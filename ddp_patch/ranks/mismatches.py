@@ -15,12 +15,10 @@ class Parties(NamedTuple):
     Attributes:
         here: The rank that found it.
         there: The ranks that contradict it in the same way, as far as they have come.
-        count: How many ranks there are.
     """
 
     here: int
     there: Sequence[int]
-    count: int
 
 
 def mismatch_text(name: str, parties: Parties, found: Difference, why_orders_differ: Callable[[], str]) -> str:

@@ -192,7 +192,7 @@ class PassMonitor:
             and (theirs := self._log.differs_from(record, self._slack)) is not None
             and theirs.rule is found.rule
         ]
-        parties = Parties(peers.rank, sorted([rank, *alike]), len(peers.members))
+        parties = Parties(peers.rank, sorted([rank, *alike]))
         text = mismatch_text(self._name, parties, found, self.why_orders_differ)
         mailbox.tell(text)
         raise RankMismatchError(text)

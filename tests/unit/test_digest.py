@@ -1,0 +1,105 @@
+"""The digest of a stream: what it tells, where it is marked, and that it is the same in every process."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_patch.orders.digest import END, Digest, mark_counts, next_mark
+
+
+def digest_of(items: Sequence[Any], *parts: int) -> Digest:
+    """Return the digest of items that come in parts of these sizes, and then the rest."""
+    digest, start = Digest(), 0
+    for part in parts:
+        digest.add(items[start : start + part])
+        start += part
+    digest.add(items[start:])
+    digest.end()
+    return digest
+
+
+def test_any_two_neighbours_that_change_places_show_at_the_next_mark() -> None:
+    items = list(range(300))
+    alike = digest_of(items)
+    for place in range(299):
+        other = digest_of([*items[:place], items[place + 1], items[place], *items[place + 2 :]])
+        for count, value in alike.marks.items():
+            assert (other.marks[count] == value) == (0 < count <= place)
+
+
+def test_a_mark_comes_when_a_quarter_more_came() -> None:
+    counts = mark_counts()
+    assert [next(counts) for _ in range(12)] == [1, 2, 3, 4, 6, 8, 11, 14, 18, 23, 29, 37]
+    digest = digest_of(range(37))
+    assert [*digest.marks] == [1, 2, 3, 4, 6, 8, 11, 14, 18, 23, 29, 37, END]
+    reached = 0
+    for number in range(200):
+        reached = next_mark(reached)
+    assert number == 199
+    assert reached > 10**18
+
+
+def test_one_item_more_shows_at_the_end() -> None:
+    one, other = digest_of(range(6)), digest_of(range(7))
+    assert one.marks[6] == other.marks[6]
+    assert one.marks[END] != other.marks[END]
+
+
+# Items that are alike on every rank, and how they come there: each has a digest of its own.
+KINDS: dict[str, list[Any]] = {
+    "indices": [3, 1, 2],
+    "other indices": [3, 2, 1],
+    "batches": [[3, 1], [2]],
+    "other batches": [[3], [1, 2]],
+    "an empty batch": [[], [3, 1, 2]],
+    "pairs": [(3, 1), (2, 0)],
+    "names": ["a", "b", "c"],
+    "indices and names": [(3, "a"), (1, "b")],
+    "a name among indices": [3, "a", 2],
+    "large": [2**70, -(2**70)],
+    "floats": [0.5, 1.5],
+    "tensors": [torch.tensor(3), torch.tensor(1)],
+    "other tensors": [torch.tensor(1), torch.tensor(3)],
+    "arrays": [np.array([3, 1]), np.array([2])],
+    "other arrays": [np.array([1, 3]), np.array([2])],
+    "numpy's": [np.int64(3), np.int64(1)],
+    "keys": [{"index": 3}, {"index": 1}],
+    "sets": [{"b", "a"}, {"c"}],
+    "nothing": [None, None],
+}
+PRINT = "import test_digest; print({name: test_digest.digest_of(items).marks for name, items in test_digest.KINDS.items()})"
+
+
+def test_each_kind_of_items_has_a_digest_of_its_own() -> None:
+    found = [str(digest_of(items).marks) for items in KINDS.values()]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "77"])
+def test_digests_are_the_same_in_every_process(hash_seed: str) -> None:
+    here = str({name: digest_of(items).marks for name, items in KINDS.items()})
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+    told = subprocess.run([sys.executable, "-c", PRINT], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == here
+
+
+@pytest.mark.parametrize("items", [list(range(100)), [[at, at + 1] for at in range(100)]])
+def test_the_same_parts_have_the_same_digest_and_each_mark_is_of_all_items_before(items: list[Any]) -> None:
+    assert digest_of(items, 7, 30).marks == digest_of(items, 7, 30).marks
+    changed = [*items[:2], items[3], items[2], *items[4:]]
+    different = digest_of(changed, 7, 30).marks
+    assert all(different[count] != value for count, value in digest_of(items, 7, 30).marks.items() if count > 2 or count < 0)
+
+
+def test_names_are_the_same_on_every_version_of_python() -> None:
+    digest = Digest()
+    for name in (b"cat.jpg", b"dog.jpg"):
+        digest.add_name(name)
+    assert digest.marks == {1: 4503124891344858597, 2: -7058520789730333242}

@@ -1,0 +1,185 @@
+"""The log of passes: what contradicts what, by its five rules."""
+
+from typing import Self
+
+import pytest
+
+from ddp_patch.orders.digest import Digest
+from ddp_patch.ranks.log import VERSION, Entry, Log, LoggedPass, Progress, Record, Rule, State
+
+
+class Rank:
+    """A rank that makes passes over a loader."""
+
+    def __init__(self, *, has_one_order: bool = False) -> None:
+        self.log = Log()
+        self.log.has_one_order = has_one_order
+
+    def takes(
+        self,
+        epoch: int,
+        batches: int,
+        state: State = State.RUNNING,
+        *,
+        begins_at: str = "0",
+        order: str = "abcdefgh",
+        others: int = 0,
+        is_own: bool = False,
+    ) -> Self:
+        """Make a pass of so many batches."""
+        digest = Digest()
+        digest.add(list(order[:batches]))
+        told = Progress(batches, batches, state, is_own)
+        self.log.begin(LoggedPass(epoch, begins_at, lambda: told, digest, None if is_own else others))
+        self.log.settle()
+        return self
+
+    def all_of(self, epoch: int, batches: int = 8, **options: object) -> Self:
+        return self.takes(epoch, batches, State.ENDED, **options)  # type: ignore[arg-type]  # as takes
+
+    def sets_an_epoch(self) -> Self:
+        self.log.strike_looks()
+        return self
+
+    def restores(self) -> Self:
+        self.log.close()
+        return self
+
+
+LOOK = 1
+CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
+    # (a) one epoch, one beginning
+    "alike": (Rank().all_of(0).takes(1, 3), Rank().all_of(0).takes(1, 5), None),
+    "a slow rank": (Rank().all_of(0).all_of(1).takes(2, 3), Rank().takes(0, 5), None),
+    "another epoch": (Rank().takes(0, 3), Rank().takes(1, 3), Rule.EPOCH),
+    "another epoch, later": (Rank().all_of(0).takes(1, 2), Rank().all_of(0).takes(2, 2), Rule.EPOCH),
+    "an epoch left out": (Rank().all_of(0).all_of(2).all_of(3), Rank().all_of(0).all_of(1).takes(3, 2), Rule.BEFORE),
+    "another beginning": (Rank().takes(0, 3, begins_at="4"), Rank().takes(0, 3), Rule.EPOCH),
+    # (b) one digest
+    "another order": (Rank().takes(0, 5, order="abcxefgh"), Rank().takes(0, 4), Rule.ORDER),
+    "another order, not so far yet": (Rank().takes(0, 5, order="abcxefgh"), Rank().takes(0, 3), None),
+    "other epochs have other orders": (Rank().all_of(0, order="hgfe").takes(1, 3), Rank().takes(0, 2, order="hg"), None),
+    # (c) no longer than where it is over
+    "left": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 4), Rule.LENGTH),
+    "left, and the other not so far": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3), None),
+    "left on both": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3).takes(1, 5), None),
+    "cut short": (Rank().takes(0, 3, State.LEFT), Rank().takes(0, 4), Rule.LENGTH),
+    "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), Rule.LENGTH),
+    "ended early on both": (Rank().all_of(0, 3), Rank().all_of(0, 3).takes(1, 2), None),
+    "failed, and the others stopped": (Rank().takes(0, 3, State.FAILED).takes(1, 2), Rank().takes(0, 4).takes(1, 2), None),
+    "failed, and the others went through": (Rank().takes(0, 3, State.FAILED).takes(1, 2), Rank().all_of(0), Rule.LENGTH),
+    "failed in the last batch": (Rank().takes(0, 7, State.FAILED).takes(1, 2), Rank().all_of(0), None),
+    "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
+    # (d) looks
+    "a look": (Rank().takes(0, LOOK), Rank().takes(0, 4), None),
+    "a look that nobody struck": (Rank().takes(0, LOOK).takes(1, 2), Rank().takes(0, 4), Rule.LENGTH),
+    "a look before an epoch is set": (Rank().takes(0, LOOK).sets_an_epoch().takes(0, 3), Rank().takes(0, 4), None),
+    "two looks before": (Rank().takes(0, LOOK).takes(1, LOOK).sets_an_epoch().takes(0, 3), Rank().takes(0, 4), None),
+    "more than a look before": (Rank().takes(0, 2).sets_an_epoch().takes(0, 3), Rank().takes(0, 4), Rule.LENGTH),
+    "a look within a pass": (Rank().takes(0, 3).takes(1, LOOK), Rank().takes(0, 4), None),
+    "a pass of one batch": (Rank().all_of(0, 1).takes(1, 2), Rank().all_of(0, 1).takes(1, 2), None),
+    "one order: a look": (
+        Rank(has_one_order=True).takes(0, LOOK).takes(1, 3),
+        Rank(has_one_order=True).takes(0, 4),
+        None,
+    ),
+    "one order: left": (
+        Rank(has_one_order=True).takes(0, 3).takes(1, 2),
+        Rank(has_one_order=True).takes(0, 4),
+        Rule.LENGTH,
+    ),
+    # (e) as many passes over other loaders
+    "validated alone": (Rank().all_of(0).takes(1, 2, others=1), Rank().all_of(0).takes(1, 2), Rule.OTHERS),
+    "validated alone, before": (
+        Rank().all_of(0).all_of(1, others=1).takes(2, 2, others=1),
+        Rank().all_of(0).all_of(1).takes(2, 2, others=1),
+        Rule.BEFORE,
+    ),
+    "a thread's": (Rank().takes(0, 2, is_own=True), Rank().takes(0, 2, others=3), None),
+    # a restored position
+    "both restored": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 3).restores().takes(0, 5), None),
+    "one has restored by now": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 3), None),
+    "one restored, the other went on": (
+        Rank().takes(0, 3).restores().takes(0, 2),
+        Rank().takes(0, 3).takes(1, 2),
+        Rule.RESTORED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_contradicts_what(name: str) -> None:
+    mine, theirs, rule = CASES[name]
+    told = [one.log.differs_from(other.log.record()) for one, other in ((mine, theirs), (theirs, mine))]
+    rules = {found.rule for found in told if found is not None}
+    assert rules == (set() if rule is None else {rule})
+
+
+def test_one_rank_may_have_as_many_batches_more_as_it_has_readers() -> None:
+    mine, theirs = Rank().all_of(0, 5), Rank().all_of(0, 7)
+    assert mine.log.differs_from(theirs.log.record(), slack=2) is None
+    found = mine.log.differs_from(theirs.log.record(), slack=1)
+    assert found is not None
+    assert found.rule is Rule.LENGTH
+
+
+def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch() -> None:
+    log, batches = Log(), [3, 0]
+    first = LoggedPass(0, "0", lambda: Progress(batches[0], batches[0]))
+    second = LoggedPass(1, "0", lambda: Progress(batches[1], batches[1]))
+    log.begin(first)
+    log.begin(second)
+    seen = []
+    for batches[0], batches[1] in [(3, 1), (4, 1), (4, 2), (6, 3)]:
+        log.settle()
+        seen.append((first.progress.most, first.progress.state.name))
+    assert seen == [(3, "RUNNING"), (4, "RUNNING"), (4, "LEFT"), (4, "LEFT")]
+
+
+def test_a_pass_that_was_struck_and_goes_on_counts_again() -> None:
+    log, batches = Log(), [0]
+    begun = LoggedPass(0, "0", lambda: Progress(batches[0], batches[0]))
+    log.begin(begun)
+    log.strike_looks()
+    batches[0] = 2
+    assert log.settle() == 0
+    log.goes_on(begun)
+    log.goes_on(begun)
+    assert log.settle() == 1
+
+
+def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_hash() -> None:
+    alike, other, late = Rank(), Rank(), Rank().all_of(0).takes(1, 2)
+    for epoch in range(1000):
+        alike.all_of(epoch)
+        other.all_of(epoch if epoch != 5 else 6)
+    assert alike.log.entry(980) is None
+    assert alike.log.differs_from(late.log.record()) is None
+    found = alike.log.differs_from(other.log.record())
+    assert found is not None
+    assert found.rule is Rule.BEFORE
+
+
+RECORDS = [
+    Record(),
+    Record(2, 7, "c0ffee", None),
+    Record(0, 0, "", Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, None)),
+    Rank().takes(0, 5).log.record(),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_is_text_of_few_bytes(record: Record) -> None:
+    text = record.to_text()
+    assert Record.of_text(text) == record
+    assert Record.of_text(text.encode()) == record
+    assert len(text) < 100
+
+
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f"[{VERSION + 1},0,0,\"\"]".encode()]
+JUNK += [f'[{VERSION},0,0,"",{rest}]'.encode() for rest in ("0", '0,0,"",0,0,9,0', '0,"x","",0,0,0,0', '0,0,"",0,0,0,0,1')]
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_junk_is_no_record(junk: bytes) -> None:
+    assert Record.of_text(junk) is None
