@@ -31,7 +31,7 @@ with the command that shows that section.
         ├── LeaderWarning                the ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
         ├── StreamLengthWarning          a sampler gave more or fewer items than its len()
-        └── StreamOrderWarning           the ranks may read an iterable dataset in different orders
+        └── StreamOrderWarning           the ranks cannot compare in which order they read
 """
 
 import re
@@ -216,7 +216,7 @@ class StreamLengthWarning(DDPPatchWarning):
 
 
 class StreamOrderWarning(DDPPatchWarning):
-    """The ranks read different items of an iterable dataset: other augmentations, or other orders."""
+    """The items of an iterable dataset have no names, so the ranks cannot compare in which order they read it."""
 
 
 class LeaderWarning(DDPPatchWarning):

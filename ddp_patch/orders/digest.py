@@ -104,8 +104,18 @@ class Digest:
 
         Source: BLAKE2b, over the digest so far and the name.
         """
-        self.value = _bytes_hash(self.value.to_bytes(8, "little", signed=True) + name)
-        self._count(1)
+        self.add_names([name])
+
+    def add_names(self, names: Sequence[bytes]) -> None:
+        """Add items by their names: so many at once on every rank, and no more than ``until_mark``."""
+        data = self.value.to_bytes(8, "little", signed=True) + b"\xff".join(names)
+        self.value = _bytes_hash(data)
+        self._count(len(names))
+
+    @property
+    def until_mark(self) -> int:
+        """How many more items there are to the next mark."""
+        return self._next - self.count
 
     def end(self) -> None:
         """Add that there are no more items."""

@@ -38,33 +38,26 @@ class PartsConsumed:
 
 
 class StreamStart(NamedTuple):
-    """Hashes of a stream's first items, to recognise the stream after a restart.
+    """Of which items a stream's first ones are, to recognise the stream after a restart.
 
     Attributes:
         seen: How many there are.
-        whole: A hash of them.
-        names: A hash of their strings and the like; 0 if one has none.
-        numbers: A hash of their whole numbers; 0 if one has none.
-        distinct: How many different ones there are.
+        value: The digest of their names; None if one has none.
+        whole: A hash of all that is in them; None if they are all alike.
     """
 
     seen: int
-    whole: int
-    names: int
-    numbers: int
-    distinct: int
+    value: int | None
+    whole: int | None
 
     def is_again(self, other: "StreamStart", is_drawn: bool) -> bool:
         """Return whether another stream begins with the same items, perhaps augmented differently.
 
         Args:
-            other: The hashes of the other stream.
+            other: How the other stream begins.
             is_drawn: Whether that one may have been read already. Then only exactly the same items will do.
         """
-        if is_drawn:
-            return self.whole == other.whole and self.distinct >= min(2, self.seen)
-        pairs = ((self.whole, other.whole), (self.names, other.names), (self.numbers, other.numbers))
-        return any(one == again != 0 for one, again in pairs) or not (self.names or self.numbers)
+        return self.whole == other.whole is not None if is_drawn else self.value in {None, other.value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ class StreamSnapshot:
     """What identifies an iterable dataset's stream, or one worker's part of it, besides how much was taken.
 
     Attributes:
-        first: The hashes of its first items; None if nobody looked.
+        first: What its first items are; None if nobody looked.
         state: The dataset's own state, as the only element; empty if it has no state with a position.
         initial_state: That state when the stream began, likewise, if nobody had read the dataset before, or to its end.
     """
@@ -98,7 +91,7 @@ class BatchNote(NamedTuple):
     Attributes:
         worker_index: Which worker it is.
         batches: How many batches its stream had with this one.
-        first: The hashes of the first items that were read; None if the note before has them.
+        first: What the first items that were read are; None if the note before has them.
         state: The dataset's own state, pickled; None if it has no state with a position.
         initial_state: That state when the stream began, likewise; None if the note before has it.
     """
@@ -272,7 +265,7 @@ def _is_mark(mark: object) -> bool:
 
 
 def _is_first(first: object) -> bool:
-    return _is_list(first, 5, 5) and all(map(_is_count, first))
+    return _is_list(first, 3, 3) and _is_count(first[0]) and all(each is None or _is_count(each) for each in first[1:])
 
 
 def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:

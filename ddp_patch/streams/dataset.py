@@ -21,7 +21,8 @@ from ddp_patch.schedule import made_in_turn, turn_after
 from ddp_patch.sharding.sampler_states import AttributeProxy
 from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker
-from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
+from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.stream_marks import StreamMarks
 from ddp_patch.streams.worker_pass import WorkerPass, WorkerPosition, pickled
 from ddp_patch.walks import plain_tensors
 
@@ -159,8 +160,7 @@ class StreamWorker(Generic[T]):
         batching: How workers make batches.
         shared: What the main process and the workers report to each other.
         batch_plan: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
-        first_items: Where to record what is read first, for the ranks to compare; None if nobody does.
-        marks: Where to mark what is read to the end, as above.
+        marks: Where to mark what is read, for the ranks to compare; None if nobody does.
         is_kept: Whether the next pass reads the same dataset, not a new copy of it.
 
     Attributes:
@@ -178,8 +178,7 @@ class StreamWorker(Generic[T]):
         shared: SharedWorkerState,
         *,
         batch_plan: Plan | None = None,
-        first_items: FirstItems | None = None,
-        marks: MarksInMemory | None = None,
+        marks: StreamMarks | None = None,
         is_kept: bool = False,
     ) -> None:
         self.dataset: IterableDataset[T] = dataset
@@ -189,8 +188,7 @@ class StreamWorker(Generic[T]):
         self.batching: Batching = batching
         self.shared: SharedWorkerState = shared
         self.batch_plan: Plan | None = batch_plan
-        self.first_items: FirstItems | None = first_items
-        self.marks: MarksInMemory | None = marks
+        self.marks: StreamMarks | None = marks
         self.is_kept: bool = is_kept
         self.reader: Reader = Reader()
         self.loaded_at_end: int | None = None

@@ -1,7 +1,7 @@
 """How a worker reads a dataset: what the dataset asks, how its stream begins, and its own state."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from time import perf_counter
@@ -14,10 +14,12 @@ from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_load
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError
 from ddp_patch.options import Options
-from ddp_patch.orders.fingerprint import ItemHashes, fingerprint, hashes_if_any, number_of
+from ddp_patch.orders.digest import Digest
+from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
 from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
+from ddp_patch.streams.item_names import name_of
 
 __all__ = ["AsDataset", "DatasetStateTracker", "Reader", "can_snapshot", "tell_epoch", "this_worker"]
 
@@ -132,6 +134,7 @@ class AsDataset(AbstractContextManager[None]):
 
 # By how many of its first items a stream is recognised.
 _RECOGNISED_BY = 8
+_UNSIGNED = 2**63 - 1
 
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
@@ -157,7 +160,7 @@ class DatasetStateTracker:
         epoch: Which epoch it is of.
 
     Attributes:
-        start: The hashes of the first items that were read; None if the stream was not read from its beginning.
+        start: What the first items that were read are; None if the stream was not read from its beginning.
     """
 
     def __init__(
@@ -223,10 +226,10 @@ class DatasetStateTracker:
         Raises:
             StateError: It does not begin as it did when a state was taken.
         """
-        seen: list[ItemHashes] = []
+        seen: list[tuple[bytes | None, int]] = []
         for item in items:
-            seen.append(hashes_if_any(item))
-            first = self.start = _first(seen)
+            seen.append((name_of(item), _hash_of(item)))
+            first = self.start = _start_of(seen)
             known = self._known.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
@@ -260,7 +263,7 @@ class DatasetStateTracker:
         self._is_over = True
 
     def start_after(self, items: int) -> StreamStart | None:
-        """Return the hashes of the first items, if exactly ``min(8, items)`` were read; otherwise None."""
+        """Return what the first items are, if exactly ``min(8, items)`` were read; otherwise None."""
         start = self.start
         return start if start is not None and start.seen == min(_RECOGNISED_BY, items) else None
 
@@ -307,7 +310,17 @@ def _is_again(dataset: Any, iterator: Any) -> bool:
     return before is not None and before() is iterator
 
 
-def _first(seen: list[ItemHashes]) -> StreamStart:
-    kinds = [*zip(*seen, strict=True)]
-    whole, names, numbers = (number_of(hashes) if all(hashes) else 0 for hashes in kinds)
-    return StreamStart(len(seen), whole, names, numbers, len(set(kinds[0])))
+def _hash_of(item: Any) -> int:
+    try:
+        return number_of([item])
+    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+        return 0
+
+
+def _start_of(seen: Sequence[tuple[bytes | None, int]]) -> StreamStart:
+    """Return how a stream begins, by the names and hashes of its first items."""
+    digest, (names, hashes) = Digest(), zip(*seen, strict=True)
+    for name in names:
+        digest.add_name(name or b"")
+    value = None if None in names else digest.value & _UNSIGNED
+    return StreamStart(len(seen), value, number_of(hashes) if len(set(hashes)) >= min(2, len(seen)) else None)

@@ -9,7 +9,7 @@ from itertools import chain, count, repeat
 from time import monotonic, sleep
 from typing import Any
 
-from ddp_patch.errors import StateError
+from ddp_patch.errors import RankMismatchError, StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
@@ -17,6 +17,7 @@ from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.sharding.saved_position import BatchNote, PartsConsumed, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
+from ddp_patch.streams.stream_marks import StreamDigest
 
 __all__ = ["StreamPass"]
 
@@ -37,9 +38,11 @@ class StreamPass(Pass[None]):
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
         on_loop_end: Called when the loop has seen the end.
+        on_first_batch: Called with the digest, if there is one, when the loop was given a batch.
 
     Attributes:
         rounds: What it has given, if ranks send each other batches.
+        digest: The digest of what is read of it; None if ranks do not compare that.
     """
 
     def __init__(
@@ -50,9 +53,12 @@ class StreamPass(Pass[None]):
         number: int,
         ahead: int,
         on_loop_end: Callable[[], object],
+        on_first_batch: Callable[[StreamDigest], object],
     ) -> None:
-        super().__init__(start, context)
-        self._on_loop_end = on_loop_end
+        digest = None if worker.marks is None else worker.marks.of_pass(number)
+        super().__init__(start, context, digest)
+        self._on_loop_end, self._on_first_batch = on_loop_end, on_first_batch
+        self.digest: StreamDigest | None = digest
         self.rounds: BalancedRounds | None = None
         self._splits_itself = worker.splits_itself
         self._worker, self._name, self._shared, self._number = worker, worker.name, worker.shared, number
@@ -63,6 +69,8 @@ class StreamPass(Pass[None]):
     def deliver(self, note: BatchNote | None = None) -> None:
         """Record that the loop was given a batch; see ``Pass``."""
         super().deliver(note)
+        if self.batches_delivered == 1 and self.digest is not None:
+            self._on_first_batch(self.digest)
         if note is None:
             return
         if note.first is not None or note.initial_state is not None:
@@ -70,8 +78,21 @@ class StreamPass(Pass[None]):
         if note.state is not None:
             self._states[note.worker_index].append(note)
 
+    def _compare(self, batches: int) -> None:
+        self._require_one_order()
+        super()._compare(batches)
+
+    def _require_one_order(self) -> None:
+        """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
+        if self.digest is not None and (found := self.digest.workers_differ()) is not None:
+            raise RankMismatchError(
+                f"{self._name} is read in other orders by worker 0 and worker {found[1]} of one rank: they differ "
+                f"within the first {found[0]} items. {self._monitor.why_orders_differ()}"
+            )
+
     def note_end_seen(self) -> None:
         """Record that the training loop has seen the end; see ``Pass``."""
+        self._require_one_order()
         super().note_end_seen()
         self._on_loop_end()
 

@@ -1,6 +1,7 @@
 """The sampler of a sharded stream: None instead of indices, and what came of them."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,18 +12,21 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import StateError
+from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
+from ddp_patch.errors import StateError, StreamOrderWarning
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.stream_monitor import StreamMonitor
+from ddp_patch.ranks.mailbox import Mailbox, Peers
+from ddp_patch.ranks.remedies import ONE_STREAM, SEED
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
 from ddp_patch.streams.reading import can_snapshot
-from ddp_patch.streams.shared_state import FirstItems, MarksInMemory, SharedWorkerState
+from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.stream_marks import StreamDigest, StreamMarks
 from ddp_patch.streams.stream_pass import StreamPass
 
 __all__ = ["StreamSampler", "faster_by_worker"]
@@ -36,6 +40,25 @@ def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> st
         f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
         "share='by_worker' would read each item once."
     )
+
+
+class _Held:
+    """What the ranks' datasets held at the patch.
+
+    Args:
+        peers: Who they are.
+        held: A fingerprint of what this rank's does.
+    """
+
+    def __init__(self, peers: Peers, held: str) -> None:
+        self._mailbox, self._held = Mailbox(peers, "held"), held
+        self._others = [rank for rank in peers.members if rank != peers.rank]
+        self._mailbox.post(held)
+
+    @property
+    def differs(self) -> bool:
+        """Whether another rank's differs."""
+        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others).values())
 
 
 class StreamSampler(EpochSampler[None]):
@@ -73,19 +96,10 @@ class StreamSampler(EpochSampler[None]):
         is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
         keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
-        first_items, marks = None, None
+        marks, self._held = None, None
         if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
-            first_items, marks = FirstItems(shared.readers), MarksInMemory(shared.readers)
-            guard = StreamMonitor(
-                peers,
-                given.dataset,
-                first_items.passes,
-                marks.passes,
-                first_items.settle,
-                shared.is_one_stream,
-                held_by(given.dataset),
-            )
-            self.monitor.also_compare(guard.compare)
+            marks, self._held = StreamMarks(shared), _Held(peers, held_by(given.dataset))
+            self.monitor.why_orders_differ = self._why_streams_differ
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,
@@ -94,7 +108,6 @@ class StreamSampler(EpochSampler[None]):
             given.batching,
             shared,
             batch_plan=agreed.batch_plan,
-            first_items=first_items,
             marks=marks,
             is_kept=is_kept,
         )
@@ -102,6 +115,7 @@ class StreamSampler(EpochSampler[None]):
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
         self._dataset_epoch = DatasetEpoch(given.dataset)
         self._has_advised = self._batch_plan is not None  # which by_worker cannot do
+        self._has_warned = False
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -152,16 +166,23 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         start = self.position or self._start_of_epoch(epoch)
         on_loop_end = partial(self._finish, start, number, perf_counter())
-        current = StreamPass(start, self._pass_context(), self.worker, number, self._ahead, on_loop_end)
+        current = StreamPass(
+            start,
+            self._pass_context(),
+            self.worker,
+            number,
+            self._ahead,
+            on_loop_end,
+            self._say_if_unnamed,
+        )
         if start.is_within_pass:
             self._sampler_states.restore_generators(
                 start.sampler_snapshot.generators
             )  # a loader may have drawn from them since
         self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
-        for items_read in (self.worker.first_items, self.worker.marks):
-            if items_read is not None:
-                items_read.begin(number, f"epoch {epoch} from {current.begins_at}")
+        if self.worker.marks is not None:
+            self.worker.marks.begin(number)
         if self.position is None:
             self.worker.forget()
         self.latest, self.position = current, None
@@ -172,6 +193,46 @@ class StreamSampler(EpochSampler[None]):
             yield from chain.from_iterable(current.runs())
         finally:
             self.worker.forget(number)
+
+    def _say_if_unnamed(self, digest: StreamDigest) -> None:
+        """Say once, on one rank, that the ranks cannot compare the items that were read.
+
+        Warns:
+            StreamOrderWarning: None of them has a name.
+        """
+        if self._has_warned or self.rank or not digest.is_unnamed:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"The ranks cannot compare in which order they read {self.worker.name}: its items have no string and no "
+            "whole number that names them, and tensors and floats may be augmented. If each rank reads its own order, "
+            f"samples are lost. {order_remedy(self.worker.dataset) or SEED}. To let the ranks compare, give each item "
+            "a string or a whole number that names it. If they read one order, ignore this StreamOrderWarning.",
+            StreamOrderWarning,
+            stacklevel=2,
+        )
+
+    def _why_streams_differ(self) -> str:
+        """Return what may cause that ranks read different streams, and what to do."""
+        name, remedy, current = self.worker.name, order_remedy(self.worker.dataset) or SEED, self.latest
+        seen = ""
+        if current is not None and current.digest is not None and current.digest.asked_rank:
+            seen = f"{name} asked which rank it is on, while it was read or its worker was prepared. "
+        elif self._held is not None and self._held.differs:
+            seen = f"What {name} holds differs between ranks since it was made. "
+        if seen:
+            seen += (
+                "Set is_ddp_aware = True in its class if it is sharded already, and gives each rank other samples: its "
+                "loader is then returned unchanged. Or let it give every rank everything. If it only shuffles: "
+            )
+        by_worker = ""
+        if current is not None and current.is_in_parts:  # it asks for its worker
+            by_worker = " Or use share='by_worker', where each worker reads a part of its own."
+        return (
+            f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
+            f"{remedy}. {ONE_STREAM}{by_worker} If only augmentation differs, seed it alike, or give items a string "
+            f"that names them: then no number is compared, and with the key {SAMPLE_KEY!r} nothing else."
+        )
 
     def _finish(self, start: Position, number: int, began_s: float) -> None:
         """Say once what would be faster."""

@@ -188,10 +188,10 @@ class WorkerPass(Generic[T]):
 
     def _compared(self, read: Iterator[T]) -> Iterator[T]:
         """Pass on what is read from the stream's beginning, noting what the ranks compare."""
-        worker, start = self._worker, self.start
-        if worker.first_items is not None:
-            read = worker.first_items.watching(start.part, start.number, read, lambda: worker.reader.has_asked_rank)
-        return read if worker.marks is None else worker.marks.watching(start.part, start.number, read)
+        marks, start, reader = self._worker.marks, self.start, self._worker.reader
+        if marks is None:
+            return read
+        return marks.watching(start.part, start.number, read, lambda: reader.has_asked_rank)
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives."""

@@ -54,6 +54,10 @@ def noisy_rows(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "noise": np.random.default_rng().random()}
 
 
+def noise_alone(row: dict[str, Any]) -> dict[str, Any]:
+    return {"noise": row["cls"] + np.random.default_rng().random()}
+
+
 class Wrapped(IterableDataset[Any]):
     """As users wrap a package's dataset."""
 
@@ -97,10 +101,8 @@ HUGGING_FACE: dict[str, tuple[Callable[[], Any], str]] = {
     "shuffle, tensors": (lambda: rows().select_columns(["cls"]).shuffle(buffer_size=100).with_format("torch"), FOUND),
     "in order": (rows, ""),
     "augmented": (lambda: rows().map(noisy_rows), ""),
-    "augmented tensors": (
-        lambda: rows().select_columns(["cls"]).map(noisy_rows).with_format("torch"),
-        WARNED,
-    ),
+    "augmented tensors": (lambda: rows().select_columns(["cls"]).map(noisy_rows).with_format("torch"), ""),
+    "no names": (lambda: rows().map(noise_alone, remove_columns=["cls", "text"]).with_format("torch"), WARNED),
     "interleaved": (lambda: mixed(3), ""),
     "shuffled by a generator": (lambda: rows().shuffle(buffer_size=100, generator=np.random.default_rng(5)), ""),
     "remedy": (lambda: rows().shuffle(seed=0, buffer_size=1000), ""),
@@ -122,7 +124,7 @@ def watched(rank: int, world_size: int, shards: list[str]) -> dict[tuple[str, st
 
 
 def number_of(item: Any) -> int:
-    return int(item[0] if isinstance(item, tuple) else item["cls"])
+    return int(item[0] if isinstance(item, tuple) else item.get("cls", item.get("noise")))
 
 
 @pytest.mark.parametrize("world_size", [soaked(2), 3])

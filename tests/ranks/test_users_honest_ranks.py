@@ -244,10 +244,14 @@ def a_stream_is_augmented(me: Me) -> None:
         me.train(train, range(480))
 
 
+def keyed(number: int, **made: Any) -> dict[str, Any]:
+    return {"__key__": f"{number}", "id": number, **made}
+
+
 SOMETIMES: dict[str, Callable[[random.Random, int], Any]] = {
-    "a text": lambda own, number: (torch.tensor(number), f"{number}"[: None if own.random() > 0.1 else 1]),
-    "a label": lambda own, number: (torch.tensor(number), number % 10 if own.random() > 0.1 else -1),
-    "a flip": lambda own, number: (torch.tensor(number), {"label": number % 10, "is flipped": own.random() < 0.1}),
+    "a text": lambda own, number: keyed(number, text=f"{number}"[: None if own.random() > 0.1 else 1]),
+    "a label": lambda own, number: keyed(number, label=number % 10 if own.random() > 0.1 else -1),
+    "a flip": lambda own, number: (torch.tensor(number), {"file": f"{number}.png", "flipped": own.random() < 0.1}),
 }
 
 

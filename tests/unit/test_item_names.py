@@ -1,0 +1,151 @@
+"""Of what of an item its name consists, so that ranks can tell which sample it is."""
+
+import os
+import subprocess
+import sys
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from datetime import date, timedelta
+from enum import Enum, IntEnum
+from pathlib import PurePosixPath
+from timeit import repeat
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_patch.streams.item_names import name_of
+
+
+class Kind(Enum):
+    CAT = 1
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+@dataclass
+class Row:
+    picture: Any
+    file: str
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Locked(dict[Any, Any]):
+    def __getitem__(self, key: Any) -> Any:
+        raise RuntimeError("not here")
+
+
+class Opaque:
+    pass
+
+
+PICTURE = torch.rand(3, 4)
+
+NAMES: dict[str, tuple[Any, bytes | None]] = {
+    "a number": (7, b"7"),
+    "a text": ("7.png", b"7.png"),
+    "a text that is no unicode": ("\udc80", b"\xed\xb2\x80"),
+    "bytes": (b"7", b"7"),
+    "a path": (PurePosixPath("a/7"), b"a/7"),
+    "a member": (Kind.CAT, b"CAT"),
+    "a member that is a number": (Level.HIGH, b"HIGH"),
+    "a truth value": (True, b"1"),
+    "a date": (date(2020, 1, 2), b"2020-01-02"),
+    "a span of time": (timedelta(seconds=3), b"0:00:03"),
+    "a UUID": (UUID(int=0x61 << 120), b"a" + 15 * b"\0"),
+    "a number of numpy's": (np.int32(7), b"7"),
+    "a truth value of numpy's": (np.bool_(True), b"1"),
+    "a text of a class": (Text("7"), b"7"),
+    "a tensor of one number": (torch.tensor(7), b"7"),
+    "a tensor of one truth value": (torch.tensor(True), b"1"),
+    # Within containers.
+    "a picture and its label": ((PICTURE, 7), b"7"),
+    "a picture, its file and where it was cut": ({"x": PICTURE, "cut": 3, "file": "7.png"}, b"7.png"),
+    "nested": ({"x": [PICTURE, {"meta": ("a", [{"file": "7"}])}]}, b"a\x007"),
+    "a dataclass": (Row(PICTURE, "7.png"), b"7.png"),
+    "a named tuple": (Pair(PICTURE, 7), b"7"),
+    "a mapping of another class": (UserDict(b="2", a="1"), b"1\x002"),
+    "a key": ({"__key__": "7", "png": b"augmented", "json": {"a": "b"}}, b"7"),
+    "a key within": (({"__key__": "7", "png": b"augmented"}, 1), b"7"),
+    "a key in a mapping of another class": (UserDict(__key__="7", png=b"augmented"), b"7"),
+    "tokens": ({"ids": [5, 6, 7]}, b"(3, 5, 6, 7)"),
+    "keys of several types": ({2: "b", "1": "a"}, b"a\0b"),
+    "a missing field": ({"file": None, "label": 7}, b"7"),
+    "nothing": (None, b""),
+    "an empty text": ("", b""),
+    "an empty list": ([], b""),
+    # There is no name in it.
+    "a picture": (PICTURE, None),
+    "a float": (0.5, None),
+    "a tensor of one float": (torch.tensor(0.5), None),
+    "a tensor of numbers": (torch.tensor([1, 2]), None),
+    "an array": (np.arange(3), None),
+    "floats": ([0.5] * 100, None),
+    "pictures": ({"x": PICTURE, "y": [PICTURE, 0.5]}, None),
+    "a set, which has no order": ({1, 2}, None),
+    "an object": (Opaque(), None),
+    "what raises": (Locked(a=1), None),
+    "a dataclass itself": (Row, None),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_is_the_texts_and_only_without_them_the_numbers(case: str) -> None:
+    item, name = NAMES[case]
+    assert name_of(item) == name
+
+
+def test_the_order_of_a_mapping_does_not_count() -> None:
+    assert name_of({"a": "1", "b": "2"}) == name_of({"b": "2", "a": "1"}) != name_of({"a": "2", "b": "1"})
+
+
+def test_of_long_lists_and_texts_some_counts_and_their_length() -> None:
+    for long in ([*range(100_000)], [str(n) for n in range(100_000)], "x" * 100_000, b"x" * 100_000):
+        name = name_of(long)
+        assert name is not None
+        assert len(name) < 2000
+        assert name != name_of(long[:-1])
+        assert name != name_of(long[1:])
+
+
+@given(st.recursive(st.text() | st.integers() | st.floats() | st.binary() | st.none(), st.lists))
+def test_it_never_raises(item: Any) -> None:
+    name_of(item)
+    name_of({"a": item, "b": (item, PICTURE)})
+
+
+def test_what_holds_itself_has_no_name() -> None:
+    item: list[Any] = []
+    item.append(item)
+    assert name_of(item) is None
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_it_is_the_same_in_every_process(hash_seed: str) -> None:
+    item = {key: [key, 1, None] for key in {"some", "names", "of", "fields"}}
+    code = (
+        "from ddp_patch.streams.item_names import name_of\n"
+        "print(name_of({key: [key, 1, None] for key in {'some', 'names', 'of', 'fields'}}))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    told = subprocess.run(  # noqa: S603 - our own code
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == str(name_of(item))
+
+
+def test_it_takes_few_microseconds() -> None:
+    for item in ({"id": 5, "name": "name 5", "label": 3}, (PICTURE, 5), 5, "5.png"):
+        assert min(repeat(lambda item=item: name_of(item), number=1000, repeat=5)) < 10e-3  # type: ignore[misc]

@@ -1,0 +1,250 @@
+"""What workers mark of a stream in shared memory, and the one digest of a pass that ranks compare."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from messages import assert_tells
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from zoo import Source, as_it_is
+
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import StreamOrderWarning
+from ddp_patch.orders.digest import END, mark_counts
+from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.stream_marks import StreamDigest, StreamMarks
+
+COUNTS = list(islice(mark_counts(), 60))
+
+
+def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True, number: int = 1) -> StreamDigest:
+    """Return the digest of a pass whose readers read these, or the first items of these."""
+    shared = SharedWorkerState(len(streams))
+    marks = StreamMarks(shared)
+    shared.begin(number, 0)
+    marks.begin(number)
+    for part, stream in enumerate(streams):
+        # What is asked for beyond the end shows the end.
+        for _ in islice(marks.watching(part, number, iter(stream)), upto):
+            pass
+        shared.note_part(number, part, part if are_parts and len(streams) > 1 else None)
+    return marks.of_pass(number)
+
+
+def named(number: int) -> dict[str, Any]:
+    return {"file": f"{number}.png", "x": torch.rand(2), "cut": torch.rand(()).item()}
+
+
+def labelled(number: int) -> tuple[torch.Tensor, int]:
+    return torch.rand(2), number % 7
+
+
+def unnamed(number: int) -> torch.Tensor:
+    return torch.rand(2)
+
+
+def differ(mine: StreamDigest, theirs: StreamDigest) -> bool | None:
+    """Return what ranks see when each has what the other left last; None if they have no count in common."""
+    seen = []
+    for one, other in ((mine, theirs), (theirs, mine)):
+        if (latest := one.latest) is not None and (value := other.at(latest.count)) is not None:
+            seen.append(value != latest.value)
+    return any(seen) if seen else None
+
+
+SKIPPED = [*range(500), *range(501, 1001)]
+OTHER_LAST = [*range(998), 999, 998]
+
+# One reads 1000 items, the other these, or so many of them.
+CASES: dict[str, tuple[Callable[[int], Any], Iterable[int], int | None, bool | None]] = {
+    "the same": (named, range(1000), None, False),
+    "the same, numbered": (labelled, range(1000), None, False),
+    "the same, of which there are no names": (unnamed, range(1000), None, False),
+    "as far as it came": (named, range(1000), 777, False),
+    "nothing yet": (named, range(1000), 0, None),
+    "one is skipped": (named, SKIPPED, None, True),
+    "one is skipped, and it goes on": (named, SKIPPED, 800, True),
+    "one is skipped, numbered": (labelled, SKIPPED, None, True),
+    "the last two": (named, OTHER_LAST, None, True),
+    "the last two, not that far": (named, OTHER_LAST, 900, False),
+    "others from the beginning": (named, range(5000, 6000), 1, True),
+    "it ends early": (named, range(600), None, True),
+    "it ends early, without names": (unnamed, range(600), None, True),
+    "it goes on": (named, range(2000), None, True),
+    "it goes on, without names": (unnamed, count(), 1500, True),
+    "nothing": (named, [], None, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_digests_at_one_count_are_equal_or_not(case: str) -> None:
+    make, numbers, upto, expected = CASES[case]
+    assert differ(read(map(make, range(1000))), read(map(make, numbers), upto=upto)) is expected
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_the_latest_mark_is_the_last_count_that_was_reached(length: int, upto: int) -> None:
+    latest = read(range(length), upto=upto).latest
+    reached = [each for each in COUNTS if each <= min(length, upto)]
+    if upto > length:
+        assert latest is not None
+        assert latest.count == END
+    else:
+        assert (None if latest is None else latest.count) == (reached[-1] if reached else None)
+
+
+@given(st.lists(st.integers(0, 40), min_size=2, max_size=3), st.lists(st.integers(0, 40), min_size=2, max_size=3))
+def test_parts_have_one_digest_which_tells_their_lengths(mine: list[int], theirs: list[int]) -> None:
+    one, other = (read(*map(range, lengths)) for lengths in (mine, theirs))
+    assert one.length == sum(mine)
+    assert differ(one, other) is (mine != theirs)
+
+
+def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() -> None:
+    shared = SharedWorkerState(2)
+    marks = StreamMarks(shared)
+    shared.begin(1, 0)
+    marks.begin(1)
+    readers = [marks.watching(part, 1, iter(range(length))) for part, length in enumerate((3, 100))]
+    digest = marks.of_pass(1)
+    assert len([*islice(readers[1], 10)]) == 10
+    assert digest.latest is None  # nobody knows yet whether they are parts
+    for part in range(2):
+        shared.note_part(1, part, part)
+    assert digest.latest is None
+    assert digest.at(1) is None
+    assert len([*islice(readers[0], 3)]) == 3
+    assert digest.latest is not None
+    assert digest.latest.count == 3  # the first one may go on
+    assert next(readers[0], None) is None
+    assert digest.latest.count == 8
+    assert digest.length is None
+    assert len([*readers[1]]) == 90
+    assert digest.latest.count == END
+    assert digest.length == 103
+
+
+def test_other_numbers_of_readers_of_one_stream_have_one_digest() -> None:
+    alone, together = read(range(100)), read(range(100), range(100), are_parts=False)
+    assert alone.latest == together.latest
+    assert (together.length, together.workers_differ()) == (100, None)
+    further = read(range(100), [], are_parts=False)
+    assert further.at(93) == alone.at(93)
+
+
+@pytest.mark.parametrize("place", [0, 1, 60, 99])
+def test_readers_of_one_stream_that_differ_are_told(place: int) -> None:
+    others = [*range(place), -1, *range(place + 1, 100)]
+    digest = read(range(100), range(100), others, are_parts=False)
+    found = digest.workers_differ()
+    assert found is not None
+    assert found[1] == 2
+    assert place < found[0] <= max(100, 2 * place)
+    assert read(range(100), others).workers_differ() is None  # of parts nobody expects that
+
+
+def test_the_latest_passes_are_known_and_no_earlier_ones() -> None:
+    shared = SharedWorkerState(1)
+    marks = StreamMarks(shared)
+    for number in range(1, 7):
+        shared.begin(number, 0)
+        marks.begin(number)
+        assert list(marks.watching(0, number, iter(range(number)))) == [*range(number)]
+        shared.note_part(number, 0, None)
+    digests = [marks.of_pass(number) for number in range(1, 7)]
+    assert [digest.length for digest in digests] == [None, None, 3, 4, 5, 6]
+    assert digests[0].latest is None
+    assert digests[0].at(1) is None
+
+
+def test_another_reader_of_the_same_part_marks_nothing() -> None:
+    shared = SharedWorkerState(1)
+    marks = StreamMarks(shared)
+    shared.begin(1, 0)
+    shared.note_part(1, 0, None)
+    marks.begin(1)
+    first, again = (marks.watching(0, 1, iter(range(9))) for _ in range(2))
+    next(first)
+    assert list(marks.watching(0, 1, iter(range(9)))) == [*range(9)]
+    assert list(marks.watching(0, 2, iter(range(9)))) == [*range(9)]
+    assert list(marks.watching(1, 1, iter(range(9)))) == [*range(9)]  # a loader that was given more workers since
+    latest = marks.of_pass(1).latest
+    assert latest is not None
+    assert latest.count == 1
+    del again
+
+
+def test_no_item_is_read_ahead_and_the_datasets_own_error_comes_through() -> None:
+    def failing() -> Iterator[int]:
+        yield from range(5)
+        raise OSError("torn")
+
+    marks = StreamMarks(SharedWorkerState(1))
+    marks.begin(1)
+    source = count()
+    assert list(islice(marks.watching(0, 1, source), 5)) == list(range(5))
+    assert next(source) == 5
+    marks.begin(2)
+    with pytest.raises(OSError, match="torn"):
+        list(marks.watching(0, 2, failing()))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_whether_a_dataset_asked_for_its_rank_is_marked(asked: bool) -> None:
+    shared = SharedWorkerState(2)
+    marks = StreamMarks(shared)
+    shared.begin(1, 0)
+    marks.begin(1)
+    list(marks.watching(0, 1, iter(range(9))))
+    next(marks.watching(1, 1, iter(range(9)), lambda: asked))
+    assert marks.of_pass(1).asked_rank is asked
+    assert not marks.of_pass(5).asked_rank
+
+
+class Made(IterableDataset[Any]):
+    def __init__(self, make: Callable[[int], Any], splits: bool) -> None:
+        self.make, self.splits = make, splits
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info() if self.splits else None
+        for number in range(0 if info is None else info.id, 40, 1 if info is None else info.num_workers):
+            yield self.make(number)
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
+    loader: Any = DataLoader(
+        Source(30), batch_size=2, num_workers=2, multiprocessing_context=start, collate_fn=as_it_is
+    )
+    patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+    assert patched.sampler.worker.marks is None  # there is nobody to compare with
+    patched.sampler.worker.marks = StreamMarks(patched.sampler.worker.shared)
+    for _ in patched:
+        pass
+    digest = patched.sampler.latest.digest
+    assert digest.length == 30
+    assert digest.latest == read(range(30)).latest
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize(("make", "told"), [(unnamed, True), (named, False), (labelled, False)])
+def test_that_items_have_no_names_is_said_once_on_one_rank(
+    make: Callable[[int], Any], told: bool, splits: bool, workers: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    for rank in range(2):
+        recwarn.clear()
+        loader: Any = DataLoader(Made(make, splits), batch_size=2, num_workers=workers)
+        patched: Any = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
+        patched.sampler.worker.marks = StreamMarks(patched.sampler.worker.shared)
+        for _ in range(2):
+            for _ in patched:
+                pass
+        warned = [str(each.message) for each in recwarn if each.category is StreamOrderWarning]
+        assert len(warned) == (told and rank == 0)
+        for message in warned:
+            assert_tells(message, ("Made", "no string", "whole number"), ("seed", "give each item"))
