@@ -128,12 +128,16 @@ class Record(NamedTuple):
         lists: How many lists of passes it has closed, by restoring a position.
         closed: How many passes the last of them had.
         chain: A hash of all passes before the latest one.
+        before: How many batches the pass before the latest one had, so that a rank that is still in that one hears of
+            its end; -1 if there is
+            none, or others may have had more.
         entry: The latest pass that is more than a look; None before the first.
     """
 
     lists: int = 0
     closed: int = 0
     chain: str = ""
+    before: int = -1
     entry: Entry | None = None
 
     def to_text(self) -> str:
@@ -145,16 +149,16 @@ class Record(NamedTuple):
     def of_text(cls, text: bytes | str) -> "Record | None":
         """Return what ``to_text`` made text of; None if it is anything else, or of another version."""
         try:
-            version, lists, closed, chain, *entry = json.loads(text)
-            if version != VERSION or not _are_whole(lists, closed):
+            version, lists, closed, chain, before, *entry = json.loads(text)
+            if version != VERSION or not _are_whole(lists, closed, before):
                 return None
             if not entry:
-                return cls(lists, closed, str(chain))
+                return cls(lists, closed, str(chain), before)
             number, epoch, begins_at, others, batches, state, is_own, *mark = entry
             digest = Mark(*mark) if mark else None
             made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), digest)
             is_known = _are_whole(number, epoch, batches, others or 0, *mark)
-            return cls(lists, closed, str(chain), made) if is_known else None
+            return cls(lists, closed, str(chain), before, made) if is_known else None
         except (ValueError, TypeError):
             return None
 
@@ -240,8 +244,11 @@ class Log:
     def record(self) -> Record:
         """Return what the others are told."""
         latest = self.settled - 1
+        before = self.entry(latest - 1) if latest > 0 else None
+        is_over = before is not None and not before.is_own and before.state in {State.LEFT, State.ENDED}
+        left = before.batches if before is not None and is_over else -1
         entry = self.entry(latest) if self.settled else None
-        return Record(self.lists, self._closed, self._chains[max(0, latest)], entry)
+        return Record(self.lists, self._closed, self._chains[max(0, latest)], left, entry)
 
     def differs_from(self, theirs: Record, slack: int = 0) -> "Difference | None":
         """Return how another rank's record contradicts this log; None if one rank may only be faster than the other.
@@ -251,14 +258,20 @@ class Log:
             slack: How many batches more one rank may have in a pass.
         """
         if theirs.lists != self.lists:
-            mine = self.record()
-            both = ((mine, theirs), (theirs, mine))
+            record = self.record()
+            both = ((record, theirs), (theirs, record))
             is_outgrown = any(
                 new.lists == old.lists + 1 and old.entry is not None and old.entry.number >= new.closed
                 for new, old in both
             )
-            return Difference(Rule.RESTORED, mine.entry, theirs.entry) if is_outgrown else None
+            return Difference(Rule.RESTORED, record.entry, theirs.entry) if is_outgrown else None
         other = theirs.entry
+        if other is not None and other.number == self.settled > 0 <= theirs.before:
+            # They are a pass ahead, and this rank is still in the one that they left.
+            mine = self.entry(self.settled - 1)
+            left = None if mine is None else mine._replace(batches=theirs.before, state=State.LEFT, mark=None)
+            is_outgrown = mine is not None and left is not None and _is_outgrown(left, mine, slack)
+            return Difference(Rule.LENGTH, mine, left) if is_outgrown else None
         if other is None or other.number >= self.settled:
             return None
         own = self.entry(other.number)

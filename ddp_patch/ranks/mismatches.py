@@ -51,9 +51,10 @@ def mismatch_text(name: str, parties: Parties, found: Difference, why_orders_dif
             "== 0: validate(loader)' does, sees its shard of the data only. Iterate each patched loader on every rank; "
             "or on one rank the loader that was not patched."
         )
+    is_earlier = ", or one before it differs" if found.rule is Rule.BEFORE else ""
     return (
-        f"{began}: the ranks make different passes, so samples would be lost. Pass {mine.number} is {_what(mine)} on "
-        f"{here}, and {_what(theirs)} on {there}{', or one before it differs' * (found.rule is Rule.BEFORE)}. {_ALIKE}"
+        f"{began}: the ranks make different passes, so samples would be lost. On {here}, pass {mine.number} is over "
+        f"{_what(mine)}, and on {there} over {_what(theirs)}{is_earlier}. {_ALIKE}"
     )
 
 

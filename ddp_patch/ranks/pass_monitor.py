@@ -47,10 +47,11 @@ class PassMonitor:
 
     def __init__(self, peers: Peers | None = None, name: str = "loader", *, slack: int = 0) -> None:
         self._peers, self._name, self._slack = peers, name, slack
+        self._group = "" if peers is None else peers.group
         self._mailbox = None if peers is None else Mailbox(peers, "passes")
         self._open_end = None if peers is None or self._mailbox is None else OpenEnd(self._mailbox, peers)
         self._log = Log()
-        self._made = 0  # how many passes, looks apart
+        self._made = self._made_before = 0  # how many passes, looks apart; and over other loaders before this one came
         self._heard: dict[int, deque[Record]] = {}
         self._thread = get_ident()
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
@@ -58,6 +59,8 @@ class PassMonitor:
         self._first_items: FirstItems | None = None
         if self._mailbox is not None:
             self._mailbox.post(self._log.record().to_text())
+        if (made := self._made_by_all) is not None:
+            self._made_before = made[self._group]
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -110,7 +113,8 @@ class PassMonitor:
         """
         is_own = get_ident() != self._thread  # something reads ahead, by as much as there was time for
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
-        others = None if is_own or self._peers is None else self._total - self._made
+        made = self._made_by_all
+        others = None if is_own or made is None else made[self._group] - self._made - self._made_before
         begun = LoggedPass(epoch, begins_at, told, digest, others)
         if self.is_on:
             self._log.begin(begun)
@@ -119,9 +123,10 @@ class PassMonitor:
         return begun
 
     @property
-    def _total(self) -> int:
-        """How many passes this rank has made over all loaders of these ranks."""
-        return 0 if self._peers is None else _passes_made.setdefault(default_store(), Counter())[self._peers.group]
+    def _made_by_all(self) -> Counter[str] | None:
+        """How many passes this rank has made over all loaders that it compares; None once the process group is gone."""
+        is_open = self._mailbox is not None and self._mailbox.is_open
+        return _passes_made.setdefault(default_store(), Counter()) if is_open else None
 
     def next_comparison(self, batches: int) -> int:
         """Return after how many batches to compare, when so many were given."""
@@ -157,8 +162,8 @@ class PassMonitor:
     def _settle(self) -> None:
         if more := self._log.settle():
             self._made += more
-            if not self._slack and self._peers is not None and self._mailbox is not None and self._mailbox.is_open:
-                _passes_made.setdefault(default_store(), Counter())[self._peers.group] += more
+            if not self._slack and (made := self._made_by_all) is not None:
+                made[self._group] += more
 
     def _exchange(self, mailbox: Mailbox, peers: Peers) -> None:
         """Leave this rank's record, and compare the log with what others have left by now."""

@@ -115,6 +115,15 @@ def test_what_contradicts_what(name: str) -> None:
     assert rules == (set() if rule is None else {rule})
 
 
+def test_a_rank_hears_that_others_left_the_pass_that_it_is_in() -> None:
+    behind, further = Rank().takes(0, 5), Rank().takes(0, 3).takes(1, 2)
+    found = behind.log.differs_from(further.log.record())
+    assert found is not None
+    assert found.theirs is not None
+    assert (found.rule, found.theirs.batches) == (Rule.LENGTH, 3)
+    assert Rank().takes(0, 3).log.differs_from(further.log.record()) is None
+
+
 def test_one_rank_may_have_as_many_batches_more_as_it_has_readers() -> None:
     mine, theirs = Rank().all_of(0, 5), Rank().all_of(0, 7)
     assert mine.log.differs_from(theirs.log.record(), slack=2) is None
@@ -162,8 +171,8 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
 
 RECORDS = [
     Record(),
-    Record(2, 7, "c0ffee", None),
-    Record(0, 0, "", Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, None)),
+    Record(2, 7, "c0ffee"),
+    Record(0, 0, "", 12, Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, None)),
     Rank().takes(0, 5).log.record(),
 ]
 
@@ -176,8 +185,8 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
     assert len(text) < 100
 
 
-JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f"[{VERSION + 1},0,0,\"\"]".encode()]
-JUNK += [f'[{VERSION},0,0,"",{rest}]'.encode() for rest in ("0", '0,0,"",0,0,9,0', '0,"x","",0,0,0,0', '0,0,"",0,0,0,0,1')]
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f"[{VERSION + 1},0,0,\"\",-1]".encode()]
+JUNK += [f'[{VERSION},0,0,"",-1,{rest}]'.encode() for rest in ("0", '0,0,"",0,0,9,0', '0,"x","",0,0,0,0', '0,0,"",0,0,0,0,1')]
 
 
 @pytest.mark.parametrize("junk", JUNK)
