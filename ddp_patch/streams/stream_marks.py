@@ -111,7 +111,8 @@ class StreamMarks:
         if self._numbers[slot] != number:
             return []
         # Read the ends first, then how many marks there are: what they tell of was written before.
-        ends, made, values = (noted[slot].tolist() for noted in (self._ends, self._made, self._values))
+        ends, made = self._ends[slot].tolist(), self._made[slot].tolist()
+        values = self._values[slot, :, : max(0, *made)].tolist()
         return [
             _PartMarks(of_part[: max(0, count)], *((None, None) if end[0] < 0 else end))
             for of_part, count, end in zip(values, made, ends, strict=True)
@@ -156,6 +157,7 @@ class StreamDigest:
     def __init__(self, marks: StreamMarks, number: int) -> None:
         self._marks, self._number = marks, number
         self._kept: list[_PartMarks] | None = None
+        self._is_one_stream = False
 
     def keep(self) -> None:
         """Keep what was marked so far: the memory is used for another pass."""
@@ -213,7 +215,10 @@ class StreamDigest:
 
     def workers_differ(self) -> tuple[int, int] | None:
         """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
-        first, *others = self._known() if self._is_one_stream else [_PartMarks([], None, None)]
+        parts = self._known()
+        if not (parts and self._is_one_stream):
+            return None
+        first, *others = parts
         for worker, other in enumerate(others, 1):
             both = list(zip(first.values, other.values, strict=False))
             if both and both[-1][0] != both[-1][1]:  # digests that differ do so from then on
@@ -222,13 +227,10 @@ class StreamDigest:
                 return first.length, worker
         return None
 
-    @property
-    def _is_one_stream(self) -> bool:
-        return self._marks.shared.is_one_stream(self._number)
-
     def _known(self) -> list[_PartMarks]:
         """Return the parts' marks, once it is known whether they are parts."""
         if self._kept is not None:
             return self._kept
-        is_known = len(self._marks.shared.ways(self._number)) == 1
-        return self._marks.parts(self._number) if is_known else []
+        ways = self._marks.shared.ways(self._number)
+        self._is_one_stream = ways == {"stream"}
+        return self._marks.parts(self._number) if len(ways) == 1 else []

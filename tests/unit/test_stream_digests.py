@@ -161,6 +161,19 @@ def test_the_latest_passes_are_known_and_no_earlier_ones() -> None:
     assert digests[0].at(1) is None
 
 
+def test_a_digest_that_was_taken_stays_known_when_its_memory_is_used_again() -> None:
+    shared = SharedWorkerState(1)
+    marks, digests = StreamMarks(shared), []
+    for number in range(1, 10):
+        shared.begin(number, 0)
+        marks.begin(number)
+        digests.append(marks.of_pass(number))
+        list(marks.watching(0, number, iter(range(number))))
+        shared.note_part(number, 0, None)
+    assert [digest.length for digest in digests] == [*range(1, 10)]
+    assert [digest.marks for digest in digests] == [read(range(number)).marks for number in range(1, 10)]
+
+
 def test_another_reader_of_the_same_part_marks_nothing() -> None:
     shared = SharedWorkerState(1)
     marks = StreamMarks(shared)
