@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ddp_patch.orders.fingerprint import number_of
@@ -20,7 +21,8 @@ _GROWTH = 1.25
 # Stands for a count where all items came.
 END = -1
 
-_ONLY_INT = frozenset({int})
+# Python's hashes of these are the same in all processes.
+_NUMBERS = frozenset({int, float, bool, np.int64, np.int32, np.float64})
 
 
 class Mark(NamedTuple):
@@ -86,11 +88,11 @@ class Digest:
 
     def add(self, items: Sequence[Any]) -> None:
         """Add the items that come next."""
-        start = 0
-        while start < len(items):
-            part = items[start : start + self._next - self.count]
-            start += len(part)
-            self.add_hash(_hash_of(part), len(part))
+        while len(items) > (room := self._next - self.count):  # most parts lie between two marks: don't copy these
+            self.add_hash(_hash_of(items[:room]), room)
+            items = items[room:]
+        if items:
+            self.add_hash(_hash_of(items), len(items))
 
     def add_hash(self, value: int, items: int) -> None:
         """Add items that come at once, of which no more than a hash is known."""
@@ -128,16 +130,15 @@ class Digest:
 
 def _hash_of(items: Sequence[Any]) -> int:
     """Return a hash of items that is the same in every process."""
-    kind = type(items[0])
+    first, last = items[0], items[-1]  # to look at the type of each would take longer than all else
+    if type(first) in _NUMBERS and type(last) in _NUMBERS:
+        return hash(tuple(items))
     try:
-        # A sum is a whole number only of whole numbers: faster than to look at each type.
-        if kind is int and type(sum(items)) is int:
+        if type(first) is type(last) is tuple and _NUMBERS.issuperset(map(type, (*first, *last))):
             return hash(tuple(items))
-        if kind is tuple and all(_ONLY_INT.issuperset(map(type, item)) for item in (items[0], items[-1])):
-            return hash(tuple(items))
-        if kind is torch.Tensor:
+        if type(first) is torch.Tensor:
             items = [item.tolist() for item in items]
-        return _bytes_hash(marshal.dumps(items, 0))  # which refuses what has no value that is the same everywhere
+        return _bytes_hash(marshal.dumps(items, 0))  # type: ignore[arg-type]  # it refuses what has no plain value
     except (TypeError, ValueError, AttributeError):
         return number_of(items)
 
