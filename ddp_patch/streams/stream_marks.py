@@ -73,12 +73,13 @@ class StreamMarks:
         slot = number % _PASSES_KEPT
         # Another iterator's worker may be about the same part of the same pass.
         is_mine = part < self.shared.readers and self._numbers[slot] == number and self._made[slot, part] < 0
-        return self._marking(slot, part, items, asked_rank) if is_mine else items
+        return self._marking(number, part, items, asked_rank) if is_mine else items
 
-    def _marking(self, slot: int, part: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
+    def _marking(self, number: int, part: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
+        slot = number % _PASSES_KEPT
         # By numpy, which writes a number in a fraction of torch's time.
         values, made, end = (noted[slot].numpy()[part : part + 1] for noted in (self._values, self._made, self._ends))
-        flags = self._flags[slot, part].numpy()
+        flags, current = self._flags[slot, part].numpy(), self._numbers.numpy()
         digest, names, are_named, wanted = Digest(), list[bytes](), False, 1
         made[0] = 0
         for item in items:
@@ -89,17 +90,19 @@ class StreamMarks:
             if len(names) == wanted:
                 digest.add_names(names)
                 names.clear()
-                if digest.count in _PLACES:
+                place = _PLACES.get(digest.count)
+                if place is not None and current[slot] == number:  # else a later pass has the memory
                     flags[:] = asked_rank(), are_named
-                    values[0, _PLACES[digest.count]] = digest.value
-                    made[0] += 1  # last: the rest is there when it is seen
+                    values[0, place] = digest.value
+                    made[0] = place + 1  # last: the rest is there when it is seen
                 wanted = min(_AT_ONCE, digest.until_mark)
             yield item
         if names:
             digest.add_names(names)
         digest.end()
-        flags[:] = asked_rank(), are_named
-        end[0] = digest.count, digest.marks[END]
+        if current[slot] == number:
+            flags[:] = asked_rank(), are_named
+            end[0] = digest.count, digest.marks[END]
 
     def of_pass(self, number: int) -> "StreamDigest":
         """Return the digest of a pass, as far as it was read."""
