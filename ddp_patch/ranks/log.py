@@ -214,7 +214,7 @@ class Log:
         for number in range(before, self.settled):
             made = self._passes[number - self._first]
             name = ("" if self.has_one_order else made.epoch, made.begins_at, made.others)
-            self._chains.append(blake2b(repr((self._chains[-1], name)).encode(), digest_size=8).hexdigest())
+            self._chains.append(blake2b(repr((self._chains[-1], name)).encode(), digest_size=5).hexdigest())
         surplus = max(0, self.settled - self._first - _KEPT)
         self._first += surplus
         del self._passes[:surplus]

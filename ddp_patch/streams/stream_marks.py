@@ -73,12 +73,13 @@ class StreamMarks:
         slot = number % _PASSES_KEPT
         # Another iterator's worker may be about the same part of the same pass.
         is_mine = part < self.shared.readers and self._numbers[slot] == number and self._made[slot, part] < 0
-        return self._marking(slot, part, items, asked_rank) if is_mine else items
+        return self._marking(number, part, items, asked_rank) if is_mine else items
 
-    def _marking(self, slot: int, part: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
+    def _marking(self, number: int, part: int, items: Iterator[T], asked_rank: Callable[[], bool]) -> Iterator[T]:
+        slot = number % _PASSES_KEPT
         # By numpy, which writes a number in a fraction of torch's time.
         values, made, end = (noted[slot].numpy()[part : part + 1] for noted in (self._values, self._made, self._ends))
-        flags = self._flags[slot, part].numpy()
+        flags, current = self._flags[slot, part].numpy(), self._numbers.numpy()
         digest, names, are_named, wanted = Digest(), list[bytes](), False, 1
         made[0] = 0
         for item in items:
@@ -89,17 +90,19 @@ class StreamMarks:
             if len(names) == wanted:
                 digest.add_names(names)
                 names.clear()
-                if digest.count in _PLACES:
+                place = _PLACES.get(digest.count)
+                if place is not None and current[slot] == number:  # else a later pass has the memory
                     flags[:] = asked_rank(), are_named
-                    values[0, _PLACES[digest.count]] = digest.value
-                    made[0] += 1  # last: the rest is there when it is seen
+                    values[0, place] = digest.value
+                    made[0] = place + 1  # last: the rest is there when it is seen
                 wanted = min(_AT_ONCE, digest.until_mark)
             yield item
         if names:
             digest.add_names(names)
         digest.end()
-        flags[:] = asked_rank(), are_named
-        end[0] = digest.count, digest.marks[END]
+        if current[slot] == number:
+            flags[:] = asked_rank(), are_named
+            end[0] = digest.count, digest.marks[END]
 
     def of_pass(self, number: int) -> "StreamDigest":
         """Return the digest of a pass, as far as it was read."""
@@ -111,7 +114,8 @@ class StreamMarks:
         if self._numbers[slot] != number:
             return []
         # Read the ends first, then how many marks there are: what they tell of was written before.
-        ends, made, values = (noted[slot].tolist() for noted in (self._ends, self._made, self._values))
+        ends, made = self._ends[slot].tolist(), self._made[slot].tolist()
+        values = self._values[slot, :, : max(0, *made)].tolist()
         return [
             _PartMarks(of_part[: max(0, count)], *((None, None) if end[0] < 0 else end))
             for of_part, count, end in zip(values, made, ends, strict=True)
@@ -156,6 +160,7 @@ class StreamDigest:
     def __init__(self, marks: StreamMarks, number: int) -> None:
         self._marks, self._number = marks, number
         self._kept: list[_PartMarks] | None = None
+        self._is_one_stream = False
 
     def keep(self) -> None:
         """Keep what was marked so far: the memory is used for another pass."""
@@ -213,7 +218,10 @@ class StreamDigest:
 
     def workers_differ(self) -> tuple[int, int] | None:
         """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
-        first, *others = self._known() if self._is_one_stream else [_PartMarks([], None, None)]
+        parts = self._known()
+        if not (parts and self._is_one_stream):
+            return None
+        first, *others = parts
         for worker, other in enumerate(others, 1):
             both = list(zip(first.values, other.values, strict=False))
             if both and both[-1][0] != both[-1][1]:  # digests that differ do so from then on
@@ -222,13 +230,10 @@ class StreamDigest:
                 return first.length, worker
         return None
 
-    @property
-    def _is_one_stream(self) -> bool:
-        return self._marks.shared.is_one_stream(self._number)
-
     def _known(self) -> list[_PartMarks]:
         """Return the parts' marks, once it is known whether they are parts."""
         if self._kept is not None:
             return self._kept
-        is_known = len(self._marks.shared.ways(self._number)) == 1
-        return self._marks.parts(self._number) if is_known else []
+        ways = self._marks.shared.ways(self._number)
+        self._is_one_stream = ways == {"stream"}
+        return self._marks.parts(self._number) if len(ways) == 1 else []

@@ -61,6 +61,18 @@ class Parts(Stream):
             yield self.item(index, random.Random())
 
 
+class MadeForItsRank(Stream):
+    """Was made for its rank's part of the data."""
+
+    def __init__(self) -> None:
+        super().__init__(row)
+        self.start = int(os.environ["RANK"])
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.start, N, 2):
+            yield self.item(index, random.Random())
+
+
 def shuffled(indices: Any, rng: random.Random) -> Iterator[int]:
     """As a buffer of 100 does."""
     held: list[int] = []
@@ -202,6 +214,7 @@ CASES = {
     "classes, unseeded": Case(lambda: Stream(classes, unseeded), FOUND),
     "texts of many, unseeded": Case(lambda: Stream(far), FOUND),
     "whole numbers, of its own": Case(lambda: Stream(drawn), FOUND),
+    "made for its rank": Case(MadeForItsRank, FOUND),
     # Nobody can tell, so that is told.
     "augmented, unseeded": Case(lambda: Stream(noisy, unseeded), WARNED),
     "augmented": Case(lambda: Stream(noisy), WARNED),
@@ -265,6 +278,8 @@ def test_only_orders_that_differ_are_found(world_size: int) -> None:
     assert_tells(message, ("in epoch 0", "one stream of Stream", "lost"), REMEDY)
     message = ranks[0]["whole numbers, by rank", 0].message
     assert_tells(message, ("Stream asked which rank it is on", "lost"), (*REMEDY, "is_ddp_aware = True"))
+    message = ranks[0]["made for its rank", 0].message
+    assert_tells(message, ("MadeForItsRank holds differs", "lost"), (*REMEDY, "is_ddp_aware = True"))
     if world_size == 2:
         message = ranks[1]["rows, unseeded", 2].message
         assert_tells(message, ("Stream is read in other orders", "worker 0 and worker 1", "lost"), REMEDY)

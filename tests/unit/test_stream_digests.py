@@ -56,6 +56,10 @@ def differ(mine: StreamDigest, theirs: StreamDigest) -> bool | None:
     return any(seen) if seen else None
 
 
+def latest_count(digest: StreamDigest) -> int | None:
+    return None if digest.latest is None else digest.latest.count
+
+
 SKIPPED = [*range(500), *range(501, 1001)]
 OTHER_LAST = [*range(998), 999, 998]
 
@@ -88,13 +92,9 @@ def test_two_digests_at_one_count_are_equal_or_not(case: str) -> None:
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_the_latest_mark_is_the_last_count_that_was_reached(length: int, upto: int) -> None:
-    latest = read(range(length), upto=upto).latest
     reached = [each for each in COUNTS if each <= min(length, upto)]
-    if upto > length:
-        assert latest is not None
-        assert latest.count == END
-    else:
-        assert (None if latest is None else latest.count) == (reached[-1] if reached else None)
+    expected = END if upto > length else reached[-1] if reached else None
+    assert latest_count(read(range(length), upto=upto)) == expected
 
 
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=3), st.lists(st.integers(0, 40), min_size=2, max_size=3))
@@ -112,19 +112,18 @@ def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() 
     readers = [marks.watching(part, 1, iter(range(length))) for part, length in enumerate((3, 100))]
     digest = marks.of_pass(1)
     assert len([*islice(readers[1], 10)]) == 10
-    assert digest.latest is None  # nobody knows yet whether they are parts
+    assert latest_count(digest) is None  # nobody knows yet whether they are parts
     for part in range(2):
         shared.note_part(1, part, part)
-    assert digest.latest is None
+    assert latest_count(digest) is None
     assert digest.at(1) is None
     assert len([*islice(readers[0], 3)]) == 3
-    assert digest.latest is not None
-    assert digest.latest.count == 3  # the first one may go on
+    assert latest_count(digest) == 3  # the first one may go on
     assert next(readers[0], None) is None
-    assert digest.latest.count == 8
+    assert latest_count(digest) == 8
     assert digest.length is None
     assert len([*readers[1]]) == 90
-    assert digest.latest.count == END
+    assert latest_count(digest) == END
     assert digest.length == 103
 
 
@@ -161,6 +160,33 @@ def test_the_latest_passes_are_known_and_no_earlier_ones() -> None:
     assert digests[0].at(1) is None
 
 
+def test_a_digest_that_was_taken_stays_known_when_its_memory_is_used_again() -> None:
+    shared = SharedWorkerState(1)
+    marks, digests = StreamMarks(shared), []
+    for number in range(1, 10):
+        shared.begin(number, 0)
+        marks.begin(number)
+        digests.append(marks.of_pass(number))
+        list(marks.watching(0, number, iter(range(number))))
+        shared.note_part(number, 0, None)
+    assert [digest.length for digest in digests] == [*range(1, 10)]
+    assert [digest.marks for digest in digests] == [read(range(number)).marks for number in range(1, 10)]
+
+
+def test_a_pass_that_goes_on_while_a_later_one_has_its_memory_marks_nothing() -> None:
+    shared = SharedWorkerState(1)
+    marks, readers = StreamMarks(shared), []
+    for number in range(1, 6):
+        shared.begin(number, 0)
+        marks.begin(number)
+        readers.append(marks.watching(0, number, iter(range(10 * number, 10 * number + 20))))
+        shared.note_part(number, 0, None)
+        next(readers[-1])
+    for reader in readers[::-1]:
+        list(reader)
+    assert marks.of_pass(5).marks == read(range(50, 70)).marks
+
+
 def test_another_reader_of_the_same_part_marks_nothing() -> None:
     shared = SharedWorkerState(1)
     marks = StreamMarks(shared)
@@ -172,9 +198,7 @@ def test_another_reader_of_the_same_part_marks_nothing() -> None:
     assert list(marks.watching(0, 1, iter(range(9)))) == [*range(9)]
     assert list(marks.watching(0, 2, iter(range(9)))) == [*range(9)]
     assert list(marks.watching(1, 1, iter(range(9)))) == [*range(9)]  # a loader that was given more workers since
-    latest = marks.of_pass(1).latest
-    assert latest is not None
-    assert latest.count == 1
+    assert latest_count(marks.of_pass(1)) == 1
     del again
 
 
