@@ -53,7 +53,7 @@ class Peers:
 
 def agreed_peers(members: Sequence[int], number: int) -> Peers:
     """Return who made an agreement with this rank."""
-    group = f"ddp_patch/p{digest(list(members))}"
+    group = f"ddp_patch/p{digest(list(members))[:10]}"
     return Peers(f"{group}/{number}", group, dist.get_rank(), members)
 
 
