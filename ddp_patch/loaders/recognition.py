@@ -37,6 +37,7 @@ __all__ = [
     "samplers_within",
     "sharded_by",
     "shards_itself",
+    "stores_of_world",
     "tell_if_assumed",
     "world_of",
 ]
@@ -71,6 +72,13 @@ def world_of(holder: object) -> HeldWorld | None:
     return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
 
 
+def stores_of_world(holder: object) -> list[str]:
+    """Return the attributes in which an object stores its rank and the number of ranks, or an object that does."""
+    words = {name for names in WORLD_NAMES for name in names}
+    kept = stored(holder).items()
+    return [name for name, value in kept if name.lstrip("_") in words or _is_world(value, stored(value))]
+
+
 def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
     for underscore in ("", "_"):
         for names in WORLD_NAMES:
@@ -81,7 +89,7 @@ def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
 
 def _is_world(value: object, inner: Mapping[str, Any]) -> bool:
     """Return whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
-    if not all(any(word in name for word in WORLD_WORDS) for name in inner):
+    if not inner or not all(any(word in name for word in WORLD_WORDS) for name in inner):
         return False
     gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
     return not gives and all(isinstance(number, int) for number in inner.values())
@@ -181,10 +189,15 @@ def _says(holder: object) -> bool | None:
     return is_known or (isinstance(holder, IterableDataset) and is_split_by_node(holder)) or None
 
 
-def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
+def tell_if_assumed(holder: object, *, in_vain: bool = False, stacklevel: int = 3) -> None:
     """Report that it counts as sharded only because it stores a rank and a number of ranks.
 
     For a map-style dataset it is a warning: its sampler chooses what is read, so it may store them for another reason.
+
+    Args:
+        holder: What counts as sharded.
+        in_vain: Whether it is a sampler whose samples the ranks tried to compare, and could not: then it is one, too.
+        stacklevel: Where the warning points.
     """
     if _says(holder) is not None or (world := world_of(holder)) is None:
         return
@@ -194,7 +207,7 @@ def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
         "is returned unchanged. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
         "shards."
     )
-    if isinstance(holder, Dataset) and not isinstance(holder, IterableDataset):
+    if in_vain or (isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)):
         warnings.warn(text, AssumedShardedWarning, stacklevel=stacklevel)
     else:
         logger.info(text)
