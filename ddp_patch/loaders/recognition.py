@@ -4,7 +4,9 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dis import get_instructions
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -32,6 +34,7 @@ __all__ = [
     "is_loader",
     "line_for_inner",
     "nested_datasets",
+    "reads_a_stream",
     "require_loader",
     "samplers_in_use",
     "samplers_within",
@@ -162,10 +165,14 @@ def sharded_by(loader: DataLoader[Any]) -> object | None:
 def _holders(loader: DataLoader[Any]) -> Iterator[object]:
     """Yield what may shard a loader: its samplers, its datasets, and the samplers that iterable datasets draw from."""
     yield from samplers_within(iterated_by(loader))
-    for dataset in nested_datasets(loader.dataset):
-        yield dataset
-        if isinstance(dataset, IterableDataset):
-            for part in held(dataset, _is_sampler):
+    yield from _in_dataset(loader.dataset)
+
+
+def _in_dataset(dataset: object) -> Iterator[object]:
+    for nested in nested_datasets(dataset):
+        yield nested
+        if isinstance(nested, IterableDataset):
+            for part in held(nested, _is_sampler):
                 yield from samplers_within(part)
 
 
@@ -221,6 +228,42 @@ def samplers_within(sampler: object) -> Iterator[object]:
 def nested_datasets(dataset: object) -> Iterator[object]:
     """Yield a dataset and those in it, also in lists, as in ``Subset`` and ``ConcatDataset``."""
     return walk(dataset, partial(held, is_wanted=lambda part: isinstance(part, Dataset)))
+
+
+def reads_a_stream(dataset: object) -> tuple[object, str] | None:
+    """Return the map-style dataset that takes what comes next, whatever its index, and what it takes that from.
+
+    That is one that holds an iterator, an iterable dataset or a loader, and whose ``__getitem__`` never reads its
+    index. None if there is none, or if what it takes from shards itself.
+
+    Examples:
+        >>> class Limited(Dataset):
+        ...     def __init__(self, stream):
+        ...         self.iterator = iter(stream)
+        ...     def __getitem__(self, index):
+        ...         return next(self.iterator)
+        >>> reads_a_stream(Limited([1, 2]))[1], reads_a_stream(range(2))
+        ('iterator', None)
+    """
+    parts = () if any(map(shards_itself, _in_dataset(dataset))) else nested_datasets(dataset)
+    for part in parts:
+        if not isinstance(part, IterableDataset) and _ignores_index(type(part)):
+            # An iterable dataset first: the remedy is to give the loader that one.
+            for kind in (IterableDataset, DataLoader, Iterator):
+                for name, value in stored(part).items():
+                    if isinstance(value, kind):
+                        return part, name
+    return None
+
+
+def _ignores_index(kind: type) -> bool:
+    """Return whether no instruction of a class's ``__getitem__`` names its index."""
+    method = getattr(kind, "__getitem__", None)
+    if not isinstance(method, FunctionType) or hasattr(kind, "__getitems__") or method.__code__.co_argcount < 2:
+        return False
+    index = method.__code__.co_varnames[1]
+    named = (step.argval for step in get_instructions(method))
+    return not any(index in name if isinstance(name, tuple) else name == index for name in named)
 
 
 def _is_sampler(value: object) -> bool:
