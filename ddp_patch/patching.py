@@ -19,7 +19,7 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, device_here
 from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
-from ddp_patch.loaders.claims import claim_of
+from ddp_patch.loaders.claims import claim_of, split_claim
 from ddp_patch.loaders.copying import OneIterator, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
@@ -322,7 +322,9 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         claim = None if is_believed else claim_of(facts, world.num_replicas)
         return Subject(facts.described, None, ahead, facts.made_for, place, claim)
     compared = {**facts.described, **costs_compared(facts, options)}
-    return Subject(compared, facts.stream, ahead, facts.made_for, place)
+    splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
+    claim = split_claim(facts) if splits_itself else None
+    return Subject(compared, facts.stream, ahead, facts.made_for, place, claim)
 
 
 def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:

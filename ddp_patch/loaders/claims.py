@@ -9,14 +9,14 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from ddp_patch.compat.packages import repeats_over_ranks
-from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.loaders.contents import chosen_samples, held_by
 from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.loaders.recognition import samplers_within, stores_of_world
+from ddp_patch.loaders.recognition import may_ask_rank, samplers_within, stores_of_world
 from ddp_patch.loaders.samples import copy_to_draw, length_of
 from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.walks import stored
 
-__all__ = ["SENT", "Claim", "claim_of"]
+__all__ = ["SENT", "Claim", "claim_of", "split_claim"]
 
 # Plain data, as it travels.
 Claim: TypeAlias = Mapping[str, Any]
@@ -69,6 +69,12 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
     if not is_known and any(sampler is holder for sampler in samplers):
         claim |= _first_samples(facts.stream.source, dataset, facts.dataset_length, ranks)
     return claim
+
+
+def split_claim(facts: LoaderFacts[Any]) -> Claim | None:
+    """Return what the ranks compare of an iterable dataset that is to split itself by workers: what it holds."""
+    dataset = facts.dataset
+    return None if may_ask_rank(dataset) else {"name": type(dataset).__name__, "held": held_by(dataset)}
 
 
 def _seed(holder: object) -> int | None:

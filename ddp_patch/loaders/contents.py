@@ -52,6 +52,8 @@ _LEAST_HELD = 8
 _ATTRIBUTES, _DEPTH, _IN_ALL = 64, 2, 256
 # A path counts by as few of its last parts as distinguish the paths that are looked at, but by no more.
 _PATH_PARTS = (1, 2, 3)
+# What an attribute with such a name holds may differ by rank.
+_RANKS_OWN = ("seed", "rank", "device")
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
 _PLAIN = (list, tuple, range, np.ndarray, torch.Tensor, deque, array)
 
@@ -227,6 +229,8 @@ def held_by(dataset: Any) -> str:
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's lists
             for name, value, _ in _nested(type(part).__name__, part):
+                if any(word in name.rpartition(".")[2].lower() for word in _RANKS_OWN):
+                    continue
                 if type(value) in {int, str}:
                     found.append([name, _told(value)])
                 elif type(value) in _PLAIN and _length(value) is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "error_context",
     "is_loader",
     "line_for_inner",
+    "may_ask_rank",
     "nested_datasets",
     "reads_a_stream",
     "require_loader",
@@ -194,6 +195,15 @@ def _says(holder: object) -> bool | None:
         return said
     is_known = isinstance(holder, DistributedSampler) or shards_in_accelerate(type(holder))
     return is_known or (isinstance(holder, IterableDataset) and is_split_by_node(holder)) or None
+
+
+def may_ask_rank(dataset: object) -> bool:
+    """Return whether a dataset may ask for its rank, and hold other things on each rank, without sharding by it.
+
+    It may if its class says ``is_ddp_aware = False``. webdataset asks for rank and worker in one.
+    """
+    said = [getattr(part, "is_ddp_aware", None) for part in nested_datasets(dataset)]
+    return False in said or any(type(part).__module__.startswith("webdataset.") for part in nested_datasets(dataset))
 
 
 def tell_if_assumed(holder: object, *, in_vain: bool = False, stacklevel: int = 3) -> None:

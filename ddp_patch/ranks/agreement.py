@@ -19,7 +19,7 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.claims import require_apart
+from ddp_patch.ranks.claims import require_apart, require_same_held
 from ddp_patch.ranks.exchange import Leader, by_value, exchange, ranks_text, refuse, require_same
 from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
 from ddp_patch.ranks.world import World
@@ -340,7 +340,9 @@ def _require_that_fit(reported: Mapping[int, RankReport], of_ranks: Mapping[int,
         require_all_shares(held)
     common = next(iter(reported.values())).common  # the same on all, by now
     claims = {rank: (reported[rank].share, loader.claim) for rank, loader in of_ranks.items() if loader.claim}
-    if len(claims) == len(of_ranks):
+    if len(claims) == len(of_ranks) and all("held" in claim for _, claim in claims.values()):
+        require_same_held(AGREEING, {rank: claim for rank, (_, claim) in claims.items()})
+    elif len(claims) == len(of_ranks):
         require_apart(AGREEING, claims, even=common["uneven"] != "keep")
     if _differing_orders(of_ranks) or common["verify"] or common["order"] == "leader":
         require_same(AGREEING, {rank: {"batches fetched ahead": loader.ahead} for rank, loader in of_ranks.items()})

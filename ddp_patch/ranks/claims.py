@@ -8,7 +8,7 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.claims import SENT, Claim
 from ddp_patch.ranks.exchange import by_value, ranks_text
 
-__all__ = ["require_apart"]
+__all__ = ["require_apart", "require_same_held"]
 
 # So many samples in common are chance where only a part of each rank's samples is known.
 _BY_CHANCE = 16
@@ -43,6 +43,20 @@ def require_apart(doing: str, claims: Mapping[int, tuple[int, Claim]], *, even: 
         _require_nothing_in_common(doing, by_rank)
     if even:
         _require_same_steps(doing, {rank: claim for rank, (_, claim) in claims.items()})
+
+
+def require_same_held(doing: str, claims: Mapping[int, Claim]) -> None:
+    """Raise RankMismatchError unless the ranks' iterable datasets, which split themselves by workers, hold the same."""
+    parties = by_value({rank: claim["held"] for rank, claim in claims.items()})
+    if len(parties) > 1:
+        name = next(iter(claims.values()))["name"]
+        listed = " and ".join(map(ranks_text, parties.values()))
+        raise RankMismatchError(
+            f"{doing}: {name} holds other files or numbers on {listed}. With share='by_worker', it takes parts of what "
+            "it holds by the workers of all ranks, so samples would be lost or repeated. Give it everything on every "
+            "rank, listed in sorted order; or, if each rank has a part of its own, say is_ddp_aware = True in its "
+            "class, and its loader is returned unchanged. Say is_ddp_aware = False if ranks differ for another reason."
+        )
 
 
 def _require_same_settings(doing: str, claims: Mapping[int, Claim]) -> None:
