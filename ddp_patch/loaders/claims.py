@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler
 from ddp_patch.compat.packages import repeats_over_ranks
 from ddp_patch.loaders.contents import chosen_samples, held_by
 from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.loaders.overlap import hashed
 from ddp_patch.loaders.recognition import may_ask_rank, samplers_within, stores_of_world
 from ddp_patch.loaders.samples import copy_to_draw, length_of
 from ddp_patch.orders.fingerprint import fingerprint, number_of
@@ -106,7 +107,7 @@ def _first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> 
                 sizes.add(len(found))
     except Exception:  # noqa: BLE001 - the user's code, run for a check that can be done without
         return {"hashes": None}
-    hashes, length = np.unique(_hashed(samples)), length_of(sampler, ())
+    hashes, length = np.unique(hashed([_plain(one) for one in samples])), length_of(sampler, ())
     return {
         "drawn": len(samples),
         "distinct": len(hashes),
@@ -131,10 +132,5 @@ def _is_name(sample: Any) -> bool:
     return all(isinstance(part, int | str | bytes | np.integer) for part in parts)
 
 
-def _hashed(samples: Sequence[Any]) -> Any:
-    """Return a number below 2**64 for each sample, evenly spread."""
-    numbers = [int(one) % 2**64 if isinstance(one, int | np.integer) else number_of([one]) for one in samples]
-    mixed = np.array(numbers, dtype=np.uint64)
-    for multiplier in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9):  # splitmix64's
-        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(multiplier)
-    return mixed ^ (mixed >> np.uint64(31))
+def _plain(sample: Any) -> int:
+    return int(sample) % 2**64 if isinstance(sample, int | np.integer) else number_of([sample])

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
 from ddp_patch.loaders.claims import Claim
-from ddp_patch.loaders.contents import Content, FirstSamples, relation_of
+from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.overlap import FirstSamples, relation_of
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
