@@ -25,6 +25,7 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.devices import Device, device_here
 from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning, StreamLengthWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
+from ddp_patch.loaders.claims import claim_of, split_claim
 from ddp_patch.loaders.copying import METHODS, OneIterator, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
@@ -272,9 +273,10 @@ def patch_each(
         subjects = []
         for place, facts in looked.items():
             with error_context(place):
-                subjects.append(_subject(place, facts, options))
-    for facts in looked.values():
-        tell_if_assumed(facts.sharded_by, stacklevel=4)
+                subjects.append(_subject(place, facts, options, world))
+    for facts, subject in zip(looked.values(), subjects, strict=True):
+        in_vain = subject.claim is not None and subject.claim.get("hashes", ()) is None
+        tell_if_assumed(facts.sharded_by, in_vain=in_vain, stacklevel=4)
     agreed = agree(world, options, subjects, nest)
     line = script_line(sys._getframe(1))
     patched = []
@@ -319,12 +321,17 @@ def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[
     return facts
 
 
-def _subject(place: str, facts: LoaderFacts[Any], options: Options) -> Subject:
+def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World) -> Subject:
     ahead = facts.batches_ahead + copies_ahead(facts, options)
     if facts.sharded_by is not None:
-        return Subject(facts.described, None, ahead, facts.made_for, place)
+        # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
+        is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
+        claim = None if is_believed else claim_of(facts, world.num_replicas)
+        return Subject(facts.described, None, ahead, facts.made_for, place, claim)
     compared = {**facts.described, **costs_compared(facts, options)}
-    return Subject(compared, facts.stream, ahead, facts.made_for, place)
+    splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
+    claim = split_claim(facts) if splits_itself else None
+    return Subject(compared, facts.stream, ahead, facts.made_for, place, claim)
 
 
 def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:

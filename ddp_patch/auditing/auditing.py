@@ -21,6 +21,7 @@ from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.loader_reports import unpatched
+from ddp_patch.sharding.refusals import ignored_index_allowed
 from ddp_patch.validation import check_flag, seconds, whole_number
 
 __all__ = ["AuditOptions", "DDPAudit", "Loader", "Loaders", "audit", "audit_or_fail"]
@@ -57,6 +58,7 @@ def audit(
 def audit(
     loader: Loaders, world_size: SupportsIndex, epochs: SupportsIndex = 2, **options: Unpack[AuditOptions]
 ) -> Reports: ...
+@ignored_index_allowed()  # the report tells it
 @unpatched()  # the ranks that it simulates are none of a script's
 def audit(
     loader: Loader | Loaders,

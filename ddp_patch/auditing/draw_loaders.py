@@ -29,6 +29,7 @@ from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.refusals import ignored_index_text
 
 __all__ = [
     "Audited",
@@ -345,6 +346,7 @@ class Traits:
         sharers: How many of the loader's samplers and its dataset shard by themselves.
         dataset_length: Samples in the dataset; None where it is iterable or has no length.
         base_length: Samples in the dataset below torch's ``Subset`` layers; None as above.
+        ignores_index: Why indices choose nothing of the dataset, and what to do; empty if they may choose.
     """
 
     units: Units
@@ -360,6 +362,7 @@ class Traits:
     sharers: int
     dataset_length: int | None
     base_length: int | None
+    ignores_index: tuple[str, str] = ("", "")
 
     @property
     def batchers(self) -> int:
@@ -392,6 +395,7 @@ def traits_of(facts: LoaderFacts[Any]) -> Traits:
         sharers=sum(map(shards_itself, (*samplers, facts.dataset))),
         dataset_length=None if is_iterable else facts.dataset_length,
         base_length=None if is_iterable else length_of(base_of(facts.dataset)),
+        ignores_index=("", "") if is_iterable else ignored_index_text(facts.dataset),
     )
 
 

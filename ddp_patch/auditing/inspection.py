@@ -15,6 +15,7 @@ from ddp_patch.auditing.judge_problems import (
     coverage_kinds,
     error_problem,
     idle_problem,
+    index_problem,
     length_problem,
     lost_of,
     lost_problem,
@@ -131,6 +132,7 @@ class Inspection:
         had_problems = bool(self._problems)
         failure = error_problem(epoch)
         self._add(failure)
+        self._add(index_problem(epoch, self._world.traits))
         if failure is None:
             self._inspect_shards(about)
         else:

@@ -20,6 +20,7 @@ __all__ = [
     "coverage_kinds",
     "error_problem",
     "idle_problem",
+    "index_problem",
     "length_problem",
     "lost_of",
     "lost_problem",
@@ -115,6 +116,15 @@ EXAMPLES = 3
 def where_in(epoch: EpochDraws) -> str:
     """Say which epoch, on how many ranks."""
     return f"epoch {epoch.number}, {len(epoch.ranks)} ranks"
+
+
+def index_problem(epoch: EpochDraws, traits: Traits) -> Problem | None:
+    """Check that an index chooses a sample of the dataset."""
+    why, remedy = traits.ignores_index
+    if not why or len(epoch.ranks) == 1:
+        return None
+    what = "Indices are shared, but they choose no samples of the dataset."
+    return Problem("not_sharded", what, where_in(epoch), why, remedy)
 
 
 def unpatched_problem(

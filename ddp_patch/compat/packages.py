@@ -54,6 +54,7 @@ __all__ = [
     "loses_items_when_loaded",
     "may_hold_a_normal",
     "order_remedy",
+    "repeats_over_ranks",
     "set_lightning_steps",
     "shards_in_accelerate",
     "splits_by_node",
@@ -386,6 +387,15 @@ WORLD_NAMES: Final[Sequence[tuple[str, str]]] = (
 # Words in the names of all attributes of an object that describes only a world, such as mosaicml's and litdata's. A
 # script's arguments may be only whole numbers, too.
 WORLD_WORDS: Final = ("rank", "world", "node", "worker", "leader")
+
+# They give several ranks the same samples, which each augments in its own way.
+_REPEAT_OVER_RANKS: Final = frozenset({"RASampler", "RepeatAugSampler"})
+
+
+def repeats_over_ranks(kind: type) -> bool:
+    """Return whether a sampler's class is one of repeated augmentation, as DeiT's, torchvision's and timm 1.0.31's."""
+    return any(base.__name__ in _REPEAT_OVER_RANKS for base in kind.__mro__)
+
 
 # timm's IterableImageDataset keeps what shards in this attribute; its class is not a dataset.
 READERS: Final[Sequence[str]] = ("reader",)

@@ -1,17 +1,16 @@
-"""Fingerprints of a dataset's samples, which show that ranks have different data; nothing is loaded or decoded."""
+"""What identifies a dataset's samples between ranks; nothing is loaded or decoded."""
 
 import copy
 import os
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from itertools import combinations, islice
-from time import monotonic
+from dataclasses import dataclass, is_dataclass
+from hashlib import blake2b
+from itertools import islice
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,38 +19,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ddp_patch.compat.packages import is_hugging_face_table
 from ddp_patch.loaders.recognition import nested_datasets
-from ddp_patch.loaders.samples import copy_to_draw, length_of
-from ddp_patch.orders.fingerprint import fingerprint, number_of
-from ddp_patch.orders.orders import spread
+from ddp_patch.loaders.rows_seen import Row, RowsSeen, rows_of
+from ddp_patch.loaders.samples import length_of
+from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.walks import LOOKED_AT, stored
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+__all__ = ["Content", "HeldData", "Row", "RowsSeen", "chosen_samples", "held_by", "rows_of"]
 
-__all__ = [
-    "Content",
-    "FirstSamples",
-    "Relation",
-    "Row",
-    "RowsSeen",
-    "chosen_samples",
-    "first_samples",
-    "held_by",
-    "relation_of",
-    "rows_of",
-]
-
-
-# How many samples are looked at, and how much of each: numbers of an array, characters of a text, parts of a container.
-_SAMPLES, _NUMBERS, _CHARACTERS, _PARTS = 16, 64, 256, 8
-# A longer text is no path.
+# How many elements are looked at, at the patch and in each pass; and of how many an attribute may tell samples apart.
+_SAMPLES, _IN_A_PASS, _LEAST_HELD = 16, 1024, 8
+# How many attributes are looked at in all, how deep, and how many parts of an element.
+_IN_ALL, _DEPTH, _PARTS = 256, 2, 8
+# A longer text is no path; and what an attribute with such a name holds may differ by rank.
 _LONGEST_PATH = 1024
-# A shorter attribute of a dataset may have as many values as the dataset has samples by chance.
-_LEAST_HELD = 8
-# How many attributes of an object are looked at, how many objects deep, and how many in all.
-_ATTRIBUTES, _DEPTH, _IN_ALL = 64, 2, 256
-# A path counts by as few of its last parts as distinguish the paths that are looked at, but by no more.
-_PATH_PARTS = (1, 2, 3)
+_RANKS_OWN = ("seed", "rank", "device")
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
 _PLAIN = (list, tuple, range, np.ndarray, torch.Tensor, deque, array)
 
@@ -73,42 +54,13 @@ class Content:
     identifies: bool
 
 
-class Row(NamedTuple):
-    """What a rank notes of a dataset, or of one of its attributes, when a pass begins.
-
-    Attributes:
-        fingerprint: A fingerprint of some of its elements.
-        identifies: Whether no two of these are alike, so that other samples would differ.
-        is_order: Whether these are distinct indices of the dataset, as an order in which it is read has them.
-        at_first: The fingerprint at the patch, if these are distinct names, which no training changes; otherwise none.
-        is_whole: Whether there is one for each sample.
-    """
-
-    fingerprint: str
-    identifies: bool
-    is_order: bool = False
-    at_first: str = ""
-    is_whole: bool = True
-
-
 class _Column(NamedTuple):
-    """Some elements of what a dataset holds.
-
-    Attributes:
-        name: What holds them.
-        is_held: Whether that is an attribute of a dataset, which may hold other things than samples.
-        elements: Their descriptions.
-        named: Descriptions of the texts and whole numbers in them alone; empty if one has none.
-        has_texts: Whether there are texts in them.
-        is_whole: Whether there is one for each sample; others are looked at because several samples, or parts of one,
-            may come from each.
-    """
+    """What a dataset is, or holds: the values, and whether by its names and whole numbers alone, and one a sample."""
 
     name: str
-    is_held: bool
-    elements: list[Any]
-    named: list[Any]
-    has_texts: bool = False
+    values: Any
+    is_held: bool = False
+    by_name: bool = False
     is_whole: bool = True
 
 
@@ -117,8 +69,9 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
 
     A torch ``Subset`` counts by its indices. A map-style Hugging Face dataset counts by its first and its last row, as
     they are stored: ``split_dataset_by_node()`` leaves no other mark on one. Plain containers, the tensors of a
-    ``TensorDataset``, and attributes of a dataset with one value for each sample count by a few elements. A path counts
-    by its last part, and an object of another class by that class. ``__getitem__`` of a dataset is never called.
+    ``TensorDataset``, and attributes with one value for each sample count by a few elements; other attributes by names
+    and whole numbers. A path counts by its last part, and an object of another class by that class. ``__getitem__`` of
+    a dataset is never called.
 
     Examples:
         >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
@@ -129,92 +82,97 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
     """
     found: dict[tuple[str, bool], list[list[Any]]] = defaultdict(list)
     whole: set[tuple[str, bool]] = set()
-    for part in islice(nested_datasets(dataset), LOOKED_AT):
-        with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            for column in _contents(part):
-                key = column.name, column.is_held
-                if column.elements:
-                    found[key].append(column.elements)
-                if column.is_whole:
-                    whole.add(key)
+    for column in _columns(dataset):
+        elements = _described(column, _SAMPLES)
+        if elements and (_are_distinct(elements) or not column.by_name):
+            found[column.name, column.is_held].append(elements)
+            whole |= {(column.name, column.is_held)} if column.is_whole else set()
     return tuple(
         Content(name, fingerprint(elements), is_held, (name, is_held) in whole and all(map(_identifies, elements)))
         for (name, is_held), elements in found.items()
     )
 
 
-class RowsSeen:
+class HeldData:
     """What a dataset holds while a loader's passes are over it, as ranks compare it.
 
-    An attribute may also hold what reading a sample writes, each rank of its own: caches, losses, a list of what was
-    read. So an attribute is compared once it was the same at two looks of a pass, between which samples were read; and
-    never again once reading has changed it, unless it named the samples at the patch.
+    Make it at the patch. Call ``now()`` when a pass begins, and send what it returns with the pass. Call ``read()``
+    after its first batches, and at its end: what changed since it began was changed by reading (caches, counters) and
+    is left out from then on, unless it named the samples at the patch. Two ranks' data in one pass differ in
+    ``differing(mine, theirs)``: in what was the same at the patch, and is not now.
 
     Args:
         dataset: The dataset.
+
+    Examples:
+        >>> ranks = [Subset(range(10), [0, 1, 2]) for _ in range(2)]
+        >>> held = [HeldData(one) for one in ranks]
+        >>> HeldData.differing(*(one.now() for one in held))
+        ()
+        >>> ranks[1].indices[:] = [0, 1, 3]
+        >>> HeldData.differing(*(one.now() for one in held))
+        ('the indices of a Subset',)
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        rows = rows_of(dataset)
-        self._at_first = {name: row.fingerprint for name, row in rows.items() if row.identifies or not row.is_whole}
+        self._first = self._begun = _digests(dataset)
+        self._named = {one.name for one in chosen_samples(dataset) if one.identifies or not one.is_held}
         self._written: set[str] = set()
 
-    def now(self) -> dict[str, Row]:
-        """Look at it now."""
-        return rows_of(self._dataset, self._at_first)
+    def now(self) -> dict[str, str]:
+        """Look at what is held when a pass begins: digests at the patch and now, by name; of masks, indices, names."""
+        self._begun = _digests(self._dataset)
+        counted = {name: now for name, now in self._begun.items() if name not in self._written}
+        return {name: f"{self._first.get(name, '')} {now}" for name, now in counted.items()}
 
-    def steady(self, before: Mapping[str, Row], now: Mapping[str, Row]) -> dict[str, Row]:
-        """Return what is the same as at the look before; samples were read since."""
-        changed = {name for name, row in before.items() if name in now and now[name].fingerprint != row.fingerprint}
-        self._written |= changed.difference(self._at_first)
-        return {name: row for name, row in now.items() if before.get(name) == row and name not in self._written}
+    def read(self) -> None:
+        """Note what has changed since the pass began."""
+        now = _digests(self._dataset)
+        changed = {name for name, digest in now.items() if self._begun.get(name) != digest}
+        self._written |= {name for name in changed if name.partition(" (")[0] not in self._named}
+
+    @staticmethod
+    def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the names of what was the same on two ranks at the patch, and is not in this pass."""
+        both = ((name, mine[name].split(" "), theirs[name].split(" ")) for name in mine if name in theirs)
+        return tuple(name for name, (was, now), (other_was, other) in both if was == other_was and now != other)
 
 
-def rows_of(dataset: Any, at_first: Mapping[str, str] | None = None) -> dict[str, Row]:
-    """Return what a dataset holds now, as ``chosen_samples`` looks at it, by name.
-
-    An attribute that did not identify the samples at the patch may hold what the training changes, such as losses. So
-    it counts only where its elements are told apart by their texts and whole numbers.
-
-    Args:
-        dataset: The dataset.
-        at_first: What identified the samples at the patch, by name, with its fingerprint then; None at the patch.
-    """
-    found: dict[str, Row] = {}
-    part: Any
-    for part in islice(nested_datasets(dataset), LOOKED_AT):
-        with suppress(Exception):  # as above
-            for column in _contents(part):
-                name, elements = column.name, column.elements
-                again = sum(other.partition(" (")[0] == name for other in found)
-                name = f"{name} ({again + 1})" if again else name
-                identifies, is_known = _identifies(elements), at_first is None or name in at_first
-                numbers = [_whole_number(value) for value in elements]
-                # Rows that were not shuffled yet count too: another rank may have shuffled its own.
-                is_order = (
-                    column.is_held
-                    and column.is_whole
-                    and _are_distinct(elements)
-                    and all(number in range(len(part)) for number in numbers)
-                )
-                names_samples = _are_distinct(column.named) and not (column.is_whole and _is_in_order(column.named))
-                counts = not column.is_held or names_samples or is_order or (identifies and is_known)
-                if elements and (counts if column.is_whole else names_samples and is_known):
-                    told = column.named if names_samples else elements
-                    print_now = fingerprint(told)
-                    first = print_now if at_first is None else at_first.get(name, "")
-                    is_name = names_samples and (column.has_texts or not column.is_whole)
-                    found[name] = Row(
-                        print_now, identifies and column.is_whole, is_order, first if is_name else "", column.is_whole
-                    )
+def _digests(dataset: Any) -> dict[str, str]:
+    """Return digests of all masks and of what tells samples apart, by name; a second of one name gets a number."""
+    found: dict[str, str] = {}
+    for column in _columns(dataset, in_a_pass=True):
+        again = sum(name.partition(" (")[0] == column.name for name in found)
+        elements = _described(column, _SAMPLES if not column.is_held else _IN_A_PASS)
+        if elements and (not column.is_held or _is_mask(column.values) or _are_distinct(elements)):
+            told = _whole_numbers(column.values) + repr(elements).encode()
+            name = f"{column.name} ({again + 1})" if again else column.name
+            found[name] = blake2b(told, key=str(len(column.values)).encode(), digest_size=6).hexdigest()
     return found
+
+
+def _is_mask(values: Any) -> bool:
+    if isinstance(values, torch.Tensor | np.ndarray):
+        return "bool" in str(values.dtype)
+    return {type(one) for one in islice(values, 9)} == {bool}
+
+
+def _whole_numbers(values: Any) -> bytes:
+    """Return many whole numbers of a sequence as bytes, because one among them may change; nothing of other values."""
+    with suppress(Exception):
+        if isinstance(values, torch.Tensor | np.ndarray):
+            there = values[:: max(1, values.nbytes >> 20)]
+            return b"" if "float" in str(there.dtype) else np.ascontiguousarray(there).tobytes()
+        return array("q", [*values][:: max(1, len(values) >> 17)]).tobytes()
+    return b""
 
 
 def held_by(dataset: Any) -> str:
     """Return a fingerprint of the whole numbers and texts that a dataset and what it wraps hold, alone or in lists.
 
     Those of two ranks differ where each made its dataset for a part of the data: a first number, or a list of files.
+    Seeds, ranks and devices may differ rightly.
 
     Examples:
         >>> class Part(Dataset):
@@ -226,108 +184,101 @@ def held_by(dataset: Any) -> str:
     found: list[Any] = []
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's lists
-            for name, value, _ in _nested(type(part).__name__, part):
+            for name, value, _ in islice(_nested(type(part).__name__, part), _IN_ALL):
+                if any(word in name.rpartition(".")[2].lower() for word in _RANKS_OWN):
+                    continue
                 if type(value) in {int, str}:
                     found.append([name, _told(value)])
-                elif type(value) in _PLAIN and _length(value) is not None:
-                    found.append([name, len(value), [_told(value[place]) for place in _spread(len(value))]])
+                elif type(value) in _PLAIN:
+                    elements = [_told(value[place]) for place in _spread(len(value), _SAMPLES)]
+                    found.append([name, len(value), elements])
     return fingerprint(found)
 
 
-def _whole_number(elements: Any) -> int | None:
-    """Return the whole number that an element is, as ``_told`` describes it; None if it is none."""
-    number = elements[2] if isinstance(elements, list) and elements[1:2] == [()] else elements
-    return number if isinstance(number, int) else None
+def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[_Column]:
+    """Yield what shows which samples a dataset holds, and masks, where a pass is looked at."""
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        with suppress(Exception):  # the user's indices, or a row that cannot be read yet
+            yield from _of_part(part)
+            if not isinstance(part, IterableDataset | Subset | TensorDataset):
+                yield from _attributes(part, in_a_pass=in_a_pass)
 
 
-def _identifies(elements: list[Any]) -> bool:
-    """Return whether no two elements are alike; but positions are the same for any data."""
-    return _are_distinct(elements) and not _is_in_order(elements)
+def _of_part(part: Any) -> Iterator[_Column]:
+    if isinstance(part, Subset):
+        yield _Column("the indices of a Subset", part.indices)
+        if not isinstance(part.dataset, Dataset):  # which nobody else looks at
+            yield from _of_part(part.dataset)
+    elif is_hugging_face_table(part):
+        yield _Column("the first and last rows of a Hugging Face dataset", _ends(part))
+    elif type(part) in _PLAIN:
+        yield _Column(f"the elements of a {type(part).__name__}", part)
+    elif isinstance(part, TensorDataset):
+        yield from (_Column("the tensors of a TensorDataset", tensor) for tensor in part.tensors)
 
 
-def _are_distinct(elements: list[Any]) -> bool:
-    return bool(elements) and len({fingerprint([value]) for value in elements}) == len(elements)
-
-
-def _is_in_order(elements: list[Any]) -> bool:
-    """Return whether each element is its own position."""
-    return isinstance(elements[-1], int) and elements == _spread(elements[-1] + 1)
-
-
-def _spread(n: int) -> list[int]:
-    return [*dict.fromkeys(place * (n - 1) // (_SAMPLES - 1) for place in range(_SAMPLES))] if n > 0 else []
-
-
-def _contents(dataset: Any) -> Iterator[_Column]:
-    """Yield what shows which samples a dataset holds."""
-    kind = type(dataset).__name__
-    if isinstance(dataset, Subset):
-        yield _Column("the indices of a Subset", False, [*spread(dataset.indices)], [])
-        base: Any = dataset.dataset
-        if not isinstance(base, Dataset):  # which nobody else looks at
-            yield from _contents(base)
-    elif is_hugging_face_table(dataset):
-        yield _Column("the first and last rows of a Hugging Face dataset", False, _ends(dataset), [])
-    elif type(dataset) in _PLAIN:
-        yield from _columns(f"the elements of a {kind}", dataset, is_held=False)
-    elif isinstance(dataset, TensorDataset):
-        for tensor in dataset.tensors:
-            yield from _columns("the tensors of a TensorDataset", tensor, is_held=False)
-    elif not isinstance(dataset, IterableDataset):
-        yield from _attributes(dataset)
-
-
-def _attributes(dataset: Any) -> Iterator[_Column]:
-    """Yield what a dataset's attributes hold: one value for each sample, or for some or a part of one."""
+def _attributes(dataset: Any, *, in_a_pass: bool) -> Iterator[_Column]:
+    """Yield what a dataset's attributes hold: one value for each sample, or names of some, or of a part of one."""
     n = length_of(dataset, ()) or 0
-    for name, value, depth in islice(_nested(type(dataset).__name__, dataset), _IN_ALL) if n >= _LEAST_HELD else ():
+    for name, value, depth in islice(_nested(type(dataset).__name__, dataset), _IN_ALL):
         if is_hugging_face_table(value):
             if len(value) == n:
-                yield _Column(f"the first and last rows of {name}", True, _ends(value), [])
+                yield _Column(f"the first and last rows of {name}", _ends(value), is_held=True)
             continue
-        length = _length(value) if type(value) in _PLAIN or _is_numbered(value) else None
-        is_whole = length == n
-        if length is not None and (is_whole or (length >= _LEAST_HELD and (n % length == 0 or length % n == 0))):
-            # What is deeper, or of another length, may be anything; but other names are of other samples.
-            is_plain = depth == 0 and is_whole and type(value) in _PLAIN
-            columns = _columns(name, value, is_held=True)
-            for column in columns:
-                if is_plain:
-                    yield column
-                elif _are_distinct(column.named):
-                    yield column._replace(elements=column.named, is_whole=is_whole)
+        values = [*value.values()] if type(value) is dict and 0 in value and len(value) < 2**17 else value
+        if type(values) not in _PLAIN or not getattr(values, "shape", (1,)) or len(values) < _LEAST_HELD:
+            continue
+        if len(values) == n and depth == 0 and not in_a_pass and values is value:
+            yield _Column(name, values, is_held=True)
+        elif in_a_pass or (n >= _LEAST_HELD and (n % len(values) == 0 or len(values) % n == 0)):
+            yield _Column(name, values, is_held=True, by_name=True, is_whole=len(values) == n)
 
 
-def _is_numbered(value: Any) -> bool:
-    """Return whether a dict has what belongs to each number."""
-    return type(value) is dict and all(place in value for place in _spread(len(value)))
-
-
-def _nested(name: str, holder: object, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Yield an object's attributes, by name, and those of the plain objects that it holds, in containers too."""
-    for attribute, value in islice(_parts(name, holder), _ATTRIBUTES):
+def _nested(name: str, holder: Any, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """Yield an object's attributes, by name, and those of the plain objects, dicts and short lists that it holds."""
+    if type(holder) is dict:
+        parts = {f"{name}[{key!r}]": value for key, value in islice(holder.items(), LOOKED_AT) if type(key) is str}
+    elif type(holder) in {list, tuple}:
+        parts = {f"{name}[{place}]": value for place, value in enumerate(holder[:_LEAST_HELD])}
+        parts = {} if len(holder) >= _LEAST_HELD else parts
+    else:
+        parts = {} if type(holder) in _PLAIN else {f"{name}.{key}": value for key, value in stored(holder).items()}
+    for attribute, value in parts.items():
         yield attribute, value, depth
         is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | nn.Module | DataLoader)
         if depth < _DEPTH and is_plain:
             yield from _nested(attribute, value, depth + 1)
 
 
-def _parts(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object, a dict or a short list holds, with its name; nothing of long ones."""
-    if type(holder) is dict:
-        parts = {f"{name}[{key!r}]": value for key, value in islice(holder.items(), LOOKED_AT) if type(key) is str}
-        yield from parts.items()
-    elif type(holder) in {list, tuple}:
-        few = [] if len(holder) >= _LEAST_HELD else holder
-        yield from ((f"{name}[{place}]", value) for place, value in enumerate(few))
-    elif _is_users(holder):
-        yield from ((f"{name}.{attribute}", value) for attribute, value in stored(holder).items())
+def _described(column: _Column, most: int) -> list[Any]:
+    """Return descriptions of some elements, evenly spread; none of a cache that fills, nor if one has no name."""
+    with suppress(Exception):  # the user's elements
+        values, places = column.values, _spread(len(column.values), most)
+        if isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 1 and not getattr(values, "is_cuda", False):
+            values, places = values[places].tolist(), [*range(len(places))]
+        elements = [values[place] for place in places]
+        described = [_named(one) for one in elements] if column.by_name else elements
+        if all(one is not None for one in described):
+            first = [_told(one) for one in described]
+            # As few parts of paths as tell them apart.
+            more = ([_told(one, parts) for one in described] for parts in (2, 3))
+            return first if _are_distinct(first) else next(filter(_are_distinct, more), first)
+    return []
 
 
-def _is_users(value: object) -> bool:
-    """Return whether an object is of a class that somebody wrote, which stores attributes."""
-    is_stored = hasattr(value, "__dict__") or any("__slots__" in vars(kind) for kind in type(value).__mro__)
-    return is_stored and type(value) not in _PLAIN
+def _identifies(elements: list[Any]) -> bool:
+    """Return whether no two elements are alike; but positions are the same for any data."""
+    return _are_distinct(elements) and not (
+        isinstance(elements[-1], int) and elements == _spread(elements[-1] + 1, _SAMPLES)
+    )
+
+
+def _are_distinct(elements: Sequence[Any]) -> bool:
+    return bool(elements) and len({repr(value) for value in elements}) == len(elements)
+
+
+def _spread(n: int, most: int) -> list[int]:
+    return [*range(n)] if n <= most else [place * (n - 1) // (most - 1) for place in range(most)]
 
 
 def _ends(table: Any) -> list[Any]:
@@ -337,209 +288,38 @@ def _ends(table: Any) -> list[Any]:
     return [rows[place].to_pylist() for place in (0, len(table) - 1)] if len(table) else []
 
 
-def _length(values: Any) -> int | None:
-    return None if isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 0 else len(values)
-
-
-def _columns(name: str, values: Any, *, is_held: bool) -> Iterator[_Column]:
-    """Yield descriptions of some elements, evenly spread, and of what these store; none of a cache that fills."""
-    elements = [values[position] for position in _spread(len(values))]
-    if any(element is None for element in elements):
-        return
-    yield _column(name, is_held, elements)
-    first = elements[0] if elements else None
-    if _is_users(first) and not isinstance(first, tuple | list | dict | str | bytes | os.PathLike | torch.Tensor):
-        for attribute, value in islice(stored(first).items(), _PARTS):
-            if isinstance(value, str | int | os.PathLike):
-                column = _column(f"{name}[].{attribute}", True, [stored(one).get(attribute) for one in elements])
-                if _identifies(column.named):
-                    yield column
-
-
-def _column(name: str, is_held: bool, elements: list[Any]) -> _Column:
-    named = [_named(element) for element in elements]
-    has_all = all(found is not None for found in named)
-    told = _distinct([partial(_told, element) for element in elements])
-    return _Column(
-        name,
-        is_held,
-        told,
-        _distinct([partial(_told, found) for found in named]) if has_all else [],
-        has_all and any(_has_text(found) for found in named),
-    )
-
-
-def _distinct(told: Sequence[Callable[[int], Any]]) -> list[Any]:
-    """Return descriptions, with as few parts of paths as make them distinct; with one if none do."""
-    first = [tell(1) for tell in told]
-    if _are_distinct(first):
-        return first
-    more = ([tell(parts) for tell in told] for parts in _PATH_PARTS[1:])
-    return next((found for found in more if found != first and _are_distinct(found)), first)
-
-
 def _named(value: Any) -> Any:
     """Return what an element has of texts and whole numbers; None if it has none."""
-    match value:
-        case str() | os.PathLike() | bytes():
-            return value
-        case bool() | float() | np.floating() | np.bool_():
-            return None
-        case int() | np.integer():
-            return int(value)
-        case torch.Tensor() | np.ndarray():
-            is_number = type(value) in _PLAIN and not value.ndim and not getattr(value, "is_cuda", False)
-            return _named(value.item()) if is_number else None
-        case dict():
-            parts = [(key, _named(part)) for key, part in islice(value.items(), _PARTS) if type(key) in {str, int}]
-            return [part for part in parts if part[1] is not None] or None
-        case list() | tuple():
-            return [part for part in map(_named, value[:_PARTS]) if part is not None] or None
-    return None
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.item() if not value.ndim and not getattr(value, "is_cuda", False) else None
+    if isinstance(value, str | bytes | int | os.PathLike):
+        return value
+    parts = islice(value.values() if isinstance(value, dict) else value, _PARTS) if _has_parts(value) else ()
+    return [named for part in parts if (named := _named(part)) is not None] or None
 
 
-def _has_text(named: Any) -> bool:
-    if isinstance(named, list | tuple):
-        return any(map(_has_text, named))
-    return isinstance(named, str | bytes | os.PathLike)
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict)
 
 
 def _told(value: Any, parts: int = 1) -> Any:
-    """Describe an element: enough to distinguish two samples, and nothing in which ranks may differ.
+    """Describe an element: enough to tell two samples apart, and nothing in which ranks may differ.
 
     Args:
         value: The element.
-        parts: By how many of its last parts a path counts.
+        parts: By how many of its last parts a path counts: ranks may keep copies of a file in folders of their own.
     """
-    match value:
-        case os.PathLike():
-            return _told(os.fspath(value), parts)
-        case str():
-            # Ranks may keep their copies of a file in folders of their own.
-            is_path = len(value) < _LONGEST_PATH
-            name = "/".join(value.replace("\\", "/").rsplit("/", parts)[-parts:]) if is_path else value
-            return name[:_CHARACTERS], name[-_CHARACTERS:]
-        case bytes():
-            return len(value), value[:_CHARACTERS]
-        case bool() | int() | float() | complex() | np.number() | np.bool_():
-            return value.item() if isinstance(value, np.generic) else value
-        case torch.Tensor() | np.ndarray() if type(value) in _PLAIN and not getattr(value, "is_cuda", False):
-            flat = value.reshape(-1)
-            numbers = flat[:: max(1, len(flat) // _NUMBERS)][:_NUMBERS].tolist()
-            return [str(value.dtype), tuple(value.shape), *map(_told, numbers)]
-        case dict():
-            return [len(value), *([_told(key), _told(part, parts)] for key, part in islice(value.items(), _PARTS))]
-        case list() | tuple():
-            return [len(value), *(_told(part, parts) for part in value[:_PARTS])]
-    return type(value).__name__
-
-
-# Looking stops here, because a sampler may be slow or endless.
-_MOST_SAMPLES, _MOST_SECONDS = 2**18, 1.0
-# How many hashes a rank sends at most: 8 KiB.
-_MOST_HASHES = 1024
-# If streams are drawn independently, how many samples they must be expected to share before sharing none is evidence:
-# by chance that happens once in e**20 cases.
-_EXPECTED = 20.0
-_HASHES = 2**64
-
-Relation: TypeAlias = Literal["parts", "overlapping", "unclear"]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstSamples:
-    """The first samples of a rank's stream, in no order.
-
-    Attributes:
-        hashes: The smallest hashes of their indices or names, each once, in ascending order.
-        is_cut: Whether there are more.
-        is_whole: Whether the stream ends with these samples.
-        largest: The most samples in an item: 1 where items are indices.
-    """
-
-    hashes: Sequence[int]
-    is_cut: bool
-    is_whole: bool
-    largest: int
-
-
-def first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> FirstSamples | None:
-    """Return which samples a stream begins with: as many as one rank's share of the dataset.
-
-    Nothing is known of a dataset without a length, or of items other than its indices or names, and lists of them.
-
-    Args:
-        sampler: What the stream comes from. A copy of it is drawn from.
-        dataset: What the samples come from. It is not copied.
-        n: How many samples the dataset has.
-        ranks: How many ranks share them.
-    """
-    if not n:
-        return None
-    samples: list[Any] = []
-    largest, wanted, until = 1, min(-(-n // ranks), _MOST_SAMPLES), monotonic() + _MOST_SECONDS
-    try:
-        with copy_to_draw(sampler, dataset) as drawn:
-            items = iter(drawn)
-            batch = _samples_in(next(items, None))
-            while batch and len(samples) < wanted and monotonic() < until:
-                samples += batch
-                largest = max(largest, len(batch))
-                batch = _samples_in(next(items, None))
-    except Exception:  # noqa: BLE001 - the user's code, run for a better message
-        return None
-    if not all(isinstance(index, str) or 0 <= index < n for index in samples):
-        return None  # numbers that mean something else
-    hashes = np.unique(_hashed(samples))
-    return FirstSamples(hashes[:_MOST_HASHES].tolist(), len(hashes) > _MOST_HASHES, not batch, largest)
-
-
-def _samples_in(item: Any) -> list[Any]:
-    """Return the indices or names that an item of a stream is, or is a list of; none for the end."""
-    if item is None:
-        return []
-    listed = item.tolist() if isinstance(item, torch.Tensor | np.ndarray | np.generic) else item
-    found = listed if isinstance(listed, list) else [listed]
-    if not all(isinstance(sample, int | str) for sample in found):
-        raise TypeError("neither indices nor names")
-    return found
-
-
-def _hashed(samples: Sequence[Any]) -> "NDArray[np.uint64]":
-    """Return a number below 2**64 for each sample, evenly spread."""
-    numbers = [number_of([one]) if isinstance(one, str) else one for one in samples]
-    mixed = np.array(numbers, dtype=np.uint64)
-    for multiplier in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9):  # splitmix64's
-        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(multiplier)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation:
-    """Return how the streams of several groups of ranks relate; each group has its own order.
-
-    They are parts if they share no more than padding and either hold all samples between them, or would share many if
-    they were drawn independently of each other. Two ranks that shuffle a million samples with a generator each have
-    other samples among their first hundred too, so that alone proves nothing.
-
-    Args:
-        parties: What each begins with.
-        n: How many samples the dataset has.
-        ranks: How many ranks share them.
-
-    Examples:
-        >>> halves = [FirstSamples([*range(start, 12, 2)], False, True, 1) for start in (0, 1)]
-        >>> relation_of(halves, 12, 2), relation_of([halves[0], halves[0]], 12, 2), relation_of(halves, 10**6, 2)
-        ('parts', 'overlapping', 'unclear')
-    """
-    # Compare up to the hash that all parties were asked for.
-    last = min((party.hashes[-1] for party in parties if party.is_cut), default=_HASHES - 1)
-    held = [{one for one in party.hashes if one <= last} for party in parties]
-    taken, together = sum(map(len, held)), len(set().union(*held))
-    padding = (ranks - 1) * max(party.largest for party in parties)
-    if taken - together > padding or 2 * (taken - together) >= taken:
-        return "overlapping"
-    if all(party.is_whole for party in parties) and last == _HASHES - 1 and n - together <= padding:
-        return "parts"
-    looked_at = n * (last + 1) / _HASHES
-    expected = sum(len(one) * len(other) for one, other in combinations(held, 2)) / looked_at
-    return "parts" if expected >= _EXPECTED else "unclear"
+    if isinstance(value, str | os.PathLike):
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        is_path = isinstance(text, str) and len(text) < _LONGEST_PATH
+        return "/".join(text.replace("\\", "/").rsplit("/", parts)[-parts:]) if is_path else fingerprint([text])
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        plain = type(value) in _PLAIN or isinstance(value, np.generic)
+        is_here = plain and not getattr(value, "is_cuda", False)
+        return type(value).__name__ if not is_here else value.item() if not value.ndim else fingerprint([value])
+    if is_dataclass(value):
+        return [_told(part, parts) for part in islice(stored(value).values(), _PARTS)]
+    if _has_parts(value):
+        listed = value.items() if isinstance(value, dict) else value
+        return [len(value), *(_told(part, parts) for part in islice(listed, _PARTS))]
+    return value if isinstance(value, int | float | complex | bytes) else type(value).__name__

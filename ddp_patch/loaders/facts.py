@@ -19,8 +19,9 @@ from ddp_patch.compat.private_torch import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
-from ddp_patch.loaders.contents import Content, FirstSamples, RowsSeen, chosen_samples, first_samples
+from ddp_patch.loaders.contents import Content, HeldData, RowsSeen, chosen_samples
 from ddp_patch.loaders.copying import OneIterator, repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
 from ddp_patch.loaders.samples import (
     FirstOrder,
@@ -133,6 +134,11 @@ class StreamFacts:
     def rows(self) -> RowsSeen | None:
         """What ranks compare of the dataset in each pass; None where nobody compared it at the patch."""
         return RowsSeen(self.dataset) if "samples" in self.__dict__ else None
+
+    @property
+    def held_data(self) -> HeldData | None:
+        """What ranks compare of the dataset in each pass; None where nobody compared it at the patch."""
+        return HeldData(self.dataset) if "samples" in self.__dict__ else None
 
     @cached_property
     def dataset_length(self) -> int | None:

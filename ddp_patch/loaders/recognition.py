@@ -4,7 +4,9 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dis import get_instructions
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -31,12 +33,15 @@ __all__ = [
     "error_context",
     "is_loader",
     "line_for_inner",
+    "may_ask_rank",
     "nested_datasets",
+    "reads_a_stream",
     "require_loader",
     "samplers_in_use",
     "samplers_within",
     "sharded_by",
     "shards_itself",
+    "stores_of_world",
     "tell_if_assumed",
     "world_of",
 ]
@@ -71,6 +76,13 @@ def world_of(holder: object) -> HeldWorld | None:
     return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
 
 
+def stores_of_world(holder: object) -> list[str]:
+    """Return the attributes in which an object stores its rank and the number of ranks, or an object that does."""
+    words = {name for names in WORLD_NAMES for name in names}
+    kept = stored(holder).items()
+    return [name for name, value in kept if name.lstrip("_") in words or _is_world(value, stored(value))]
+
+
 def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
     for underscore in ("", "_"):
         for names in WORLD_NAMES:
@@ -81,7 +93,7 @@ def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
 
 def _is_world(value: object, inner: Mapping[str, Any]) -> bool:
     """Return whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
-    if not all(any(word in name for word in WORLD_WORDS) for name in inner):
+    if not inner or not all(any(word in name for word in WORLD_WORDS) for name in inner):
         return False
     gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
     return not gives and all(isinstance(number, int) for number in inner.values())
@@ -154,10 +166,14 @@ def sharded_by(loader: DataLoader[Any]) -> object | None:
 def _holders(loader: DataLoader[Any]) -> Iterator[object]:
     """Yield what may shard a loader: its samplers, its datasets, and the samplers that iterable datasets draw from."""
     yield from samplers_within(iterated_by(loader))
-    for dataset in nested_datasets(loader.dataset):
-        yield dataset
-        if isinstance(dataset, IterableDataset):
-            for part in held(dataset, _is_sampler):
+    yield from _in_dataset(loader.dataset)
+
+
+def _in_dataset(dataset: object) -> Iterator[object]:
+    for nested in nested_datasets(dataset):
+        yield nested
+        if isinstance(nested, IterableDataset):
+            for part in held(nested, _is_sampler):
                 yield from samplers_within(part)
 
 
@@ -181,10 +197,24 @@ def _says(holder: object) -> bool | None:
     return is_known or (isinstance(holder, IterableDataset) and is_split_by_node(holder)) or None
 
 
-def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
+def may_ask_rank(dataset: object) -> bool:
+    """Return whether a dataset may ask for its rank, and hold other things on each rank, without sharding by it.
+
+    It may if its class says ``is_ddp_aware = False``. webdataset asks for rank and worker in one.
+    """
+    said = [getattr(part, "is_ddp_aware", None) for part in nested_datasets(dataset)]
+    return False in said or any(type(part).__module__.startswith("webdataset.") for part in nested_datasets(dataset))
+
+
+def tell_if_assumed(holder: object, *, in_vain: bool = False, stacklevel: int = 3) -> None:
     """Report that it counts as sharded only because it stores a rank and a number of ranks.
 
     For a map-style dataset it is a warning: its sampler chooses what is read, so it may store them for another reason.
+
+    Args:
+        holder: What counts as sharded.
+        in_vain: Whether it is a sampler whose samples the ranks tried to compare, and could not: then it is one, too.
+        stacklevel: Where the warning points.
     """
     if _says(holder) is not None or (world := world_of(holder)) is None:
         return
@@ -194,7 +224,7 @@ def tell_if_assumed(holder: object, stacklevel: int = 3) -> None:
         "is returned unchanged. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
         "shards."
     )
-    if isinstance(holder, Dataset) and not isinstance(holder, IterableDataset):
+    if in_vain or (isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)):
         warnings.warn(text, AssumedShardedWarning, stacklevel=stacklevel)
     else:
         logger.info(text)
@@ -208,6 +238,42 @@ def samplers_within(sampler: object) -> Iterator[object]:
 def nested_datasets(dataset: object) -> Iterator[object]:
     """Yield a dataset and those in it, also in lists, as in ``Subset`` and ``ConcatDataset``."""
     return walk(dataset, partial(held, is_wanted=lambda part: isinstance(part, Dataset)))
+
+
+def reads_a_stream(dataset: object) -> tuple[object, str] | None:
+    """Return the map-style dataset that takes what comes next, whatever its index, and what it takes that from.
+
+    That is one that holds an iterator, an iterable dataset or a loader, and whose ``__getitem__`` never reads its
+    index. None if there is none, or if what it takes from shards itself.
+
+    Examples:
+        >>> class Limited(Dataset):
+        ...     def __init__(self, stream):
+        ...         self.iterator = iter(stream)
+        ...     def __getitem__(self, index):
+        ...         return next(self.iterator)
+        >>> reads_a_stream(Limited([1, 2]))[1], reads_a_stream(range(2))
+        ('iterator', None)
+    """
+    parts = () if any(map(shards_itself, _in_dataset(dataset))) else nested_datasets(dataset)
+    for part in parts:
+        if not isinstance(part, IterableDataset) and _ignores_index(type(part)):
+            # An iterable dataset first: the remedy is to give the loader that one.
+            for kind in (IterableDataset, DataLoader, Iterator):
+                for name, value in stored(part).items():
+                    if isinstance(value, kind):
+                        return part, name
+    return None
+
+
+def _ignores_index(kind: type) -> bool:
+    """Return whether no instruction of a class's ``__getitem__`` names its index."""
+    method = getattr(kind, "__getitem__", None)
+    if not isinstance(method, FunctionType) or hasattr(kind, "__getitems__") or method.__code__.co_argcount < 2:
+        return False
+    index = method.__code__.co_varnames[1]
+    named = (step.argval for step in get_instructions(method))
+    return not any(index in name if isinstance(name, tuple) else name == index for name in named)
 
 
 def _is_sampler(value: object) -> bool:

@@ -22,7 +22,7 @@ from ddp_patch.orders.generators import (
     torch_generators,
 )
 from ddp_patch.orders.orders import has_order, order_of, order_parameters
-from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
 from ddp_patch.walks import held, walk
 
 __all__ = [
@@ -244,12 +244,21 @@ def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = 
 
 
 @contextmanager
-def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
-    """Give a copy to draw from, under the same random states on every rank; the original's generators stay put."""
+def copy_to_draw(sampler: object, dataset: object, *, seeded: bool = True) -> Iterator[Any]:
+    """Give a copy to draw from, under the same random states on every rank; the original's generators stay put.
+
+    Args:
+        sampler: The sampler.
+        dataset: What the samples come from. It is not copied.
+        seeded: Whether to seed all generators alike; otherwise the copy draws what the sampler would draw next.
+    """
     originals = random_generators(nested_samplers(sampler))
     # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
-    with PrivateRNG(seed=0, epoch=0), generators_restored(originals):
+    with PrivateRNG(seed=0, epoch=0) if seeded else ambient_unmoved(), generators_restored(originals):
         drawn = _copied(sampler, dataset)
+        if not seeded:
+            yield drawn
+            return
         for generator in torch_generators(nested_samplers(drawn)):
             generator.manual_seed(0)
         yield drawn

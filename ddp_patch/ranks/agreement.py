@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
-from ddp_patch.loaders.contents import Content, FirstSamples, relation_of
+from ddp_patch.loaders.claims import Claim
+from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.overlap import FirstSamples, relation_of
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
+from ddp_patch.ranks.claims import require_apart, require_same_held
 from ddp_patch.ranks.exchange import Leader, by_value, exchange, ranks_text, refuse, require_same
 from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
 from ddp_patch.ranks.world import World
@@ -113,6 +116,7 @@ class Subject:
             must be the same on all, or one would wait for others that never come.
         made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
         label: Its name among several loaders; empty for a single one.
+        claim: What it shows of being sharded already; None if it is not, or was compared before.
     """
 
     compared: Mapping[str, object]
@@ -120,6 +124,7 @@ class Subject:
     batches_ahead: int = 0
     made_for: HeldWorld | None = None
     label: str = ""
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,7 @@ class LoaderReport:
         generators: The states of the user's generators.
         ahead: How many batches the loader's workers prefetch.
         made_for: For which rank of how many the loader is sharded already; None if unknown.
+        claim: What it shows of that; None if there is nothing to compare.
     """
 
     label: str
@@ -145,6 +151,7 @@ class LoaderReport:
     generators: Sequence[torch.Tensor]
     ahead: int
     made_for: HeldWorld | None
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +294,7 @@ def _loader_report(options: Options, subject: Subject, generators: Sequence[torc
         generators=[generator.get_state() for generator in generators],
         ahead=subject.batches_ahead,
         made_for=subject.made_for,
+        claim=subject.claim,
     )
 
 
@@ -325,6 +333,11 @@ def _require_that_fit(reported: Mapping[int, RankReport], of_ranks: Mapping[int,
     if len(held) == len(of_ranks):
         require_all_shares(held)
     common = next(iter(reported.values())).common  # the same on all, by now
+    claims = {rank: (reported[rank].share, loader.claim) for rank, loader in of_ranks.items() if loader.claim}
+    if len(claims) == len(of_ranks) and all("held" in claim for _, claim in claims.values()):
+        require_same_held(AGREEING, {rank: claim for rank, (_, claim) in claims.items()})
+    elif len(claims) == len(of_ranks):
+        require_apart(AGREEING, claims, even=common["uneven"] != "keep")
     if _differing_orders(of_ranks) or common["order"] == "leader":
         require_same(AGREEING, {rank: {"batches fetched ahead": loader.ahead} for rank, loader in of_ranks.items()})
 

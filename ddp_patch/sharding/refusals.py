@@ -1,8 +1,11 @@
 """What is shared of a loader, and what cannot be: refused, with the reason and the remedy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.packages import (
     arranges_neighbours,
@@ -15,7 +18,7 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler, thread_worker
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
-from ddp_patch.loaders.recognition import line_for_inner, nested_datasets
+from ddp_patch.loaders.recognition import line_for_inner, nested_datasets, reads_a_stream
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
@@ -27,6 +30,8 @@ from ddp_patch.walks import stored
 
 __all__ = [
     "costs_compared",
+    "ignored_index_allowed",
+    "ignored_index_text",
     "require_costs",
     "require_length",
     "require_one_of_each",
@@ -184,6 +189,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
     if found is None:
         _require_copyable(facts)
         _require_processes(facts)
+        _require_index(facts)
         if facts.unit is ShardedUnit.ITERABLE:
             _require_iterable_options(facts, options)
             if options.by_worker:
@@ -243,6 +249,49 @@ def _require_processes(facts: LoaderFacts[Any]) -> None:
             "its workers are threads, which use the same random states as the sampler, so ranks would draw different "
             f"orders and lose samples. Use {processes}, or num_workers=0."
         )
+
+
+def _require_index(facts: LoaderFacts[Any]) -> None:
+    """Refuse a map-style dataset that ignores its index: every rank would read one stream from its beginning."""
+    if facts.unit is not ShardedUnit.ITERABLE and not _allows_ignored_index.get():
+        why, remedy = ignored_index_text(facts.dataset)
+        if why:
+            raise UnsupportedLoaderError(
+                f"{type(facts.dataset).__name__} cannot be shared by its indices: {why} {remedy}"
+            )
+
+
+_allows_ignored_index: ContextVar[bool] = ContextVar("allows_ignored_index", default=False)
+
+
+@contextmanager
+def ignored_index_allowed() -> Iterator[None]:
+    """While entered, a dataset that ignores its index is no error: an audit tells it among other problems."""
+    before = _allows_ignored_index.set(True)
+    try:
+        yield
+    finally:
+        _allows_ignored_index.reset(before)
+
+
+def ignored_index_text(dataset: object) -> tuple[str, str]:
+    """Return why the indices of a map-style dataset choose nothing, and what to do; empty if they may choose."""
+    if (found := reads_a_stream(dataset)) is None:
+        return "", ""
+    part, attribute = found
+    name, held = type(part).__name__, getattr(part, attribute)
+    if isinstance(held, IterableDataset):
+        remedy = (
+            f"Give the loader the iterable dataset itself, DataLoader(dataset.{attribute}, ...) without a sampler, and "
+            "it is shared item by item."
+        )
+    else:
+        remedy = "Make it an IterableDataset that yields these items, or let __getitem__ return the item of its index."
+    why = (
+        f"{name}.__getitem__ ignores its index, and takes what comes next from a {type(held).__name__} (attribute "
+        f"{attribute!r}), so all ranks would get the same items."
+    )
+    return why, remedy
 
 
 def _require_readable(facts: LoaderFacts[Any]) -> None:

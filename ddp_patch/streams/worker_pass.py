@@ -16,7 +16,13 @@ from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, can_snapshot, this_worker
+from ddp_patch.streams.reading import (
+    AsDataset,
+    DatasetStateTracker,
+    can_snapshot,
+    require_split_by_worker,
+    this_worker,
+)
 from ddp_patch.streams.shared_state import LARGEST
 
 if TYPE_CHECKING:
@@ -250,6 +256,8 @@ class WorkerPass(Generic[T]):
         if asked and not self._has_own_states:
             self._use_own_states()
         worker.shared.note_part(start.number, self._worker_index, start.part if asked else None)
+        if worker.splits_itself and worker.plan.num_replicas > 1:
+            require_split_by_worker(worker.dataset, worker.name, asked=asked, asked_rank=reader.has_asked_rank)
         if not worker.splits_itself and worker.shared.readers > 1:
             self._require_one_way()
         if first is _NOTHING:

@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from zoo import Indices, N
 
 from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
@@ -50,6 +58,27 @@ class Made(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.rank, N, self.world_size))
+
+
+class Logging(Made):
+    """Stores its rank for a log, and gives every rank all."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N).tolist())
+
+
+class Runs(Made):
+    """By ceil(N / ranks), so that the last rank has fewer."""
+
+    def __len__(self) -> int:
+        return len([*iter(self)])
+
+    def __iter__(self) -> Iterator[int]:
+        each = -(-N // self.world_size)
+        return iter(range(self.rank * each, min(N, (self.rank + 1) * each)))
 
 
 class Part(Dataset[int]):
@@ -98,6 +127,10 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
         "made for a larger one": lambda: over(Made(rank, 2 * ranks)),
         "made for rank 0 everywhere": lambda: over(Made(0, ranks)),
         "made for one process": lambda: over(Made(0, 1)),
+        "of another seed": lambda: over(DistributedSampler(Indices(), ranks, rank, seed=117 + 17 * rank)),
+        "of the same seed": lambda: over(DistributedSampler(Indices(), ranks, rank, seed=117)),
+        "stored for a log": lambda: over(Logging(rank, ranks)),
+        "in unequal runs": lambda: DataLoader(Indices(), 1, sampler=Runs(rank, ranks)),
         "a pipeline": lambda: DataLoader(Pipeline()),
         "a list": lambda: DataLoader(half),
         "tensors": lambda: DataLoader(TensorDataset(torch.tensor(half))),
@@ -119,7 +152,7 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
 def test_what_is_sharded_already_is_known_or_told() -> None:
     first, second = run_ranks(outcomes, 2)
     assert first == second
-    for name in ("marked", "made for this world", "a pipeline", "a part on purpose"):
+    for name in ("marked", "made for this world", "a pipeline", "a part on purpose", "of the same seed"):
         assert first[name] == ("itself", "True"), (name, first[name])
     assert first["made for one process"] == ("patched", "True")
     assert first["a list, not looked at"] == ("25", "")
@@ -129,6 +162,9 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
         "by indices",
         "made for a larger one",
         "made for rank 0 everywhere",
+        "of another seed",
+        "stored for a log",
+        "in unequal runs",
         "a list",
         "tensors",
     }
@@ -139,5 +175,10 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
     larger = ("not for these 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1")
     assert_tells(raised["made for a larger one"], larger, ("own rank", "process_group="))
     assert_tells(raised["made for rank 0 everywhere"], "rank 0 of 2 on ranks 0, 1", "own rank")
+    seeds = ("DistributedSampler", "another seed: 117 on rank 0; 134 on rank 1", "different permutations")
+    assert_tells(raised["of another seed"], seeds, "Pass the same seed= to it on every rank")
+    stored = ("sharded already by a Logging", "are also rank 1's", "rank and world_size", "shards nothing")
+    assert_tells(raised["stored for a log"], stored, "is_ddp_aware = False")
+    assert_tells(raised["in unequal runs"], ("Runs", "12 batches on rank 0; 11 batches on rank 1"), "uneven='keep'")
     assert_tells(raised["a list"], ("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]")
     assert_tells(raised["tensors"], ("rank 0 and rank 1", "a TensorDataset"), "is_ddp_aware = True")

@@ -490,6 +490,7 @@ class Opens(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.open += 1
+        assert get_worker_info() is None or get_worker_info().seed  # type: ignore[union-attr]  # with "by_worker"
         try:
             yield from range(N)
         finally:

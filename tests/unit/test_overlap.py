@@ -12,8 +12,8 @@ from torch.utils.data import SubsetRandomSampler
 from zoo import Indices, Own
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders import contents
-from ddp_patch.loaders.contents import first_samples, relation_of
+from ddp_patch.loaders import overlap
+from ddp_patch.loaders.overlap import first_samples, relation_of
 from ddp_patch.ranks.agreement import require_all_shares, why_orders_differ
 
 
@@ -68,7 +68,7 @@ def test_private_generators_are_no_parts(kind: str, n: int, ranks: int) -> None:
 
 def test_a_million_samples_are_told_apart_by_few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although two private generators give each rank other samples among its first hundred."""
-    monkeypatch.setattr(contents, "_MOST_SECONDS", 600)  # a busy machine may draw fewer in less
+    monkeypatch.setattr(overlap, "_MOST_SECONDS", 600)  # a busy machine may draw fewer in less
     n = 10**6
     assert relation(lambda rank: PRIVATE["a permutation"](n, rank), n, 2) == "overlapping"
 

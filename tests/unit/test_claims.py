@@ -1,0 +1,250 @@
+"""What is said to be sharded already is compared: settings, steps, and the first samples of a copy."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import raises
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from zoo import Indices
+
+from ddp_patch.errors import RankMismatchError
+from ddp_patch.loaders.claims import SENT, claim_of
+from ddp_patch.loaders.facts import look_at
+from ddp_patch.ranks.claims import require_apart
+
+
+class Stored(Sampler[Any]):
+    """A user's, which stores its rank, and draws what a function of the rank and the number of ranks gives."""
+
+    def __init__(self, draw: Callable[[int, int], Iterable[Any]], rank: int, world_size: int, length: int) -> None:
+        self.draw, self.rank, self.world_size, self.length = draw, rank, world_size, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.draw(self.rank, self.world_size))
+
+
+def judge(make: Callable[[int, int], DataLoader[Any]], ranks: int, *, even: bool = True, replicas: int = 1) -> None:
+    claims = {}
+    for rank in range(ranks * replicas):
+        torch.manual_seed(100 + rank)  # as real ranks are seeded differently
+        share = rank // replicas
+        claims[rank] = share, claim_of(look_at(make(share, ranks)), ranks)
+    assert json.loads(json.dumps([claim for _, claim in claims.values()]))
+    require_apart("Agreeing", claims, even=even)
+
+
+def over(draw: Callable[[int, int], Iterable[Any]], n: int, *, in_batches: bool = False, length: int = 8) -> Any:
+    def make(rank: int, ranks: int) -> DataLoader[Any]:
+        sampler = Stored(draw, rank, ranks, length)
+        given: dict[str, Any] = {"batch_sampler": sampler} if in_batches else {"sampler": sampler, "batch_size": 4}
+        return DataLoader(Indices(n), **given)
+
+    return make
+
+
+def poisson(rank: int, ranks: int, n: int = 400) -> Iterator[list[int]]:
+    """As opacus': batches of random sizes, also empty ones, of a rank's own samples."""
+    own, draws = torch.randperm(n, generator=torch.Generator().manual_seed(7))[rank::ranks], np.random.default_rng(rank)
+    for _ in range(8):
+        yield own[torch.from_numpy(draws.random(len(own)) < 0.02)].tolist()
+
+
+def endless(rank: int, ranks: int, n: int = 100) -> Iterator[int]:
+    """As detectron2's TrainingSampler: it strides over shuffled epochs that follow each other."""
+    draws = np.random.default_rng(3)
+    place = 0
+    while True:
+        for index in draws.permutation(n).tolist():
+            if place % ranks == rank:
+                yield index
+            place += 1
+
+
+def even_batches(rank: int, ranks: int, n: int = 37, size: int = 4) -> list[list[int]]:
+    """As accelerate's BatchSamplerShard: the last batches are filled up from the beginning."""
+    step = ranks * size
+    order = [place % n for place in range(-(-n // step) * step)]
+    return [order[start : start + size] for start in range(rank * size, len(order), step)]
+
+
+HONEST: dict[str, tuple[Callable[[int, int], Iterable[Any]], int, bool]] = {
+    "interleaved, padded": (lambda r, w: (i % 37 for i in range(r, -(-37 // w) * w, w)), 37, False),
+    "runs": (lambda r, w: range(r * 37 // w, (r + 1) * 37 // w), 37, False),
+    "shuffled alike": (lambda r, w: np.random.default_rng(5).permutation(30_000)[r::w].tolist(), 30_000, False),
+    "endless": (endless, 100, False),
+    "few samples": (lambda r, w: [r % 2], 2, False),
+    "with replacement": (
+        lambda r, w: np.random.default_rng(5).integers(500, size=500)[r::w].tolist(),
+        500,
+        False,
+    ),
+    "few samples drawn often": (lambda r, w: np.random.default_rng(r).integers(20, size=4000).tolist(), 4000, False),
+    "names": (lambda r, w: [f"{i}.jpg" for i in range(r, 37, w)], 37, False),
+    "tensors": (lambda r, w: [torch.tensor([i, i + 1]) for i in range(2 * r, 36, 2 * w)], 37, True),
+    "even batches": (even_batches, 37, True),
+    "one padded batch": (lambda r, w: [[*range(4)]], 4, True),
+    "Poisson": (poisson, 400, True),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("kind", HONEST)
+def test_shards_are_apart(kind: str, ranks: int) -> None:
+    draw, n, in_batches = HONEST[kind]
+    judge(over(draw, n, in_batches=in_batches), ranks)
+
+
+def by_states(n: int) -> Callable[[int, int], Iterable[int]]:
+    return lambda r, w: torch.randperm(n)[r::w].tolist()
+
+
+FAULTY: dict[str, tuple[Callable[[int, int], Iterable[Any]], int, bool]] = {
+    "all, in one order": (lambda r, w: range(37), 37, False),
+    "all, each in its own": (lambda r, w: torch.randperm(37).tolist(), 37, False),
+    "slices of orders that each rank's own states draw": (by_states(1000), 1000, False),
+    "slices of many samples": (by_states(30_000), 30_000, False),
+    "overlapping runs": (lambda r, w: range(max(0, r * 400 // w - 20), (r + 1) * 400 // w), 400, False),
+    "batches, each in its own order": (lambda r, w: torch.randperm(36).reshape(-1, 4).tolist(), 36, True),
+    "everything twice": (lambda r, w: [i for i in range(200) for _ in range(2)], 200, False),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("kind", FAULTY)
+def test_samples_in_common_are_told(kind: str, ranks: int) -> None:
+    draw, n, in_batches = FAULTY[kind]
+    facts = ("Agreeing", "sharded already by a Stored", "of the first", "samples of rank", "are also rank")
+    with raises(RankMismatchError, facts, "is_ddp_aware = False"):
+        judge(over(draw, n, in_batches=in_batches), ranks)
+
+
+def test_a_stored_rank_that_shards_nothing_is_named() -> None:
+    with raises(RankMismatchError, ("rank and world_size", "shards nothing", "18 of the first 18"), "one process"):
+        judge(over(lambda r, w: range(37), 37, length=37), 2)
+
+
+def test_a_seed_that_differs_is_named() -> None:
+    def make(rank: int, ranks: int) -> DataLoader[Any]:
+        loader: DataLoader[Any] = over(lambda r, w: np.random.default_rng(r).permutation(100)[r::w].tolist(), 100)(rank, ranks)
+        vars(loader.sampler)["base_seed"] = 17 * rank
+        return loader
+
+    with raises(RankMismatchError, ("seed is 0 on rank 0; 17 on rank 1",), "same seed"):
+        judge(make, 2)
+
+
+def test_ranks_that_replicate_each_other_may_have_all_in_common() -> None:
+    judge(over(lambda r, w: range(r, 36, w), 36), 2, replicas=2)
+
+
+def test_repeated_augmentation_gives_ranks_the_same_samples() -> None:
+    class RASampler(Stored):
+        pass
+
+    judge(lambda r, w: DataLoader(Indices(), sampler=RASampler(lambda r, w: range(23), r, w, 8), batch_size=4), 2)
+
+
+def test_indices_of_other_data_mean_other_samples() -> None:
+    def make(rank: int, ranks: int) -> DataLoader[Any]:
+        names: Any = [f"{rank}/{index}.jpg {rank}" for index in range(40)]
+        return DataLoader(names, sampler=Stored(lambda r, w: range(40), rank, ranks, 40), batch_size=4)
+
+    judge(make, 2)
+
+
+def test_unequal_steps_are_told_unless_they_may_be() -> None:
+    def make(rank: int, ranks: int) -> DataLoader[Any]:
+        make_over = over(lambda r, w: range(20 * r, 20 * r + 10), 60, length=20 if rank == 0 else 10)
+        return make_over(rank, ranks)  # type: ignore[no-any-return]  # it is a loader
+
+    with raises(
+        RankMismatchError, ("unequal parts", "3 batches on ranks 1, 2", "5 batches on rank 0"), "uneven='keep'"
+    ):
+        judge(make, 3)
+    judge(make, 3, even=False)
+
+
+class Lengths(IterableDataset[int]):
+    """As litdata's, of which each rank's part has its own length."""
+
+    is_ddp_aware = True
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+def test_iterable_datasets_count_by_their_length_which_torch_forgets_again() -> None:
+    with raises(RankMismatchError, ("Lengths", "4 batches on rank 0; 6 batches on rank 1"), "equally many"):
+        judge(lambda rank, ranks: DataLoader(Lengths(15 + 8 * rank), 4), 2)
+    given = DataLoader(Lengths(15), 4)
+    claim_of(look_at(given), 2)
+    assert given._IterableDataset_len_called is None
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "seed": (
+        {"seed": 117},
+        {"seed": 134},
+        "another seed: 117 on rank 0; 134 on rank 1, so the shards are of different",
+    ),
+    "shuffle": ({"shuffle": True}, {"shuffle": False}, "another shuffle: True on rank 0; False on rank 1"),
+    "drop_last": ({"drop_last": True}, {}, "another drop_last: True on rank 0; False on rank 1"),
+    "samples": ({"dataset": range(40)}, {"dataset": range(44)}, "number of samples: 40 on rank 0; 44 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_distributed_samplers_have_the_same_settings(name: str) -> None:
+    *options, said = OPTIONS[name]
+
+    def make(rank: int, ranks: int) -> DataLoader[Any]:
+        given = {"dataset": range(40), **options[rank % 2]}
+        sampler: Any = DistributedSampler(**given, num_replicas=ranks, rank=rank)
+        return DataLoader(Indices(48), 4, sampler=sampler)
+
+    with raises(RankMismatchError, ("DistributedSampler", said), "on every rank"):
+        judge(make, 2)
+
+
+def test_the_seed_of_a_sampler_that_does_not_shuffle_is_of_no_account() -> None:
+    def make(rank: int, ranks: int) -> DataLoader[Any]:
+        data: Any = Indices(40)
+        return DataLoader(data, 4, sampler=DistributedSampler(data, ranks, rank, shuffle=False, seed=rank))
+
+    judge(make, 2)
+
+
+class Slicing(DistributedSampler[int]):
+    """Draws an order of its own, and does not slice it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.dataset)))  # type: ignore[arg-type]  # it has a length
+
+
+def test_a_subclass_that_draws_in_its_own_way_counts_by_its_samples_too() -> None:
+    data: Any = Indices(40)
+    with raises(RankMismatchError, ("Slicing", "20 of the first 20 samples"), "one process"):
+        judge(lambda rank, ranks: DataLoader(data, 4, sampler=Slicing(data, ranks, rank)), 2)
+
+
+def test_drawing_a_copy_leaves_all_states_where_they_are_and_sends_little() -> None:
+    generator = torch.Generator().manual_seed(5)
+    sampler = Stored(lambda r, w: torch.randperm(30_000, generator=generator)[r::w].tolist(), 0, 2, 15_000)
+    before = torch.get_rng_state(), generator.get_state()
+    claim = claim_of(look_at(DataLoader(Indices(30_000), 4, sampler=sampler)), 2)
+    assert len(claim["hashes"]) == SENT < claim["drawn"]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(generator.get_state(), before[1])
