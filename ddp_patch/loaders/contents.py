@@ -19,12 +19,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ddp_patch.compat.packages import is_hugging_face_table
 from ddp_patch.loaders.recognition import nested_datasets
-from ddp_patch.loaders.rows_seen import Row, RowsSeen, rows_of
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.walks import LOOKED_AT, stored
 
-__all__ = ["Content", "HeldData", "Row", "RowsSeen", "chosen_samples", "held_by", "rows_of"]
+__all__ = ["Content", "HeldData", "chosen_samples", "held_by"]
 
 # How many elements are looked at, at the patch and in each pass; and of how many an attribute may tell samples apart.
 _SAMPLES, _IN_A_PASS, _LEAST_HELD = 16, 1024, 8
@@ -96,10 +95,10 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
 class HeldData:
     """What a dataset holds while a loader's passes are over it, as ranks compare it.
 
-    Make it at the patch. Call ``now()`` when a pass begins, and send what it returns with the pass. Call ``read()``
-    after its first batches, and at its end: what changed since it began was changed by reading (caches, counters) and
-    is left out from then on, unless it named the samples at the patch. Two ranks' data in one pass differ in
-    ``differing(mine, theirs)``: in what was the same at the patch, and is not now.
+    Make it at the patch. Call ``begin()`` when a pass begins, and ``read()`` after its first batches and at its end:
+    what changed since it began was changed by reading (caches, counters) and is left out from then on, unless it named
+    the samples at the patch. Two ranks' data in one pass differ in ``differing(mine, theirs)`` of what ``told()``
+    returns: in what was the same at the patch, and is not now.
 
     Args:
         dataset: The dataset.
@@ -107,10 +106,10 @@ class HeldData:
     Examples:
         >>> ranks = [Subset(range(10), [0, 1, 2]) for _ in range(2)]
         >>> held = [HeldData(one) for one in ranks]
-        >>> HeldData.differing(*(one.now() for one in held))
-        ()
         >>> ranks[1].indices[:] = [0, 1, 3]
-        >>> HeldData.differing(*(one.now() for one in held))
+        >>> for one in held:
+        ...     one.begin()
+        >>> HeldData.differing(*(one.told() for one in held))
         ('the indices of a Subset',)
     """
 
@@ -120,11 +119,19 @@ class HeldData:
         self._named = {one.name for one in chosen_samples(dataset) if one.identifies or not one.is_held}
         self._written: set[str] = set()
 
-    def now(self) -> dict[str, str]:
-        """Look at what is held when a pass begins: digests at the patch and now, by name; of masks, indices, names."""
+    def begin(self) -> None:
+        """Look at what is held when a pass begins."""
         self._begun = _digests(self._dataset)
+
+    def told(self) -> dict[str, str]:
+        """Return digests at the patch and when the pass began, by name; of masks, indices and names."""
         counted = {name: now for name, now in self._begun.items() if name not in self._written}
         return {name: f"{self._first.get(name, '')} {now}" for name, now in counted.items()}
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the user has changed any of that since the patch."""
+        return any(len(set(both.split(" "))) > 1 for both in self.told().values())
 
     def read(self) -> None:
         """Note what has changed since the pass began."""

@@ -19,7 +19,7 @@ from ddp_patch.compat.private_torch import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
-from ddp_patch.loaders.contents import Content, HeldData, RowsSeen, chosen_samples
+from ddp_patch.loaders.contents import Content, HeldData, chosen_samples
 from ddp_patch.loaders.copying import OneIterator, repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
@@ -129,11 +129,6 @@ class StreamFacts:
     def samples(self) -> tuple[Content, ...]:
         """Fingerprints of the samples that the dataset holds or was cut down to, as far as they can be told."""
         return chosen_samples(self.dataset)
-
-    @property
-    def rows(self) -> RowsSeen | None:
-        """What ranks compare of the dataset in each pass; None where nobody compared it at the patch."""
-        return RowsSeen(self.dataset) if "samples" in self.__dict__ else None
 
     @property
     def held_data(self) -> HeldData | None:

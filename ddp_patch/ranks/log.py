@@ -75,6 +75,9 @@ class LoggedPass:
         progress: Tells how far it has come; asked no more once the pass is left.
         digest: The digests of what it draws; None if nobody compares that.
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
+
+    Attributes:
+        held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class LoggedPass:
     ) -> None:
         self.epoch, self.begins_at, self.others = epoch, begins_at, others
         self.digest: Marks | None = digest
+        self.held: str = ""
         self._progress = progress
 
     @property
@@ -118,6 +122,7 @@ class Entry(NamedTuple):
     batches: int
     state: State
     is_own: bool
+    held: str
     mark: Mark | None
 
 
@@ -154,9 +159,9 @@ class Record(NamedTuple):
                 return None
             if not entry:
                 return cls(lists, closed, str(chain), before)
-            number, epoch, begins_at, others, batches, state, is_own, *mark = entry
+            number, epoch, begins_at, others, batches, state, is_own, held, *mark = entry
             digest = Mark(*mark) if mark else None
-            made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), digest)
+            made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), str(held), digest)
             is_known = _are_whole(number, epoch, batches, others or 0, *mark)
             return cls(lists, closed, str(chain), before, made) if is_known else None
         except (ValueError, TypeError):
@@ -228,7 +233,8 @@ class Log:
         given = made.progress
         batches = given.least if given.state is State.RUNNING else given.most
         mark = None if made.digest is None else made.digest.latest
-        return Entry(number, made.epoch, made.begins_at, made.others, batches, given.state, given.is_own, mark)
+        name = number, made.epoch, made.begins_at, made.others
+        return Entry(*name, batches, given.state, given.is_own, made.held, mark)
 
     def number_of(self, known: LoggedPass) -> int:
         """Return which pass of this list it is; -1 if it is no longer kept."""
@@ -290,8 +296,9 @@ class Log:
             at_their_count = digest.marks.get(other.mark.count, other.mark.value)
             if at_their_count != other.mark.value:
                 return Rule.ORDER
-        is_outgrown = _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack)
-        return Rule.LENGTH if is_outgrown else None
+        if _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack):
+            return Rule.LENGTH
+        return Rule.HELD if own.held != other.held else None
 
 
 class Rule(IntEnum):
@@ -303,6 +310,7 @@ class Rule(IntEnum):
     OTHERS = 3  # (e)
     ORDER = 4  # (b)
     LENGTH = 5  # (c)
+    HELD = 6  # the datasets may hold other samples: whoever finds that asks what they hold
 
 
 class Difference(NamedTuple):

@@ -140,25 +140,26 @@ class Mailbox:
         self._peers = peers
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
-        self._left = ""
+        self._left: dict[str, str] = {}
         self._place, self._turn = peers.members.index(peers.rank), 0
         self._subject = subject
         _delete_gone()
-        finalize(self, _gone.append, (self._store, self._key(peers.rank))).atexit = False
+        finalize(self, _gone.append, (self._store, self._key(subject, peers.rank))).atexit = False
 
-    def _key(self, rank: int) -> str:
-        return f"{self._peers.key}/{self._subject}/{rank}"
+    def _key(self, subject: str, rank: int) -> str:
+        return f"{self._peers.key}/{subject}/{rank}"
 
     @property
     def is_open(self) -> bool:
         """Whether anybody may still leave or read some: the process group is there, and its store."""
         return self._open_store() is not None
 
-    def post(self, record: str) -> None:
-        """Leave a record, unless it is there already."""
-        if record != self._left:
-            self._left = record
-            self._put(self._key(self._peers.rank), record)
+    def post(self, record: str, subject: str = "") -> None:
+        """Leave a record, or one about another subject, unless it is there already."""
+        subject = subject or self._subject
+        if record != self._left.get(subject):
+            self._left[subject] = record
+            self._put(self._key(subject, self._peers.rank), record)
 
     def leave(self, name: str, value: str) -> None:
         """Leave a value that is all ranks', not this one's."""
@@ -183,9 +184,9 @@ class Mailbox:
         ranks = {members[0], members[(self._place + self._turn) % len(members)]} - {self._peers.rank}
         return self.read_of(sorted(ranks))
 
-    def read_of(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        """Return what some ranks have left."""
-        found = {rank: self._value(self._key(rank)) for rank in ranks}
+    def read_of(self, ranks: Sequence[int], subject: str = "") -> dict[int, bytes]:
+        """Return what some ranks have left, or about another subject."""
+        found = {rank: self._value(self._key(subject or self._subject, rank)) for rank in ranks}
         return {rank: value for rank, value in found.items() if value is not None}
 
     def tell(self, text: str) -> None:

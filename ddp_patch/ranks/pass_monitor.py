@@ -1,5 +1,6 @@
 """Compare the ranks' logs of a loader: always on, and without waiting."""
 
+import json
 from collections import Counter, deque
 from collections.abc import Callable
 from threading import get_ident
@@ -9,8 +10,10 @@ from weakref import WeakKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError
+from ddp_patch.loaders.contents import HeldData
+from ddp_patch.ranks.exchange import digest, ranks_text
 from ddp_patch.ranks.first_items import FirstItems
-from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Record
+from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Record, Rule
 from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
 from ddp_patch.ranks.mismatches import Parties, mismatch_text
 
@@ -57,6 +60,7 @@ class PassMonitor:
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._step_due_s = self._first_step_s = 0.0
         self._first_items: FirstItems | None = None
+        self._held: HeldData | None = None
         if self._mailbox is not None:
             self._mailbox.post(self._log.record().to_text())
         if (made := self._made_by_all) is not None:
@@ -93,6 +97,18 @@ class PassMonitor:
         if self._first_items is not None:
             self._first_items.add(batch)
 
+    def compare_held(self, held: HeldData) -> None:
+        """Let ranks compare what the user changes in their datasets."""
+        self._held = held if self.is_on else None
+
+    def note_read(self, begun: LoggedPass) -> None:
+        """Record that samples were read in a pass: what that has changed in the dataset is no change of the user's."""
+        if self._held is not None and self._mailbox is not None:
+            self._held.read()
+            told = self._held.told()
+            begun.held = digest(sorted(told.items()))[:8] if self._held.is_changed else ""
+            self._mailbox.post(json.dumps(told), "held")
+
     def choose_epoch(self) -> None:
         """Record that the user chose the epoch that comes next."""
         self._log.strike_looks()
@@ -102,24 +118,26 @@ class PassMonitor:
         self._log.close()
         self._heard.clear()
 
-    def begin(self, epoch: int, begins_at: str, progress: Callable[[], Progress], digest: Marks | None) -> LoggedPass:
+    def begin(self, epoch: int, begins_at: str, progress: Callable[[], Progress], drawn: Marks | None) -> LoggedPass:
         """Log that a pass begins.
 
         Args:
             epoch: The epoch that it is over.
             begins_at: Where in the epoch it begins.
             progress: Tells how far it has come.
-            digest: The digests of what it draws; None if nobody compares that.
+            drawn: The digests of what it draws; None if nobody compares that.
         """
         is_own = get_ident() != self._thread  # something reads ahead, by as much as there was time for
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
         others = None if is_own or made is None else made[self._group] - self._made - self._made_before
-        begun = LoggedPass(epoch, begins_at, told, digest, others)
+        begun = LoggedPass(epoch, begins_at, told, drawn, others)
         if self.is_on:
             self._log.begin(begun)
         if self._first_items is not None:
             self._first_items.begin()
+        if self._held is not None:
+            self._held.begin()
         return begun
 
     @property
@@ -177,7 +195,10 @@ class PassMonitor:
                     heard.append(record)
         for rank, records in self._heard.items():
             for record in records:
-                if (found := self._log.differs_from(record, self._slack)) is not None:
+                found = self._log.differs_from(record, self._slack)
+                if found is not None and found.rule is Rule.HELD:
+                    self._compare_held(mailbox, peers, rank, found)
+                elif found is not None:
                     self._tell(mailbox, peers, rank, found)
         # What is of a pass that this rank has left was judged.
         self._heard = {
@@ -201,6 +222,24 @@ class PassMonitor:
         text = mismatch_text(self._name, parties, found, self.why_orders_differ)
         mailbox.tell(text)
         raise RankMismatchError(text)
+
+    def _compare_held(self, mailbox: Mailbox, peers: Peers, rank: int, found: Difference) -> None:
+        """Raise if the user has changed two ranks' datasets in other ways; they may hold what is their own as well."""
+        try:
+            theirs = json.loads(mailbox.read_of([rank], "held").get(rank, b"{}"))
+            names = () if self._held is None else self._held.differing(self._held.told(), theirs)
+        except (ValueError, TypeError, AttributeError):  # junk
+            return
+        if names and found.mine is not None:
+            text = (
+                f"Iterating the {self._name}: in epoch {found.mine.epoch}, the datasets of {ranks_text([peers.rank])} and "
+                f"{ranks_text([rank])} have different samples at the same indices: they differ in {', '.join(names)}. "
+                "Each rank takes its shard of other samples, so some would be lost. Change the data alike on every "
+                "rank: shuffle rows with a generator that is seeded by the epoch, list files in sorted order, and add "
+                "the same rows. If only the content differs, order='seeded' does not compare it."
+            )
+            mailbox.tell(text)
+            raise RankMismatchError(text)
 
     # ---- passes whose end nobody knows before ----
 

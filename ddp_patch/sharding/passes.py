@@ -25,6 +25,10 @@ __all__ = ["Pass", "PassContext", "SamplerPass"]
 T = TypeVar("T")
 R = TypeVar("R")
 
+# What a dataset holds is looked at after each of so many first batches, and at the end: reading may change it.
+_READS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class PassContext:
     """What all passes over a loader have in common.
@@ -240,6 +244,8 @@ class Pass(IterationProgress, Generic[T]):
             return
         if delivered == 1:
             self._monitor.goes_on(logged)
+        if delivered <= _READS:
+            self._monitor.note_read(logged)
         if self._is_open_ended:
             self._monitor.give_step(logged, delivered)
         if delivered >= self._next_comparison:
@@ -265,6 +271,8 @@ class Pass(IterationProgress, Generic[T]):
             RankMismatchError: As ``PassMonitor.compare``.
         """
         self.loop_saw_end = True
+        if self._logged is not None:
+            self._monitor.note_read(self._logged)
         self._monitor.compare(at_end=True)
         if self._logged is not None and self._is_open_ended and self.batches_delivered is not None:
             self._monitor.end_steps(self._logged, self.batches_delivered)

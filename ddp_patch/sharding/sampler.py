@@ -69,7 +69,8 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if not shuffle and balancer is None and is_always_alike(self._wrapped_sampler):
             self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
-        self._rows = stream.rows
+        if (held := stream.held_data) is not None:
+            self.monitor.compare_held(held)
         self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
         self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
         self._nested_epochs = NestedEpochs(self._wrapped_sampler, stream.counts_epochs)

@@ -172,7 +172,7 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
 RECORDS = [
     Record(),
     Record(2, 7, "c0ffee"),
-    Record(0, 0, "", 12, Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, None)),
+    Record(0, 0, "", 12, Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None)),
     Rank().takes(0, 5).log.record(),
 ]
 
@@ -186,7 +186,7 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
 
 
 JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f"[{VERSION + 1},0,0,\"\",-1]".encode()]
-JUNK += [f'[{VERSION},0,0,"",-1,{rest}]'.encode() for rest in ("0", '0,0,"",0,0,9,0', '0,"x","",0,0,0,0', '0,0,"",0,0,0,0,1')]
+JUNK += [f'[{VERSION},0,0,"",-1,{rest}]'.encode() for rest in ("0", '0,0,"",0,0,9,0,""', '0,"x","",0,0,0,0,""', '0,0,"",0,0,0,0,"",1')]
 
 
 @pytest.mark.parametrize("junk", JUNK)
