@@ -118,10 +118,13 @@ class HeldData:
         self._first = self._begun = _digests(dataset)
         self._named = {one.name for one in chosen_samples(dataset) if one.identifies or not one.is_held}
         self._written: set[str] = set()
+        self._made: dict[str, str] = {}  # the latest look while samples were read
 
     def begin(self) -> None:
         """Look at what is held when a pass begins."""
-        self._begun = _digests(self._dataset)
+        # What was made while samples were read, and did not stay the same meanwhile, may be a cache.
+        self._written |= self._made.keys() - self._begun.keys() - self._named
+        self._begun, self._made = _digests(self._dataset), {}
 
     def told(self) -> dict[str, str]:
         """Return digests at the patch and when the pass began, by name; of masks, indices and names."""
@@ -134,10 +137,15 @@ class HeldData:
         return any(len(set(both.split(" "))) > 1 for both in self.told().values())
 
     def read(self) -> None:
-        """Note what has changed since the pass began."""
+        """Note what reading samples has changed since the pass began; what it has made counts once it stays as it is."""
         now = _digests(self._dataset)
-        changed = {name for name, digest in now.items() if self._begun.get(name) != digest}
-        self._written |= {name for name in changed if name.partition(" (")[0] not in self._named}
+        for name, digest in now.items():
+            before = self._begun.get(name, self._made.get(name, digest))
+            if before != digest and name.partition(" (")[0] not in self._named:
+                self._written.add(name)
+            elif name not in self._begun and name in self._made:
+                self._begun[name] = digest
+        self._made = now
 
     @staticmethod
     def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import random
 import time
 from collections import deque
-from collections.abc import Sequence, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,11 @@ class View(Data):
         return sum(bool(one) for one in self.mask)
 
 
-def differing(held: Sequence[HeldData]) -> tuple[str, ...]:
+def found(held: Sequence[HeldData]) -> tuple[str, ...]:
     """Begin a pass on both ranks, and return in what their data differ."""
     for one in held:
         one.begin()
     return HeldData.differing(*(one.told() for one in held))
-
 
 
 def words() -> Iterator[str]:
@@ -55,7 +54,7 @@ def view(kind: Callable[[list[bool]], Any]) -> View:
 def differing(datasets: list[Any], *changes: Callable[[Any, int], object], while_read: bool = False) -> tuple[str, ...]:
     """Let two ranks make a pass, change their data, or have reading do so, and return what differs in the next."""
     held = [HeldData(one) for one in datasets]
-    assert differing(held) == ()
+    assert found(held) == ()
     for change in changes:
         if not while_read:
             [one.read() for one in held]
@@ -63,7 +62,7 @@ def differing(datasets: list[Any], *changes: Callable[[Any, int], object], while
             change(dataset, rank)
         if while_read:
             [one.read() for one in held]
-    return differing(held)
+    return found(held)
 
 
 def select(dataset: Any, rank: int) -> None:
@@ -179,7 +178,7 @@ def test_once_reading_has_changed_it_a_change_of_the_users_counts_no_more() -> N
         change(dataset, rank)
         held[rank].read()
         dataset.seen[5 + rank] = True
-    assert differing(held) == ()
+    assert found(held) == ()
 
 
 def test_names_that_were_the_samples_at_the_patch_count_whatever_changes_them() -> None:
@@ -191,9 +190,9 @@ def test_names_that_were_the_samples_at_the_patch_count_whatever_changes_them() 
 def test_what_differed_at_the_patch_was_judged_there() -> None:
     masks = [View(mask=[place % 3 == rank for place in range(N)]) for rank in range(2)]
     held = [HeldData(one) for one in masks]
-    assert differing(held) == ()
+    assert found(held) == ()
     masks[0].mask[0] = False
-    assert differing(held) == ()
+    assert found(held) == ()
 
 
 def test_a_look_is_cheap() -> None:
