@@ -207,8 +207,9 @@ def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[_Column]:
 def _of_part(part: Any) -> Iterator[_Column]:
     if isinstance(part, Subset):
         yield _Column("the indices of a Subset", part.indices)
-        if not isinstance(part.dataset, Dataset):  # which nobody else looks at
-            yield from _of_part(part.dataset)
+        base: Any = part.dataset
+        if not isinstance(base, Dataset):  # which nobody else looks at
+            yield from _of_part(base)
     elif is_hugging_face_table(part):
         yield _Column("the first and last rows of a Hugging Face dataset", _ends(part))
     elif type(part) in _PLAIN:
