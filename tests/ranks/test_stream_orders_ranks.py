@@ -323,7 +323,7 @@ def evaluates_more_often_on_rank_0(rank: int, workers: int) -> Any:
 
 
 def splits_itself(rank: int, workers: int) -> Any:
-    return patch_dataloader_to_ddp(loader(Stream(row, by_rank), workers), share="by_worker")
+    return patch_dataloader_to_ddp(loader(Parts(row, by_epoch), workers), share="by_worker")
 
 
 def given_by_hand(rank: int, workers: int) -> Any:
