@@ -4,9 +4,9 @@ import copy
 import os
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from types import FunctionType, ModuleType
@@ -222,8 +222,9 @@ def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[_Column]:
 def _of_part(part: Any) -> Iterator[_Column]:
     if isinstance(part, Subset):
         yield _Column("the indices of a Subset", part.indices)
-        if not isinstance(part.dataset, Dataset):  # which nobody else looks at
-            yield from _of_part(part.dataset)
+        base: Any = part.dataset
+        if not isinstance(base, Dataset):  # which nobody else looks at
+            yield from _of_part(base)
     elif is_hugging_face_table(part):
         yield _Column("the first and last rows of a Hugging Face dataset", _ends(part))
     elif type(part) in _PLAIN:
@@ -309,12 +310,20 @@ def _named(value: Any) -> Any:
         value = value.item() if not value.ndim and not getattr(value, "is_cuda", False) else None
     if isinstance(value, str | bytes | int | os.PathLike):
         return value
-    parts = islice(value.values() if isinstance(value, dict) else value, _PARTS) if _has_parts(value) else ()
+    parts = islice(_parts_of(value), _PARTS)
     return [named for part in parts if (named := _named(part)) is not None] or None
 
 
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict)
+def _parts_of(value: Any) -> Iterable[Any]:
+    """Return what a list, a dict or an object of the user's holds."""
+    if isinstance(value, list | tuple):
+        return value
+    return value.values() if isinstance(value, dict) else stored(value).values()
+
+
+def _plain_parts(value: Any) -> list[Any]:
+    """Return the first attributes of an object of the user's that are texts, numbers or paths."""
+    return [part for part in islice(stored(value).values(), _PARTS) if isinstance(part, str | int | os.PathLike)]
 
 
 def _told(value: Any, parts: int = 1) -> Any:
@@ -332,9 +341,9 @@ def _told(value: Any, parts: int = 1) -> Any:
         plain = type(value) in _PLAIN or isinstance(value, np.generic)
         is_here = plain and not getattr(value, "is_cuda", False)
         return type(value).__name__ if not is_here else value.item() if not value.ndim else fingerprint([value])
-    if is_dataclass(value):
-        return [_told(part, parts) for part in islice(stored(value).values(), _PARTS)]
-    if _has_parts(value):
+    if isinstance(value, int | float | complex | bytes):
+        return value
+    if isinstance(value, list | tuple | dict):
         listed = value.items() if isinstance(value, dict) else value
         return [len(value), *(_told(part, parts) for part in islice(listed, _PARTS))]
-    return value if isinstance(value, int | float | complex | bytes) else type(value).__name__
+    return [type(value).__name__, *(_told(part, parts) for part in _plain_parts(value))]

@@ -32,6 +32,8 @@ class Data(Dataset[Any]):
 class View(Data):
     """The samples behind a mask, as in active learning: it has another length than the mask."""
 
+    mask: Any
+
     def __len__(self) -> int:
         return sum(bool(one) for one in self.mask)
 
@@ -51,17 +53,22 @@ def view(kind: Callable[[list[bool]], Any]) -> View:
     return View(mask=kind([place < 6 for place in range(4 * N)]))
 
 
+def read(held: list[HeldData]) -> None:
+    for one in held:
+        one.read()
+
+
 def differing(datasets: list[Any], *changes: Callable[[Any, int], object], while_read: bool = False) -> tuple[str, ...]:
     """Let two ranks make a pass, change their data, or have reading do so, and return what differs in the next."""
     held = [HeldData(one) for one in datasets]
     assert found(held) == ()
     for change in changes:
         if not while_read:
-            [one.read() for one in held]
+            read(held)
         for rank, dataset in enumerate(datasets):
             change(dataset, rank)
         if while_read:
-            [one.read() for one in held]
+            read(held)
     return found(held)
 
 
@@ -173,7 +180,8 @@ def test_once_reading_has_changed_it_a_change_of_the_users_counts_no_more() -> N
     make, change = READING["a mask of what was read"]
     datasets = [make(), make()]
     held = [HeldData(one) for one in datasets]
-    [one.begin() for one in held]
+    for one in held:
+        one.begin()
     for rank, dataset in enumerate(datasets):
         change(dataset, rank)
         held[rank].read()

@@ -31,19 +31,19 @@ class Limited(Dataset[int]):
     def __len__(self) -> int:
         return N
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         if self.iterator is None:
             self.iterator = iter(self.stream)
         return next(self.iterator)
 
 
 class Keyed(Limited):
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         return next(itertools.islice(self.stream, index, None))
 
 
 class InClosure(Limited):
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         return max(one for one in self.stream if one <= index)
 
 
@@ -81,7 +81,7 @@ def test_what_reads_its_index_or_holds_no_stream_is_patched(dataset: Any) -> Non
 
 
 def test_a_stream_that_shards_itself_comes_back_as_it_is() -> None:
-    given = DataLoader(Limited(Clips(DistributedSampler(range(N), 2, 0))), 4)
+    given = DataLoader(Limited(Clips(DistributedSampler(Random(), 2, 0))), 4)
     assert patch_dataloader_to_ddp(given, rank=0, num_replicas=2) is given
 
 
