@@ -58,12 +58,12 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
     *differing_facts, (_, differing_samples) = ranks[0]
     tables = [message.split("\n")[1:-1] for _, message in differing_facts]
     assert tables == [
-        ["  stream length: 10 on ranks 0, 2; 9 on rank 1"],
-        ["  dataset length: 20 on ranks 0, 2; 21 on rank 1", "  stream length: 20 on ranks 0, 2; 21 on rank 1"],
+        ["  sampler length: 10 on ranks 0, 2; 9 on rank 1"],
+        ["  dataset length: 20 on ranks 0, 2; 21 on rank 1", "  sampler length: 20 on ranks 0, 2; 21 on rank 1"],
         ["  batch_size: 4 on ranks 0, 2; 3 on rank 1"],
         ["  sampler: SequentialSampler on ranks 0, 2; RandomSampler on rank 1"],
         ["  uneven: pad on ranks 0, 2; drop on rank 1", "  seed: 0 on rank 0; 1 on rank 1; 2 on rank 2"],
-        ["  stream length: 10 on ranks 0, 2; 9 on rank 1"],
+        ["  sampler length: 10 on ranks 0, 2; 9 on rank 1"],
     ]
     for _, message in differing_facts:
         assert_tells(message, "Agreeing on how data is sharded", "same on every rank")

@@ -156,14 +156,14 @@ def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCapture
 
 def test_a_table_of_who_has_what() -> None:
     records = {
-        0: {"stream length": 100, "batch_size": 4},
-        1: {"stream length": 96, "batch_size": 4},
-        2: {"stream length": 100},
+        0: {"sampler length": 100, "batch_size": 4},
+        1: {"sampler length": 96, "batch_size": 4},
+        2: {"sampler length": 100},
     }
     with raises(RankMismatchError, "Doing something", "same on every rank") as caught:
         require_same("Doing something", records)
     assert message_of(caught.value).splitlines()[1:-1] == [
-        "  stream length: 100 on ranks 0, 2; 96 on rank 1",
+        "  sampler length: 100 on ranks 0, 2; 96 on rank 1",
         "  batch_size: 4 on ranks 0, 1; nothing on rank 2",
     ]
 
