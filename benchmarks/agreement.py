@@ -21,7 +21,7 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import draw, start_iterating
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.ranks.exchange import packed
+from ddp_patch.ranks.packing import packed
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000

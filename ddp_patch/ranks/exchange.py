@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from itertools import accumulate, chain, groupby, islice
@@ -94,21 +95,12 @@ def mismatch(text: str, parties: Sequence[Mapping[Any, list[int]]]) -> RankMisma
         parties: The ranks that have each value, of each thing in which they differ.
     """
     error = RankMismatchError(text)
-    tellers = (min(members) for holders in parties for _, members in _by_size(holders)[-FEW:])
-    error.told_on = sorted({*tellers})[:FEW]
+    error.told_on = sorted({min(members) for holders in parties for _, members in _by_size(holders)[:FEW]})[:FEW]
     return error
 
 
 def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same.
-
-    Examples:
-        >>> require_same("Trying", {rank: {"length": 20000 if rank == 512 else 10000} for rank in range(1024)})
-        Traceback (most recent call last):
-        ddp_patch.errors.RankMismatchError: Trying: the ranks differ, so ... would not be equal.
-          length: 20000 on rank 512; 10000 on the other 1023
-        ...
-    """
+    """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same."""
     differing = {}
     for name in dict.fromkeys(name for record in records.values() for name in record):
         holders = by_value({rank: str(record.get(name, "nothing")) for rank, record in records.items()})
@@ -143,11 +135,22 @@ PROTOCOL = 1
 _LARGEST_VALUE = 2**22
 _MOST_SLICES = 2**16
 
-# What this process has left in the store that a later meeting of the same members deletes: the numbers of the meetings
-# and the keys, by the members. Nobody comes to a meeting before leaving the earlier ones.
-_unread: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
-# What these members did when they last met.
-_last_met: dict[str, str] = {}
+
+@dataclass(slots=True)
+class _Past:
+    """A rank's earlier meetings with the same members.
+
+    Attributes:
+        unread: What it has left in the store, and a later meeting deletes: the number of the meeting, and the key.
+            Nobody comes to a meeting before leaving the earlier ones.
+        doing: What they did when they last met.
+    """
+
+    unread: list[tuple[int, str]] = field(default_factory=list)
+    doing: str = ""
+
+
+_pasts: dict[tuple[str, int], _Past] = {}
 
 
 class PerRank(dict[int, Any]):
@@ -308,7 +311,8 @@ class _Meeting:
         # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
         if self.number == 1:
-            _last_met.pop(self.base, None)
+            _pasts.pop((self.base, self.rank), None)
+        self.past = _pasts.setdefault((self.base, self.rank), _Past())
         self.own = _Message.of(record, doing=self.doing, refusal=refusal)
         if not self.leads:  # who reads its own record from here
             self._put(self._left(self.own.written(self._key("record", self.rank))))
@@ -401,18 +405,18 @@ class _Meeting:
                 "version the same on every rank, and start all again.",
                 [versions],
             )
-        _last_met[self.base] = self.doing
+        self.past.doing = self.doing
 
     def _clear(self, last: int) -> None:
         """Delete what this rank left in the meetings up to this one: every member has read it, or never will."""
-        for number, key in _unread[self.base]:
+        for number, key in self.past.unread:
             if number <= last:
                 self.store.delete_key(key)
-        _unread[self.base] = [(number, key) for number, key in _unread[self.base] if number > last]
+        self.past.unread = [(number, key) for number, key in self.past.unread if number > last]
 
     def _left(self, written: dict[str, bytes]) -> dict[str, bytes]:
         """Note that this rank is to delete these keys; return them."""
-        _unread[self.base] += [(self.number, key) for key in written]
+        self.past.unread += [(self.number, key) for key in written]
         return written
 
     def _decide(self, outcome: str) -> str:
@@ -487,7 +491,7 @@ class _Meeting:
         )
 
     def _not_here(self, missing: Sequence[int], seconds: float, came: str) -> MissingRanksError:
-        seen = f"Last seen: {ranks_text(missing)} at {_last_met[self.base]!r}. " if self.base in _last_met else ""
+        seen = f"Last seen: {ranks_text(missing)} at {self.past.doing!r}. " if self.past.doing else ""
         return MissingRanksError(
             f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not arrive within {seconds:g} s; "
             f"{came}{seen}Every rank must get here, at the same point of the script. Look for what the missing ranks "
