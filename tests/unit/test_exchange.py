@@ -4,7 +4,7 @@ import json
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def test_ranks_are_told_as_ranges(numbers: Any, text: str) -> None:
     assert ranks_text(numbers) == text
 
 
-def row(values: dict[int, object]) -> str:
+def row(values: Mapping[int, object]) -> str:
     with pytest.raises(RankMismatchError) as caught:
         require_same("Trying", {rank: {"dataset length": value} for rank, value in values.items()})
     return message_of(caught.value).splitlines()[1].strip()
