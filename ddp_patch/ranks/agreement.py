@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -135,15 +135,14 @@ class Subject:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderReport:
-    """What a rank reports about one loader.
+class LoaderReport(TypedDict):
+    """What a rank reports about one loader, as JSON can have it.
 
     Attributes:
         label: Its name among several loaders; empty for a single one.
         compared: What must be the same on every rank, by name.
         order: A fingerprint of the stream's first items; None if unknown.
-        samples: Fingerprints of the samples that the dataset holds, as far as they are known.
+        samples: Fingerprints of the samples that the dataset holds, as far as they are known: fields of ``Content``.
         stream: A fingerprint of what distinguishes the loader's stream from others.
         generators: On the first rank, the states of the user's generators, in base64.
         ahead: How many batches the loader's workers prefetch.
@@ -153,15 +152,14 @@ class LoaderReport:
     label: str
     compared: Mapping[str, object]
     order: str | None
-    samples: Sequence[Content]
+    samples: Sequence[dict[str, Any]]
     stream: str
     generators: Sequence[str]
     ahead: int
-    made_for: HeldWorld | None
+    made_for: Sequence[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(TypedDict):
     """What a rank reports.
 
     Attributes:
@@ -180,19 +178,8 @@ class RankReport:
     share: int
     loaders: Sequence[LoaderReport]
 
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> "RankReport":
-        """Return what another rank reported, of what JSON made of ``dataclasses.asdict``."""
-        return cls(**{**plain, "loaders": [_loader_report_of(**loader) for loader in plain["loaders"]]})
 
-
-def _loader_report_of(samples: Sequence[Any], made_for: Sequence[int] | None, **plain: Any) -> LoaderReport:
-    world = None if made_for is None else (made_for[0], made_for[1])
-    return LoaderReport(samples=[Content(**content) for content in samples], made_for=world, **plain)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(TypedDict):
     """What the first rank concludes about one loader.
 
     Attributes:
@@ -233,7 +220,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     is_first = dist.get_rank() == members[0]  # whose states all others take
     loaders = [_loader_report(options, *each, is_first) for each in zip(subjects, generators, strict=True)]
     report = RankReport(
-        nest,
+        nest=nest,
         common=_common_facts(options, world.share_of_rank),
         seed=options.seed,
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
@@ -241,10 +228,9 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         share=world.rank,
         loaders=loaders,
     )
-    answer = exchange(members, AGREEING, asdict(report), _judge_plain, options.timeout)
-    decisions = [Decision(**decision) for decision in answer]
+    decisions: list[Decision] = exchange(members, AGREEING, report, judge_reports, options.timeout)
     for found, decision in zip(generators, decisions, strict=True):
-        for generator, state in zip(found, decision.generators, strict=True):
+        for generator, state in zip(found, decision["generators"], strict=True):
             generator.set_state(torch.frombuffer(bytearray(b64decode(state)), dtype=torch.uint8))
     whys = _why_orders_differ(world, options, subjects, decisions)
     for label, why in whys.items():
@@ -274,9 +260,9 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 
 def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
-    members, number = list(world.share_of_rank or ()), decision.number
+    members, number = list(world.share_of_rank or ()), decision["number"]
     leader = Leader(members, options.timeout) if options.order == "leader" else None
-    return Agreed(world, options, _seed(options, decision.seed), leader, number, agreed_peers(members, number))
+    return Agreed(world, options, _seed(options, decision["seed"]), leader, number, agreed_peers(members, number))
 
 
 def _seed(options: Options, default: int) -> Seed:
@@ -306,12 +292,13 @@ def _loader_report(
 ) -> LoaderReport:
     stream = subject.stream
     # A computed order cannot be led: where the samples to shuffle differ, nobody can draw for all.
+    samples = stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else ()
     computed = {"samples to shuffle": stream.order} if stream is not None and options.is_scalable else {}
     return LoaderReport(
         label=subject.label,
         compared={**subject.compared, "generators": len(generators), **computed},
         order=stream.order if stream is not None and options.order == "auto" else None,
-        samples=stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else (),
+        samples=[asdict(content) for content in samples],
         stream=fingerprint([] if stream is None else [stream.described]),
         generators=[_base64(generator.get_state()) for generator in generators] if is_first else [],
         ahead=subject.batches_ahead,
@@ -323,64 +310,68 @@ def _base64(state: torch.Tensor) -> str:
     return b64encode(state.numpy().tobytes()).decode()
 
 
-def _judge_plain(records: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    reported = {rank: RankReport.of(record) for rank, record in records.items()}
-    return [asdict(decision) for decision in judge_reports(reported)]
-
-
 def judge_reports(reported: Mapping[int, RankReport]) -> list[Decision]:
     """Compare the ranks' loaders, and decide for each what is used on all ranks.
 
     Raises:
         RankMismatchError: They differ. No seed counts as given then.
     """
-    require_same(AGREEING, {rank: {"loaders": report.nest} for rank, report in reported.items()})
-    by_rank = (report.loaders for report in reported.values())
+    require_same(AGREEING, {rank: {"loaders": report["nest"]} for rank, report in reported.items()})
+    by_rank = (report["loaders"] for report in reported.values())
     loaders = [dict(zip(reported, of_ranks, strict=True)) for of_ranks in zip(*by_rank, strict=True)]
     for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values())).label):
-            require_same_samples({rank: loader.samples for rank, loader in of_ranks.items()})
+        with error_context(next(iter(of_ranks.values()))["label"]):
+            require_same_samples(
+                {rank: [Content(**content) for content in loader["samples"]] for rank, loader in of_ranks.items()}
+            )
     facts: dict[int, dict[str, object]] = {
         rank: {
-            f"{loader.label} {name}".strip(): value
-            for loader in report.loaders
-            for name, value in loader.compared.items()
+            f"{loader['label']} {name}".strip(): value
+            for loader in report["loaders"]
+            for name, value in loader["compared"].items()
         }
-        | dict(report.common)
+        | dict(report["common"])
         for rank, report in reported.items()
     }
     require_same(AGREEING, facts)
     for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values())).label):
+        with error_context(next(iter(of_ranks.values()))["label"]):
             _require_that_fit(reported, of_ranks)
     return [_decide(reported, of_ranks) for of_ranks in loaders]
 
 
 def _require_that_fit(reported: Mapping[int, RankReport], of_ranks: Mapping[int, LoaderReport]) -> None:
     """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or prefetch differently."""
-    made_for = {rank: loader.made_for for rank, loader in of_ranks.items()}
-    held = {rank: (reported[rank].share, world) for rank, world in made_for.items() if world is not None}
+    made_for = {rank: loader["made_for"] for rank, loader in of_ranks.items()}
+    held = {
+        rank: (reported[rank]["share"], (world[0], world[1])) for rank, world in made_for.items() if world is not None
+    }
     if len(held) == len(of_ranks):
         require_all_shares(held)
-    common = next(iter(reported.values())).common  # the same on all, by now
+    common = next(iter(reported.values()))["common"]  # the same on all, by now
     if _orders_differ(of_ranks) or common["verify"] or common["order"] == "leader":
-        require_same(AGREEING, {rank: {"batches fetched ahead": loader.ahead} for rank, loader in of_ranks.items()})
+        require_same(AGREEING, {rank: {"batches fetched ahead": loader["ahead"]} for rank, loader in of_ranks.items()})
 
 
 def _decide(reported: Mapping[int, RankReport], of_ranks: Mapping[int, LoaderReport]) -> Decision:
     first, loader = next(iter(reported.values())), next(iter(of_ranks.values()))
-    seed = first.seed
+    seed = first["seed"]
     if seed is None:
         # No two loaders of these ranks may have the same order. Count per group and stream: tensor-parallel ranks in
         # another group must come to the same seed, even if only one of the groups has patched another loader before.
-        like: tuple[int | str, ...] = (*of_ranks, loader.stream)
+        like: tuple[int | str, ...] = (*of_ranks, loader["stream"])
         _numbers_of_like[like] += 1
-        seed = loader_seed(first.base_seed, loader.stream, _numbers_of_like[like])
-    return Decision(seed, loader.generators, _orders_differ(of_ranks), next(_numbers))
+        seed = loader_seed(first["base_seed"], loader["stream"], _numbers_of_like[like])
+    return Decision(
+        seed=seed,
+        generators=loader["generators"],
+        orders_differ=_orders_differ(of_ranks),
+        number=next(_numbers),
+    )
 
 
 def _orders_differ(of_ranks: Mapping[int, LoaderReport]) -> bool:
-    orders = {loader.order for loader in of_ranks.values()}
+    orders = {loader["order"] for loader in of_ranks.values()}
     return None not in orders and len(orders) > 1
 
 
@@ -391,7 +382,7 @@ def _why_orders_differ(
     asked = {
         subject.label: subject.stream
         for subject, decision in zip(subjects, decisions, strict=True)
-        if subject.stream is not None and decision.orders_differ
+        if subject.stream is not None and decision["orders_differ"]
     }
     if not asked:
         return {}

@@ -284,7 +284,8 @@ class _Message(NamedTuple):
             if said["version"] != _version():
                 return cls(str(said["version"]))
             message = cls(**said, content=content)
-            if message.slices not in range(_MOST_SLICES):
+            texts = isinstance(message.doing, str) and isinstance(message.refusal, str)
+            if not (texts and isinstance(message.slices, int) and message.slices in range(_MOST_SLICES)):
                 raise ValueError
             return message
 
