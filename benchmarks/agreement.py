@@ -72,7 +72,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     original = ddp_patch.ranks.exchange._Meeting.bring
 
     def bring(meeting: Any, record: Any) -> None:
-        records.append(len(packed(record)))
+        records.append(len(ddp_patch.ranks.exchange._Message.of(record).content))
         original(meeting, record)
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
