@@ -390,8 +390,9 @@ class _Meeting:
     def _records(self) -> dict[int, _Message]:
         """Return every rank's record, on the first rank."""
         keys = [self._key("record", rank) for rank in self.members[1:]]
-        if not self._wait(keys, self.timeout):
-            raise self._missing()
+        if not self._wait(keys, self.timeout) and (missing := self._without_record(self.members[1:])):
+            here = ranks_text([rank for rank in self.members if rank not in set(missing)])
+            raise self._not_here(missing, self.timeout, f"{here} did. ")
         self._clear(self.number - 1)
         came = {self.rank: self.own} | dict(zip(self.members[1:], self._read(keys), strict=True))
         self._require_one_version(came)
@@ -465,12 +466,6 @@ class _Meeting:
         except RuntimeError:  # the only timeout error that all stores have in common
             return bool(self.store.check(keys))  # raises if the store is gone
         return True
-
-    def _missing(self) -> MissingRanksError:
-        """Return the error that names the ranks whose records the first rank lacks."""
-        missing = self._without_record(self.members[1:])
-        came = [rank for rank in self.members if rank not in set(missing)]
-        return self._not_here(missing, self.timeout, f"{ranks_text(came)} did. ")
 
     def _without_record(self, ranks: Sequence[int]) -> list[int]:
         """Return which of some ranks have none: few requests where few are missing."""

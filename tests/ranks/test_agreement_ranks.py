@@ -118,7 +118,8 @@ def test_ranks_that_would_draw_different_orders_are_led(monkeypatch: pytest.Monk
             assert len(together) == N, (name, epoch)
             assert together.total() == 24
     (message,) = ranks[0]["own generator, seeded by rank"][0]
-    facts = ("Rank 0 and rank 1 and rank 2", "different orders", "generator", "set", "files", "rank 0 draws", "sends")
+    own = ("generator", "weights, indices", "set", "files")
+    facts = ("Rank 0 and rank 1 and rank 2", "different orders", *own, "rank 0 draws", "sends")
     assert_tells(message, facts, "same on every rank")
 
 
