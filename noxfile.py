@@ -25,6 +25,7 @@ MEASURED = [
     "bench",
     "imports",
     "agreement",
+    "many_ranks",
     "gradient",
     "samplers",
     "audit",
@@ -188,6 +189,13 @@ def agreement(session: nox.Session) -> None:
     """Measure what agreeing costs on 2 to 8 ranks, and write its table in ``docs/benchmarks.md``."""
     install(session, ".[demo]")
     session.run("python", "benchmarks/agreement.py")
+
+
+@nox.session
+def many_ranks(session: nox.Session) -> None:
+    """Count what meetings of 2 to 64 ranks ask of the store, and write the table in ``docs/benchmarks.md``."""
+    install(session, ".[demo]")
+    session.run("python", "benchmarks/many_ranks.py")
 
 
 @nox.session

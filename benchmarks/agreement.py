@@ -21,7 +21,7 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import draw, start_iterating
 from ddp_patch.orders.fingerprint import PassFingerprint
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.ranks.exchange import packed
+from ddp_patch.ranks.packing import packed
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000
@@ -71,7 +71,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     original = ddp_patch.ranks.exchange._Meeting.bring
 
     def bring(meeting: Any, record: Any) -> None:
-        records.append(len(packed(record)))
+        records.append(len(ddp_patch.ranks.exchange._Message.of(record).content))
         original(meeting, record)
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]

@@ -156,7 +156,13 @@ class MissingRanksError(WorldError):
 
 
 class RankMismatchError(DDPPatchError, RuntimeError):
-    """The ranks' loaders, options, epochs or orders differ."""
+    """The ranks' loaders, options, epochs or orders differ.
+
+    Attributes:
+        told_on: Where many ranks raise it, those whose error says in what they differ; if empty, each one's does.
+    """
+
+    told_on: Sequence[int] = ()
 
 
 class LeaderError(DDPPatchError, RuntimeError):

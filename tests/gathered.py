@@ -35,7 +35,7 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, pad: Any
         batches = require_one_stream(operation, given)
         expect = partial(expected_of_step, given, batches) if in_step else partial(expected_of_pass, batches)
         reports.append(report(own, expect, None, pad, None))
-    agreement = judge_outputs(operation, range(len(loaders)), {rank: said for rank, (said, _) in enumerate(reports)})[0]
+    agreement = judge_outputs(operation, range(len(loaders)), {rank: said for rank, (said, _) in enumerate(reports)})
     owns = [own for _, own in reports if isinstance(own, LocalOutputs)]
     placed_as, sizes = placed_by_kind(agreement.rows, [own.expected.keys for own in owns], owns[0].expected.schedule)
     leaves = {}

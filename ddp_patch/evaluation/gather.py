@@ -19,6 +19,7 @@ from ddp_patch.evaluation.judging import (
     ExpectedRows,
     LocalOutputs,
     RankRows,
+    RemoteReport,
     judge_outputs,
     report,
     require_pad,
@@ -30,6 +31,7 @@ from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.to_device import device_of
 from ddp_patch.ranks.exchange import exchange
+from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
@@ -304,12 +306,18 @@ def _gathered(
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
     judged = partial(judge_outputs, operation, agreed.world.share_of_rank or [0])
     if len(members.ranks) == 1:
-        agreement = judged({members.rank: said})[members.rank]
+        agreement = judged({members.rank: said})
     else:
-        agreement = exchange(members.ranks, GATHERING, said, judged, members.timeout)
+        # Pickled, because outputs are built of the user's classes.
+        judge = partial(_judged_pickled, judged)
+        agreement = unpacked(exchange(members.ranks, GATHERING, packed(said), judge, members.timeout))
     is_last = all(rows.is_last for rows in agreement.rows)
     with _CONNECTIONS.connected(current, members, agreement.name, is_last=is_last) as connection:
         return _received(agreement, cast(LocalOutputs, own), connection, pad)  # where it has none, all ranks raised
+
+
+def _judged_pickled(judged: Callable[[Mapping[int, RemoteReport]], Agreement], records: Mapping[int, bytes]) -> bytes:
+    return packed(judged({rank: unpacked(record) for rank, record in records.items()}))
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,8 @@ from ddp_patch.evaluation.outputs import (
 )
 from ddp_patch.evaluation.row_order import RowKeys
 from ddp_patch.evaluation.send import Column, LocalColumn
-from ddp_patch.ranks.exchange import by_value, packed, ranks_text
+from ddp_patch.ranks.exchange import by_value, ranks_text
+from ddp_patch.ranks.packing import packed
 from ddp_patch.schedule import Schedule
 
 __all__ = [
@@ -254,7 +255,7 @@ class Agreement:
     name: str
 
 
-def judge_outputs(operation: str, ranks: Collection[int], records: Mapping[int, RemoteReport]) -> dict[int, Agreement]:
+def judge_outputs(operation: str, ranks: Collection[int], records: Mapping[int, RemoteReport]) -> Agreement:
     """Return how the ranks read their outputs.
 
     Args:
@@ -286,7 +287,7 @@ def judge_outputs(operation: str, ranks: Collection[int], records: Mapping[int, 
     names = {record.connection for record in records.values()}
     name = names.pop() if len(names) == 1 else None
     rows = [record.rows for record in records.values() if record.rows is not None]
-    return dict.fromkeys(records, Agreement(said.nest, leaves, rows, name or uuid4().hex))
+    return Agreement(said.nest, leaves, rows, name or uuid4().hex)
 
 
 def require_pad(pad: Any) -> None:

@@ -14,7 +14,7 @@ from ddp_patch.errors import MissingRanksError
 from ddp_patch.evaluation.outputs import Form, Leaf, empty_rows, put
 from ddp_patch.evaluation.row_order import Place, Placed, RowKeys, placed
 from ddp_patch.ranks.channel import gloo_between
-from ddp_patch.ranks.exchange import bytes_of, unpacked
+from ddp_patch.ranks.packing import bytes_of, unpacked
 
 __all__ = [
     "Column",

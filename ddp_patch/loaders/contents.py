@@ -4,7 +4,7 @@ import copy
 import os
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -214,9 +214,25 @@ def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[_Column]:
     """Yield what shows which samples a dataset holds, and masks, where a pass is looked at."""
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            yield from _of_part(part)
+            for column in _of_part(part):
+                yield column
+                yield from _of_objects(column)
             if not isinstance(part, IterableDataset | Subset | TensorDataset):
-                yield from _attributes(part, in_a_pass=in_a_pass)
+                for column in _attributes(part, in_a_pass=in_a_pass):
+                    yield column
+                    yield from _of_objects(column)
+
+
+def _of_objects(column: _Column) -> Iterator[_Column]:
+    """Yield what objects of the user's hold of names and numbers, where a column has such objects."""
+    first = column.values[0] if len(column.values) else None
+    if _has_parts(first) or isinstance(first, str | bytes | int | float | os.PathLike | torch.Tensor | np.ndarray):
+        return
+    some = [stored(column.values[place]) for place in _spread(len(column.values), _IN_A_PASS)]
+    for attribute, value in islice(some[0].items() if some else (), _PARTS):
+        if isinstance(value, str | int | os.PathLike):
+            values = [held.get(attribute) for held in some]
+            yield column._replace(name=f"{column.name}[].{attribute}", values=values, is_held=True, by_name=True)
 
 
 def _of_part(part: Any) -> Iterator[_Column]:
@@ -310,20 +326,12 @@ def _named(value: Any) -> Any:
         value = value.item() if not value.ndim and not getattr(value, "is_cuda", False) else None
     if isinstance(value, str | bytes | int | os.PathLike):
         return value
-    parts = islice(_parts_of(value), _PARTS)
+    parts = islice(value.values() if isinstance(value, dict) else value, _PARTS) if _has_parts(value) else ()
     return [named for part in parts if (named := _named(part)) is not None] or None
 
 
-def _parts_of(value: Any) -> Iterable[Any]:
-    """Return what a list, a dict or an object of the user's holds."""
-    if isinstance(value, list | tuple):
-        return value
-    return value.values() if isinstance(value, dict) else stored(value).values()
-
-
-def _plain_parts(value: Any) -> list[Any]:
-    """Return the first attributes of an object of the user's that are texts, numbers or paths."""
-    return [part for part in islice(stored(value).values(), _PARTS) if isinstance(part, str | int | os.PathLike)]
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict)
 
 
 def _told(value: Any, parts: int = 1) -> Any:
@@ -341,9 +349,7 @@ def _told(value: Any, parts: int = 1) -> Any:
         plain = type(value) in _PLAIN or isinstance(value, np.generic)
         is_here = plain and not getattr(value, "is_cuda", False)
         return type(value).__name__ if not is_here else value.item() if not value.ndim else fingerprint([value])
-    if isinstance(value, int | float | complex | bytes):
-        return value
-    if isinstance(value, list | tuple | dict):
+    if _has_parts(value):
         listed = value.items() if isinstance(value, dict) else value
         return [len(value), *(_told(part, parts) for part in islice(listed, _PARTS))]
-    return [type(value).__name__, *(_told(part, parts) for part in _plain_parts(value))]
+    return value if isinstance(value, int | float | complex | bytes) else type(value).__name__

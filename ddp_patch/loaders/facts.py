@@ -94,7 +94,7 @@ class StreamFacts:
     def described(self) -> dict[str, object]:
         """Classes and length, by the names under which ranks compare them and states keep them."""
         kinds = " over ".join(type(nested).__qualname__ for nested in self.samplers)
-        found: dict[str, object] = {"sampler": kinds, "stream length": or_unknown(self.length)}
+        found: dict[str, object] = {"sampler": kinds, "sampler length": or_unknown(self.length)}
         if is_torch_batch_sampler(type(self.source)):
             found |= {"batch_size": self.source.batch_size, "drop_last": self.source.drop_last}
         return found

@@ -1,16 +1,18 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
 import warnings
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
+from ddp_patch.errors import InvalidOptionError, LeaderWarning
 from ddp_patch.loaders.claims import Claim
 from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import StreamFacts
@@ -21,7 +23,17 @@ from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.claims import require_apart, require_same_held
-from ddp_patch.ranks.exchange import Leader, by_value, exchange, ranks_text, refuse, require_same
+from ddp_patch.ranks.exchange import (
+    FEW,
+    by_value,
+    exchange,
+    mismatch,
+    parties_text,
+    refuse,
+    require_same,
+    who_has_what,
+)
+from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
 from ddp_patch.ranks.world import World
 
@@ -45,9 +57,6 @@ TELLING_APART = "Finding out why the ranks' orders differ"
 
 # How a call for a single loader or sampler is described.
 ONE = "one"
-
-# With at most this many ranks, an error lists which rank takes which share.
-_LISTED = 16
 
 _numbers = count(1)
 # How many loaders without a seed these ranks have patched that had such a stream.
@@ -98,9 +107,8 @@ class Agreed:
             return
         record = {"meeting": doing, "patched as": f"number {self.number}", **facts}
 
-        def confirm(records: Mapping[int, Mapping[str, object]]) -> dict[int, None]:
+        def confirm(records: Mapping[int, Mapping[str, object]]) -> None:
             require_same(doing, records)
-            return dict.fromkeys(records)
 
         exchange(list(self.world.share_of_rank), doing, record, confirm, self.options.timeout)
 
@@ -127,17 +135,16 @@ class Subject:
     claim: Claim | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderReport:
-    """What a rank reports about one loader.
+class LoaderReport(TypedDict):
+    """What a rank reports about one loader, as JSON can have it.
 
     Attributes:
         label: Its name among several loaders; empty for a single one.
         compared: What must be the same on every rank, by name.
         order: A fingerprint of the stream's first items; None if unknown.
-        samples: Fingerprints of the samples that the dataset holds, as far as they are known.
+        samples: Fingerprints of the samples that the dataset holds, as far as they are known: fields of ``Content``.
         stream: A fingerprint of what distinguishes the loader's stream from others.
-        generators: The states of the user's generators.
+        generators: On the first rank, the states of the user's generators, in base64.
         ahead: How many batches the loader's workers prefetch.
         made_for: For which rank of how many the loader is sharded already; None if unknown.
         claim: What it shows of that; None if there is nothing to compare.
@@ -146,16 +153,15 @@ class LoaderReport:
     label: str
     compared: Mapping[str, object]
     order: str | None
-    samples: Sequence[Content]
+    samples: Sequence[dict[str, Any]]
     stream: str
-    generators: Sequence[torch.Tensor]
+    generators: Sequence[str]
     ahead: int
-    made_for: HeldWorld | None
-    claim: Claim | None = None
+    made_for: Sequence[int] | None
+    claim: Claim | None
 
 
-@dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(TypedDict):
     """What a rank reports.
 
     Attributes:
@@ -175,20 +181,19 @@ class RankReport:
     loaders: Sequence[LoaderReport]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(TypedDict):
     """What the first rank concludes about one loader.
 
     Attributes:
         seed: The loader's own seed.
-        generators: The states of the first rank's generators.
-        orders: The ranks' orders where they differ; else empty.
+        generators: The states of the first rank's generators, in base64.
+        orders_differ: Whether the ranks' orders do.
         number: The number of this agreement.
     """
 
     seed: int
-    generators: Sequence[torch.Tensor]
-    orders: Mapping[int, str | None]
+    generators: Sequence[str]
+    orders_differ: bool
     number: int
 
 
@@ -214,9 +219,10 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         return _agree_alone(world, options, subjects)
     members = list(world.share_of_rank)
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
-    loaders = [_loader_report(options, *each) for each in zip(subjects, generators, strict=True)]
+    is_first = dist.get_rank() == members[0]  # whose states all others take
+    loaders = [_loader_report(options, *each, is_first) for each in zip(subjects, generators, strict=True)]
     report = RankReport(
-        nest,
+        nest=nest,
         common=_common_facts(options, world.share_of_rank),
         seed=options.seed,
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
@@ -224,13 +230,13 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
         share=world.rank,
         loaders=loaders,
     )
-    decisions: Sequence[Decision] = exchange(members, AGREEING, report, judge_reports, options.timeout)
+    decisions: list[Decision] = exchange(members, AGREEING, report, judge_reports, options.timeout)
     for found, decision in zip(generators, decisions, strict=True):
-        for generator, state in zip(found, decision.generators, strict=True):
-            generator.set_state(state)
+        for generator, state in zip(found, decision["generators"], strict=True):
+            generator.set_state(torch.frombuffer(bytearray(b64decode(state)), dtype=torch.uint8))
     whys = _why_orders_differ(world, options, subjects, decisions)
     for label, why in whys.items():
-        if dist.get_rank() == members[0]:
+        if is_first:
             text = f"{label}: {why}" if label else why
             warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
     return [
@@ -255,9 +261,9 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 
 def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
-    members, number = list(world.share_of_rank or ()), decision.number
+    members, number = list(world.share_of_rank or ()), decision["number"]
     leader = Leader(members, options.timeout) if options.order == "leader" else None
-    return Agreed(world, options, _seed(options, decision.seed), leader, number, agreed_peers(members, number))
+    return Agreed(world, options, _seed(options, decision["seed"]), leader, number, agreed_peers(members, number))
 
 
 def _seed(options: Options, default: int) -> Seed:
@@ -277,87 +283,102 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
     return given | {
         "seed": "default" if options.seed is None else options.seed,
-        "shares": shares if len(members) <= _LISTED else fingerprint([shares]),
+        "shares": shares if len(members) <= FEW else fingerprint([shares]),
     }
 
 
-def _loader_report(options: Options, subject: Subject, generators: Sequence[torch.Generator]) -> LoaderReport:
+def _loader_report(
+    options: Options, subject: Subject, generators: Sequence[torch.Generator], is_first: bool
+) -> LoaderReport:
     stream = subject.stream
     # A computed order cannot be led: where the samples to shuffle differ, nobody can draw for all.
+    samples = stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else ()
     computed = {"samples to shuffle": stream.order} if stream is not None and options.is_scalable else {}
     return LoaderReport(
         label=subject.label,
         compared={**subject.compared, "generators": len(generators), **computed},
         order=stream.order if stream is not None and options.order == "auto" else None,
-        samples=stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else (),
+        samples=[asdict(content) for content in samples],
         stream=fingerprint([] if stream is None else [stream.described]),
-        generators=[generator.get_state() for generator in generators],
+        generators=[_base64(generator.get_state()) for generator in generators] if is_first else [],
         ahead=subject.batches_ahead,
         made_for=subject.made_for,
         claim=subject.claim,
     )
 
 
-def judge_reports(reported: Mapping[int, RankReport]) -> dict[int, tuple[Decision, ...]]:
+def _base64(state: torch.Tensor) -> str:
+    return b64encode(state.numpy().tobytes()).decode()
+
+
+def judge_reports(reported: Mapping[int, RankReport]) -> list[Decision]:
     """Compare the ranks' loaders, and decide for each what is used on all ranks.
 
     Raises:
         RankMismatchError: They differ. No seed counts as given then.
     """
-    require_same(AGREEING, {rank: {"loaders": report.nest} for rank, report in reported.items()})
-    by_rank = (report.loaders for report in reported.values())
+    require_same(AGREEING, {rank: {"loaders": report["nest"]} for rank, report in reported.items()})
+    by_rank = (report["loaders"] for report in reported.values())
     loaders = [dict(zip(reported, of_ranks, strict=True)) for of_ranks in zip(*by_rank, strict=True)]
     for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values())).label):
-            require_same_samples({rank: loader.samples for rank, loader in of_ranks.items()})
+        with error_context(next(iter(of_ranks.values()))["label"]):
+            require_same_samples(
+                {rank: [Content(**content) for content in loader["samples"]] for rank, loader in of_ranks.items()}
+            )
     facts: dict[int, dict[str, object]] = {
         rank: {
-            f"{loader.label} {name}".strip(): value
-            for loader in report.loaders
-            for name, value in loader.compared.items()
+            f"{loader['label']} {name}".strip(): value
+            for loader in report["loaders"]
+            for name, value in loader["compared"].items()
         }
-        | dict(report.common)
+        | dict(report["common"])
         for rank, report in reported.items()
     }
     require_same(AGREEING, facts)
     for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values())).label):
+        with error_context(next(iter(of_ranks.values()))["label"]):
             _require_that_fit(reported, of_ranks)
-    return dict.fromkeys(reported, tuple(_decide(reported, of_ranks) for of_ranks in loaders))
+    return [_decide(reported, of_ranks) for of_ranks in loaders]
 
 
 def _require_that_fit(reported: Mapping[int, RankReport], of_ranks: Mapping[int, LoaderReport]) -> None:
     """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or prefetch differently."""
-    made_for = {rank: loader.made_for for rank, loader in of_ranks.items()}
-    held = {rank: (reported[rank].share, world) for rank, world in made_for.items() if world is not None}
+    made_for = {rank: loader["made_for"] for rank, loader in of_ranks.items()}
+    held = {
+        rank: (reported[rank]["share"], (world[0], world[1])) for rank, world in made_for.items() if world is not None
+    }
     if len(held) == len(of_ranks):
         require_all_shares(held)
-    common = next(iter(reported.values())).common  # the same on all, by now
-    claims = {rank: (reported[rank].share, loader.claim) for rank, loader in of_ranks.items() if loader.claim}
+    common = next(iter(reported.values()))["common"]  # the same on all, by now
+    claims = {rank: (reported[rank]["share"], loader["claim"]) for rank, loader in of_ranks.items() if loader["claim"]}
     if len(claims) == len(of_ranks) and all("held" in claim for _, claim in claims.values()):
         require_same_held(AGREEING, {rank: claim for rank, (_, claim) in claims.items()})
     elif len(claims) == len(of_ranks):
         require_apart(AGREEING, claims, even=common["uneven"] != "keep")
-    if _differing_orders(of_ranks) or common["order"] == "leader":
-        require_same(AGREEING, {rank: {"batches fetched ahead": loader.ahead} for rank, loader in of_ranks.items()})
+    if _orders_differ(of_ranks) or common["order"] == "leader":
+        require_same(AGREEING, {rank: {"batches fetched ahead": loader["ahead"]} for rank, loader in of_ranks.items()})
 
 
 def _decide(reported: Mapping[int, RankReport], of_ranks: Mapping[int, LoaderReport]) -> Decision:
     first, loader = next(iter(reported.values())), next(iter(of_ranks.values()))
-    seed = first.seed
+    seed = first["seed"]
     if seed is None:
         # No two loaders of these ranks may have the same order. Count per group and stream: tensor-parallel ranks in
         # another group must come to the same seed, even if only one of the groups has patched another loader before.
-        like: tuple[int | str, ...] = (*of_ranks, loader.stream)
+        like: tuple[int | str, ...] = (*of_ranks, loader["stream"])
         _numbers_of_like[like] += 1
-        seed = loader_seed(first.base_seed, loader.stream, _numbers_of_like[like])
-    return Decision(seed, loader.generators, _differing_orders(of_ranks), next(_numbers))
+        seed = loader_seed(first["base_seed"], loader["stream"], _numbers_of_like[like])
+    return Decision(
+        seed=seed,
+        generators=loader["generators"],
+        orders_differ=_orders_differ(of_ranks),
+        number=next(_numbers),
+    )
 
 
-def _differing_orders(of_ranks: Mapping[int, LoaderReport]) -> Mapping[int, str | None]:
-    orders = {rank: loader.order for rank, loader in of_ranks.items()}
-    parties = by_value(orders)
-    return {} if None in parties or len(parties) == 1 else orders
+def _orders_differ(of_ranks: Mapping[int, LoaderReport]) -> bool:
+    orders = {loader["order"] for loader in of_ranks.values()}
+    return None not in orders and len(orders) > 1
 
 
 def _why_orders_differ(
@@ -365,25 +386,28 @@ def _why_orders_differ(
 ) -> dict[str, str]:
     """Return why the ranks' orders of some loaders differ, by their names. Only then ranks exchange a second time."""
     asked = {
-        subject.label: (decision.orders, subject.stream)
+        subject.label: subject.stream
         for subject, decision in zip(subjects, decisions, strict=True)
-        if subject.stream is not None and decision.orders
+        if subject.stream is not None and decision["orders_differ"]
     }
     if not asked:
         return {}
-    first_samples = {label: stream.first_samples(world.num_replicas) for label, (_, stream) in asked.items()}
+    found = {label: (stream.order, stream.first_samples(world.num_replicas)) for label, stream in asked.items()}
+    record = {label: [order, first and [first[0], asdict(first[1])]] for label, (order, first) in found.items()}
 
-    def judge_orders(
-        reported: Mapping[int, Mapping[str, tuple[int, FirstSamples] | None]],
-    ) -> dict[int, dict[str, str]]:
+    def judge_orders(reported: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
         whys = {}
-        for label, (orders, stream) in asked.items():
+        for label, stream in asked.items():
+            orders, firsts = ({rank: told[label][place] for rank, told in reported.items()} for place in (0, 1))
+            samples = {rank: first and (first[0], FirstSamples(**first[1])) for rank, first in firsts.items()}
             with error_context(label):
-                samples = {rank: report[label] for rank, report in reported.items()}
                 whys[label] = why_orders_differ(orders, stream.name, world.num_replicas, samples)
-        return dict.fromkeys(reported, whys)
+        return whys
 
-    return exchange(list(world.share_of_rank or ()), TELLING_APART, first_samples, judge_orders, options.timeout)
+    whys: dict[str, str] = exchange(
+        list(world.share_of_rank or ()), TELLING_APART, record, judge_orders, options.timeout
+    )
+    return whys
 
 
 @contextmanager
@@ -416,14 +440,12 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     is_covered = taken.keys() == {(rank, ranks) for rank in range(ranks)} and len(set(taken.values())) == 1
     if is_alike and is_covered:
         return
-    listed = "; ".join(
-        f"rank {rank} of {ranks} on {ranks_text(members)}"
-        for (rank, ranks), members in by_value({member: world for member, (_, world) in held.items()}).items()
-    )
-    raise RankMismatchError(
+    parties = by_value({member: f"rank {rank} of {ranks}" for member, (_, (rank, ranks)) in held.items()})
+    raise mismatch(
         f"{AGREEING}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
-        f"{listed}, so some samples would be lost or repeated. Build each rank's sampler or dataset for its own rank, "
-        "or pass the process_group= or device_mesh= that it was made for."
+        f"{who_has_what(parties)}, so some samples would be lost or repeated. Build each rank's sampler or dataset for "
+        "its own rank, or pass the process_group= or device_mesh= that it was made for.",
+        [parties],
     )
 
 
@@ -447,15 +469,16 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     if not differing:
         return
     prints = {rank: tuple(contents[rank].fingerprint for contents in differing) for rank in named}
-    listed = " and ".join(ranks_text(ranks) for ranks in by_value(prints).values())
+    parties = by_value(prints)
     names = ", ".join(next(iter(contents.values())).name for contents in differing)
-    raise RankMismatchError(
-        f"{AGREEING}: the datasets of {listed} have different samples at the same indices: they differ in {names}. "
-        "Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of the whole "
-        "dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with random_split(), "
-        "shuffle(), listed files and random data made alike on every rank. If you want each rank to have its own part, "
-        "say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If only the content "
-        "differs, order='seeded' does not compare it."
+    raise mismatch(
+        f"{AGREEING}: the datasets of {parties_text(parties)} have different samples at the same indices: they differ "
+        f"in {names}. Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of "
+        "the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
+        "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
+        "have its own part, say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If "
+        "only the content differs, order='seeded' does not compare it.",
+        [parties],
     )
 
 
@@ -474,18 +497,22 @@ def why_orders_differ(
         RankMismatchError: The streams are parts already.
     """
     parties = by_value(orders)
-    listed = " and ".join(ranks_text(members) for members in parties.values())
+    listed = parties_text(parties)
     known = [report for members in parties.values() if (report := reported[members[0]]) is not None]
     firsts = [first for _, first in known]
     relation = relation_of(firsts, known[0][0], ranks) if len(known) == len(parties) else "unclear"
     mark = _MARK.format(name=name)
     if relation == "parts":
-        raise RankMismatchError(
+        raise mismatch(
             f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
             f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
-            f"or, if you want each rank to have its own part, {mark}."
+            f"or, if you want each rank to have its own part, {mark}.",
+            [parties],
         )
-    own = "has a random generator of its own that is seeded by rank, or follows the order of a set or of files"
+    own = (
+        "has a random generator of its own that is seeded by rank, holds data (weights, indices) that differ, or "
+        "follows the order of a set or of files"
+    )
     if relation == "overlapping":
         cause = f"the sampler {own}. {_LEADS}Make the sampler's order the same on every rank to do without."
     else:

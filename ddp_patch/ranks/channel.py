@@ -20,16 +20,8 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import (
-    already_in,
-    bytes_of,
-    exchange,
-    from_parts,
-    in_parts,
-    ranks_text,
-    require_same,
-    store_reached,
-)
+from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
+from ddp_patch.ranks.packing import bytes_of, from_parts, in_parts
 
 __all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
 
@@ -193,9 +185,9 @@ def opened(
         MissingRanksError: A rank did not arrive in time.
     """
 
-    def named(records: Mapping[int, Mapping[str, object]]) -> dict[int, str]:
+    def named(records: Mapping[int, Mapping[str, object]]) -> str:
         require_same(doing, records)
-        return dict.fromkeys(records, uuid4().hex)
+        return uuid4().hex
 
     name: str = exchange(members, doing, {"patched as": f"number {number}", **facts}, named, timeout)
     _lingering[:] = [(work, cut) for work, cut in _lingering if not work.is_completed()]

@@ -5,61 +5,55 @@ subset of ranks, leaves no group behind, and can name the missing ranks.
 """
 
 import hashlib
-import io
-import pickle
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from importlib import import_module
+from itertools import accumulate, chain, groupby, islice
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
+from ddp_patch import errors
 from ddp_patch.compat.private_torch import default_store
-from ddp_patch.errors import DDPPatchError, LeaderError, MissingRanksError, RankMismatchError, message_of
+from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 
 __all__ = [
-    "FIRST_PIECE",
-    "LARGEST_PIECE",
-    "Leader",
+    "FEW",
+    "PerRank",
     "already_in",
     "by_value",
-    "bytes_of",
     "digest",
     "exchange",
-    "from_parts",
-    "in_parts",
-    "packed",
+    "mismatch",
+    "parties_text",
     "ranks_text",
     "refuse",
     "require_same",
     "store_reached",
-    "unpacked",
+    "who_has_what",
 ]
 
 
-T = TypeVar("T")
-
-# The most items in a message, all ranks' together. An ordinary epoch is one message. A stream of unknown length starts
-# with the smaller number, because it may be slow or endless.
-LARGEST_PIECE, FIRST_PIECE = 2**20, 2**12
-
-# Each member's items, the note sent with them, and whether they are the last.
-_Piece: TypeAlias = tuple[list[list[Any]], Any, bool]
-
-_SENDING = "Sending every rank its share"
-
-
-V = TypeVar("V")
+# Of more ranks, or of more values, an error lists no more than these.
+FEW = 16
 
 
 def ranks_text(numbers: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 2"."""
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+    """Return which ranks these are, in words.
+
+    >>> ranks_text([1]), ranks_text([0, 2]), ranks_text([*range(512), *range(513, 1024)])
+    ('rank 1', 'ranks 0, 2', 'ranks 0 to 511, 513 to 1023')
+    """
+    places = enumerate(sorted(numbers))
+    runs = [[rank for _, rank in run] for _, run in groupby(places, lambda place: place[1] - place[0])]
+    parts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    others = sum(map(len, runs[FEW:]))
+    listed = ", ".join(parts[:FEW]) + (f" and {others} others" if others else "")
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed}"
 
 
 def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
@@ -70,87 +64,55 @@ def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     return holders
 
 
+def _by_size(holders: Mapping[Any, list[int]]) -> list[tuple[Any, list[int]]]:
+    """Return the parties, the smallest first."""
+    return sorted(holders.items(), key=lambda party: (len(party[1]), min(party[1])))
+
+
+def who_has_what(holders: Mapping[Any, list[int]]) -> str:
+    """Return who has what, in words; of many ranks, the last are the others."""
+    parties, ranks = _by_size(holders), sum(map(len, holders.values()))
+    few = len(parties) if ranks <= FEW else min(len(parties), FEW) - 1
+    told = [f"{value} on {ranks_text(members)}" for value, members in parties[:few]]
+    if others := parties[few:]:
+        value = others[0][0] if len(others) == 1 else f"{len(others)} other values"
+        told.append(f"{value} on the other {sum(len(members) for _, members in others)}")
+    return "; ".join(told)
+
+
+def parties_text(holders: Mapping[Any, list[int]]) -> str:
+    """Return whose values differ, in words."""
+    parties = [*holders.values()]
+    others = sum(map(len, parties[FEW:]))
+    return " and ".join([*map(ranks_text, parties[:FEW]), *([f"{others} others"] if others else [])])
+
+
+def mismatch(text: str, parties: Sequence[Mapping[Any, list[int]]]) -> RankMismatchError:
+    """Return an error which, of many ranks, one of each party tells.
+
+    Args:
+        text: Its text.
+        parties: The ranks that have each value, of each thing in which they differ.
+    """
+    error = RankMismatchError(text)
+    error.told_on = sorted({min(members) for holders in parties for _, members in _by_size(holders)[:FEW]})[:FEW]
+    return error
+
+
 def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
     """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same."""
-    rows = []
+    differing = {}
     for name in dict.fromkeys(name for record in records.values() for name in record):
         holders = by_value({rank: str(record.get(name, "nothing")) for rank, record in records.items()})
         if len(holders) > 1:
-            rows.append(
-                f"  {name}: " + "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in holders.items())
-            )
-    if rows:
-        raise RankMismatchError(
-            f"{doing}: the ranks differ, so their shards would overlap or their steps would not be equal.\n"
-            + "\n".join(rows)
-            + "\nMake these the same on every rank, and call and iterate the same loaders on each."
+            differing[name] = holders
+    if differing:
+        rows = "\n".join(f"  {name}: {who_has_what(holders)}" for name, holders in differing.items())
+        raise mismatch(
+            f"{doing}: the ranks differ, so their shards would overlap or their steps would not be equal.\n{rows}\n"
+            "Make these the same on every rank, and call and iterate the same loaders on each.",
+            [*differing.values()],
         )
-
-
-def packed(value: Any, beside: Callable[[pickle.PickleBuffer], object] | None = None) -> bytes:
-    """Pickle a value; tensors arrive detached, and those of other devices than the CPU travel through it.
-
-    Args:
-        value: Anything that can be pickled.
-        beside: Called with the memory of each tensor and array, which then stays out of the pickle.
-    """
-    file = io.BytesIO()
-    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=beside).dump(value)
-    return file.getvalue()
-
-
-def unpacked(data: Any, beside: Sequence[torch.Tensor] = ()) -> Any:
-    """Return a pickled value.
-
-    Args:
-        data: What ``packed`` returned.
-        beside: The memory that stayed out of the pickle, in order. The value then lives in it.
-    """
-    return pickle.loads(data, buffers=[part.numpy() for part in beside])  # noqa: S301 - our own ranks'
-
-
-def in_parts(value: Any) -> list[torch.Tensor]:
-    """Return a value as bytes to send: its pickle, then the memory of each tensor and array, uncopied if possible."""
-    parts: list[torch.Tensor] = []
-    data = packed(value, lambda memory: parts.append(_as_tensor(memory.raw())))
-    return [_as_tensor(memoryview(bytearray(data))), *parts]
-
-
-def from_parts(parts: Sequence[torch.Tensor]) -> Any:
-    """Return the value of which ``in_parts`` made these."""
-    data, *beside = parts
-    return unpacked(data.numpy().data, beside)
-
-
-def _as_tensor(memory: memoryview) -> torch.Tensor:
-    """Return the same memory as a tensor; a copy where it may not be written to."""
-    if not len(memory):
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor's values: the same memory where it lies there in order, on the CPU."""
-    plain: torch.Tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
-    dense = plain.contiguous()  # whose dimensions of one element may have any stride
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles the values of tensors alone; torch would pickle all of the storage that a view is a part of."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return how to make a tensor again, or NotImplemented for the usual way."""
-        is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_quantized
-        if not is_plain or value.is_meta:
-            return NotImplemented
-        data = bytes_of(value).numpy() if value.numel() else np.empty(0, np.uint8)
-        return _tensor, (data, value.dtype, tuple(value.shape), value.device.type)
-
-
-def _tensor(data: Any, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
-    """Make a tensor of these bytes again."""
-    return torch.from_numpy(data).view(dtype).reshape(shape).to(device)
 
 
 def digest(value: object) -> str:
@@ -166,47 +128,70 @@ def already_in(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
 # The first member waits for all; the others wait this much longer for its answer.
 MARGIN_S = 5.0
 
+# Counts the forms that records have had. Ranks whose packages differ in it, or in the version, say so and stop.
+PROTOCOL = 1
+
 # The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
 _LARGEST_VALUE = 2**22
+_MOST_SLICES = 2**16
 
-# What this process left in the store that nobody may read: keys by the number of their meeting, by its members. They
-# are deleted in a later meeting, which nobody comes to before leaving the earlier ones.
-_unread: dict[str, dict[int, list[str]]] = {}
+
+@dataclass(slots=True)
+class _Past:
+    """A rank's earlier meetings with the same members.
+
+    Attributes:
+        unread: What it has left in the store, and a later meeting deletes: the number of the meeting, and the key.
+            Nobody comes to a meeting before leaving the earlier ones.
+        doing: What they did when they last met.
+    """
+
+    unread: list[tuple[int, str]] = field(default_factory=list)
+    doing: str = ""
+
+
+_pasts: dict[tuple[str, int], _Past] = {}
+
+
+class PerRank(dict[int, Any]):
+    """The answers of a judge that tells each rank something else."""
 
 
 def exchange(
     members: Sequence[int],
     doing: str,
     record: Any,
-    judge: Callable[[Mapping[int, Any]], Mapping[int, V]],
+    judge: Callable[[Mapping[int, Any]], Any],
     timeout: float,
-) -> V:
-    """Send this rank's record to the first member, and return that member's answer to this rank.
+) -> Any:
+    """Send this rank's record to the first member, and return that member's answer.
+
+    Records and answers are data, and nothing that comes is run: ``bytes`` come as they are, all else as JSON has it. So
+    a tuple comes as a list, and what JSON does not know as its text.
 
     Args:
         members: The global ranks that take part. Each must call this, with the same members in the same order.
         doing: What the ranks are doing, for the error.
-        record: Anything that can be pickled; tensors arrive detached.
-        judge: Called on the first member with every rank's record. Returns an answer for each rank; a
+        record: What the judge gets of this rank.
+        judge: Called on the first member with every rank's record. Returns one answer for all, or ``PerRank``; a
             ``DDPPatchError`` that it raises is raised on every rank.
         timeout: How many seconds the first member waits for the others.
 
     Raises:
         MissingRanksError: A rank did not arrive in time.
-        RankMismatchError: A rank refused to take part.
+        RankMismatchError: A rank refused to take part, has another version, or what came is no record.
     """
     meeting = _Meeting(members, doing, timeout)
     with store_reached(doing):
         meeting.bring(record)
-        is_raised, content = meeting.judged(judge) if meeting.leads else meeting.answered()
-    if not is_raised:
-        meeting.end()
-        return content  # type: ignore[no-any-return]  # what the first member's judge returned
+        failure, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
+    if failure is None:
+        return answer
     # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
     try:
-        raise content.with_traceback(None)
+        raise failure.with_traceback(None)
     finally:
-        del content
+        del failure
 
 
 def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
@@ -219,7 +204,7 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
         meeting.bring(None, why)
         if meeting.leads:
-            meeting.announce(dict.fromkeys(meeting.members, (True, meeting.refusal({meeting.rank: why}))))
+            meeting.announce(meeting.refusal({meeting.rank: why}))
 
 
 @contextmanager
@@ -236,93 +221,216 @@ def store_reached(doing: str) -> Iterator[None]:
         ) from error
 
 
-_Answer = tuple[bool, Any]  # whether to raise it, and what
+@contextmanager
+def _read_from(key: str) -> Iterator[None]:
+    """Raise RankMismatchError, which names the key, if what lies there is not what this version writes."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise RankMismatchError(
+            f"What lies under {key!r} in the process group's store is no record of a rank ({type(error).__name__}). "
+            "Look for another program that uses the same store, give each its own port, and start all ranks again."
+        ) from None
+
+
+def _version() -> str:
+    return f"{import_module('ddp_patch').__version__} (protocol {PROTOCOL})"
+
+
+class _Message(NamedTuple):
+    """A record or an answer: a line of JSON with all but the content, then the content, or slices under other keys.
+
+    Attributes:
+        version: Of what wrote it; if another than ours, nothing else of it is read.
+        doing: What the ranks are doing.
+        refusal: Why the rank does not take part; empty if it does.
+        error: The error to raise: the name of its class, its text, and ``RankMismatchError.told_on``.
+        is_per_rank: Whether each rank has an answer of its own, under another key.
+        is_json: Whether the content is JSON.
+        slices: How many slices there are.
+        content: The content, as bytes.
+    """
+
+    version: str
+    doing: str = ""
+    refusal: str = ""
+    error: tuple[str, str, Sequence[int]] | None = None
+    is_per_rank: bool = False
+    is_json: bool = True
+    slices: int = 0
+    content: bytes = b""
+
+    @classmethod
+    def of(cls, content: Any, **said: Any) -> "_Message":
+        """Return the message with a content."""
+        is_json = not isinstance(content, bytes)
+        data = json.dumps(content, default=str).encode() if is_json else content
+        return cls(_version(), **said, is_json=is_json, content=data)
+
+    def written(self, key: str) -> dict[str, bytes]:
+        """Return what to put under which keys; the last says that the others are there."""
+        starts = range(0, len(self.content), _LARGEST_VALUE) if len(self.content) > _LARGEST_VALUE else ()
+        parts = {f"{key}/{number}": self.content[at : at + _LARGEST_VALUE] for number, at in enumerate(starts)}
+        said = self._replace(slices=len(parts))._asdict()
+        del said["content"]
+        return {**parts, key: json.dumps(said).encode() + b"\n" + (b"" if parts else self.content)}
+
+    @classmethod
+    def read(cls, key: str, data: bytes) -> "_Message":
+        """Return the message that lies under a key, without what is in slices."""
+        line, _, content = data.partition(b"\n")
+        with _read_from(key):
+            said = json.loads(line)
+            if said["version"] != _version():
+                return cls(str(said["version"]))
+            message = cls(**said, content=content)
+            texts = isinstance(message.doing, str) and isinstance(message.refusal, str)
+            if not (texts and isinstance(message.slices, int) and message.slices in range(_MOST_SLICES)):
+                raise ValueError
+            return message
+
+    def taken(self, key: str) -> Any:
+        """Return the content."""
+        with _read_from(key):
+            return json.loads(self.content) if self.is_json else self.content
 
 
 class _Meeting:
-    """The keys of one exchange."""
+    """The keys of one exchange.
+
+    It takes as many requests of a rank whatever the number of ranks.
+    """
 
     def __init__(self, members: Sequence[int], doing: str, timeout: float) -> None:
         self.members, self.doing, self.timeout = list(members), doing, timeout
         self.rank = dist.get_rank()
         self.leads = self.rank == self.members[0]
-        self.store = default_store()
+        self.store: Any = default_store()
         self.base = f"ddp_patch/{digest(self.members)}"
-        self.unread = _unread.setdefault(self.base, {})
 
     def bring(self, record: Any, refusal: str = "") -> None:
         # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
-        self.store.set(f"{self.base}/at/{self.rank}", self.doing)
-        self.unread[self.number] = [self._key("decision")] if self.leads else []
-        self._put(self._key("record", self.rank), (self.doing, record, refusal))
+        if self.number == 1:
+            _pasts.pop((self.base, self.rank), None)
+        self.past = _pasts.setdefault((self.base, self.rank), _Past())
+        self.own = _Message.of(record, doing=self.doing, refusal=refusal)
+        if not self.leads:  # who reads its own record from here
+            self._put(self._left(self.own.written(self._key("record", self.rank))))
 
-    def judged(self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]]) -> _Answer:
-        """Answer all members, on the first of them; return its own answer."""
-        answers: Mapping[int, _Answer]
+    def judged(self, judge: Callable[[Mapping[int, Any]], Any]) -> tuple[DDPPatchError | None, Any]:
+        """Answer all members, on the first of them; return the error to raise, or its own answer."""
         elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
         try:
-            keys = {rank: self._key("record", rank) for rank in self.members}
-            if not self._wait(list(keys.values()), self.timeout):
-                raise self._missing(self.timeout)
-            came = {rank: self._take(key) for rank, key in keys.items()}
-            self._clear_earlier()
-            elsewhere = {rank: doing for rank, (doing, _, _) in came.items() if doing != self.doing}
-            if refused := {rank: why for rank, (_, _, why) in came.items() if why}:
+            came = self._records()
+            elsewhere = {rank: message.doing for rank, message in came.items() if message.doing != self.doing}
+            if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
                 raise self.refusal(refused)  # caught below, and sent to all
-            judged = judge({rank: record for rank, (_, record, _) in came.items()})
-            answers = {rank: (False, answer) for rank, answer in judged.items()}
+            answer = judge({rank: message.taken(self._key("record", rank)) for rank, message in came.items()})
+            each = answer if isinstance(answer, PerRank) else {}
+            messages = {rank: _Message.of(own) for rank, own in each.items()}
+            for_all = _Message.of(None if messages else answer, is_per_rank=bool(messages))
             if self._decide("judged") != "judged":
                 raise MissingRanksError(
-                    f"{self.doing}: rank {self.rank} arrived or answered too late: another of the ranks "
-                    f"{self.members} had already stopped waiting for it. Look for what delayed it, or pass a longer "
-                    "timeout=."
+                    f"{self.doing}: rank {self.rank} arrived or answered too late: another of "
+                    f"{ranks_text(self.members)} had already stopped waiting for it. Look for what delayed it, or pass "
+                    "a longer timeout=."
                 )
         except DDPPatchError as error:
-            answers = dict.fromkeys(self.members, (True, error))
+            failure = error
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            why = f"comparing the ranks raised {error!r}."
-            if elsewhere:
-                why = (
-                    f"{_who_is_where(elsewhere)}. Every rank must get here, at the same point of the script. Look for "
-                    "what these ranks do instead (an error that was caught, an if rank == 0)."
-                )
-            answers = dict.fromkeys(self.members, (True, RankMismatchError(f"{self.doing}: {why}")))
-        self.announce(answers)
-        return answers[self.rank]
+            failure = RankMismatchError(f"{self.doing}: {_why_not_compared(error, elsewhere)}")
+        else:
+            own = messages.pop(self.rank, for_all)
+            of_others = [message.written(self._key("answer", rank)).items() for rank, message in messages.items()]
+            self._put(dict(chain.from_iterable(of_others)))  # each of them deletes its own
+            self._put(self._left(for_all.written(self._key("answer"))))
+            return None, own.taken(self._key("answer"))
+        self.announce(failure)
+        return failure, None
 
-    def announce(self, answers: Mapping[int, _Answer]) -> None:
-        for rank in self.members[1:]:
-            self._put(self._key("answer", rank), answers[rank])
+    def announce(self, failure: DDPPatchError) -> None:
+        """Let all others raise an error: of its own kind, as far as that is one of ours."""
+        kind = next(kind for kind in type(failure).__mro__ if kind.__module__ == errors.__name__)
+        told_on = failure.told_on if isinstance(failure, RankMismatchError) else ()
+        message = _Message.of(None, error=(kind.__name__, message_of(failure), told_on))
+        self._put(self._left(message.written(self._key("answer"))))
 
-    def answered(self) -> _Answer:
-        """Wait for the first member's answer."""
-        key = self._key("answer", self.rank)
+    def answered(self) -> tuple[DDPPatchError | None, Any]:
+        """Wait for the first member's answer; return the error to raise, or the answer."""
+        key = self._key("answer")
         seconds = self.timeout + MARGIN_S
         # One value decides who gives up, so either all ranks get an answer or none does, however late one arrives.
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
         if not came:
-            raise self._missing(seconds)
-        answer: _Answer = self._take(key)
-        self._clear_earlier()
-        return answer
+            raise self._unanswered(seconds)
+        (message,) = self._read([key])
+        self._require_one_version({self.members[0]: message, self.rank: self.own})
+        if message.is_per_rank:
+            key = self._key("answer", self.rank)
+            (message,) = self._read([key])
+            self._left(message.written(key))
+        self._clear(self.number)
+        with _read_from(key):
+            return self._failure(message), message.taken(key)
 
-    def end(self) -> None:
-        """Note that all that this rank left is read: all but the decision."""
-        self.unread[self.number][self.leads :] = []
+    def _failure(self, message: _Message) -> DDPPatchError | None:
+        """Return the error that the answer is; of many ranks, only some tell all of it."""
+        if message.error is None:
+            return None
+        name, text, told_on = message.error
+        kind = getattr(errors, name)
+        if not issubclass(kind, DDPPatchError):
+            raise TypeError
+        if len(self.members) > FEW and told_on and self.rank not in told_on:
+            text = f"{self.doing}: the ranks differ. Look at the error of {ranks_text(told_on)}, which says in what."
+        failure: DDPPatchError = kind(text)
+        return failure
 
-    def _clear_earlier(self) -> None:
-        """Delete what nobody read in earlier meetings: every member has left them."""
-        for number in [number for number in self.unread if number < self.number]:
-            for key in self.unread.pop(number):
+    def _records(self) -> dict[int, _Message]:
+        """Return every rank's record, on the first rank."""
+        keys = [self._key("record", rank) for rank in self.members[1:]]
+        if not self._wait(keys, self.timeout) and (missing := self._without_record(self.members[1:])):
+            here = ranks_text([rank for rank in self.members if rank not in set(missing)])
+            raise self._not_here(missing, self.timeout, f"{here} did. ")
+        self._clear(self.number - 1)
+        came = {self.rank: self.own} | dict(zip(self.members[1:], self._read(keys), strict=True))
+        self._require_one_version(came)
+        return came
+
+    def _require_one_version(self, came: Mapping[int, _Message]) -> None:
+        """Raise RankMismatchError unless all was written by the same version; note that the ranks have met."""
+        versions = by_value({rank: message.version for rank, message in came.items()})
+        if len(versions) > 1:
+            raise mismatch(
+                f"{self.doing}: the ranks run different versions of ddp_patch: {who_has_what(versions)}. Make the "
+                "version the same on every rank, and start all again.",
+                [versions],
+            )
+        self.past.doing = self.doing
+
+    def _clear(self, last: int) -> None:
+        """Delete what this rank left in the meetings up to this one: every member has read it, or never will."""
+        for number, key in self.past.unread:
+            if number <= last:
                 self.store.delete_key(key)
+        self.past.unread = [(number, key) for number, key in self.past.unread if number > last]
+
+    def _left(self, written: dict[str, bytes]) -> dict[str, bytes]:
+        """Note that this rank is to delete these keys; return them."""
+        self.past.unread += [(self.number, key) for key in written]
+        return written
 
     def _decide(self, outcome: str) -> str:
         """Set the outcome of this exchange unless a member has set one already; return the outcome."""
-        return self.store.compare_set(self._key("decision"), "", outcome).decode()
+        key = self._key("decision")
+        if self.leads:
+            self._left({key: b""})
+        decided: str = self.store.compare_set(key, "", outcome).decode()
+        return decided
 
     def refusal(self, refused: Mapping[int, str]) -> RankMismatchError:
-        listed = "\n".join(f"  {ranks_text([rank])}: {why}" for rank, why in refused.items())
+        listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
         return RankMismatchError(
             f"{self.doing}: not every rank could continue.\n{listed}\n"
             "Correct the error above and start all ranks again."
@@ -331,147 +439,67 @@ class _Meeting:
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
 
-    def _put(self, key: str, value: Any) -> None:
-        data = packed(value)
-        slices = [data[start : start + _LARGEST_VALUE] for start in range(0, len(data), _LARGEST_VALUE)]
-        for number, part in enumerate(slices):
-            self.store.set(f"{key}/{number}", part)  # type: ignore[arg-type]  # bytes are taken; the stubs say str
-        self.store.set(key, str(len(slices)))  # last, so that the slices are there when it is
-        self.unread[self.number] += [key, *(f"{key}/{number}" for number in range(len(slices)))]
+    def _put(self, written: Mapping[str, bytes]) -> None:
+        """Put this under its keys, as much in one request as a value may have."""
+        ends = zip(written.items(), accumulate(map(len, written.values())), strict=True)
+        for _, batch in groupby(ends, lambda end: end[1] // _LARGEST_VALUE):
+            self.store.multi_set(*zip(*(item for item, _ in batch), strict=True))
 
-    def _take(self, key: str) -> Any:
-        slices = [f"{key}/{number}" for number in range(int(self.store.get(key)))]
-        value = unpacked(b"".join(self.store.get(part) for part in slices))
-        for used in (*slices, key):
-            self.store.delete_key(used)
-        return value
+    def _read(self, keys: Sequence[str]) -> list[_Message]:
+        """Return what lies under keys that are there; a second time only what is in slices."""
+        messages = list(map(_Message.read, keys, self.store.multi_get(keys))) if keys else []
+        parts = [f"{key}/{at}" for key, message in zip(keys, messages, strict=True) for at in range(message.slices)]
+        if not parts:
+            return messages
+        with _read_from(parts[0]):
+            if not self.store.check(parts):
+                raise KeyError
+        came = iter(self.store.multi_get(parts))
+        return [each._replace(content=each.content + b"".join(islice(came, each.slices))) for each in messages]
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Return whether all keys arrive in time."""
+        if not keys:
+            return True
         try:
             self.store.wait(keys, timedelta(seconds=seconds))
         except RuntimeError:  # the only timeout error that all stores have in common
-            return self.store.check(keys)  # raises if the store is gone
+            return bool(self.store.check(keys))  # raises if the store is gone
         return True
 
-    def _missing(self, seconds: float) -> MissingRanksError:
-        came = [rank for rank in self.members if self.store.add(f"{self.base}/count/{rank}", 0) >= self.number]
-        missing = [rank for rank in self.members if rank not in came]
-        if not missing:
-            return MissingRanksError(
-                f"{self.doing}: all ranks arrived, but rank {self.members[0]}, which compares them, did not answer "
-                f"within {seconds:g} s. It is gone or stuck: look for its error and start all ranks again."
-            )
-        seen = already_in(self.store, {rank: f"{self.base}/at/{rank}" for rank in missing})
-        last_seen = _who_is_where({rank: doing.decode() for rank, doing in seen.items()})
+    def _without_record(self, ranks: Sequence[int]) -> list[int]:
+        """Return which of some ranks have none: few requests where few are missing."""
+        if not ranks or self.store.check([self._key("record", rank) for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        middle = len(ranks) // 2
+        return [*self._without_record(ranks[:middle]), *self._without_record(ranks[middle:])]
+
+    def _unanswered(self, seconds: float) -> MissingRanksError:
+        """Return the error of a rank to which the first one did not answer."""
+        first = self.members[0]
+        if self.store.add(f"{self.base}/count/{first}", 0) < self.number:
+            return self._not_here([first], seconds, f"It compares the ranks, and {ranks_text([self.rank])} waits. ")
+        return MissingRanksError(
+            f"{self.doing}: rank {first}, which compares the ranks, arrived but did not answer within {seconds:g} s. "
+            "It is gone or stuck, or came late and waits for others: look for its error and start all ranks again."
+        )
+
+    def _not_here(self, missing: Sequence[int], seconds: float, came: str) -> MissingRanksError:
+        seen = f"Last seen: {ranks_text(missing)} at {self.past.doing!r}. " if self.past.doing else ""
         return MissingRanksError(
             f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not arrive within {seconds:g} s; "
-            f"{ranks_text(came)} did. {f'Last seen: {last_seen}. ' if seen else ''}Every rank must get here, at the "
-            "same point of the script. Look for what the missing ranks do instead (an error, an if rank == 0, slow "
-            "preparation), or pass a longer timeout=."
+            f"{came}{seen}Every rank must get here, at the same point of the script. Look for what the missing ranks "
+            "do instead (an error, an if rank == 0, slow preparation), or pass a longer timeout=."
         )
 
 
-def _who_is_where(doing: Mapping[int, str]) -> str:
-    return "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(doing).items())
-
-
-@dataclass(frozen=True, slots=True)
-class Leader:
-    """Sends each member its share of an epoch, piece by piece; each piece is one exchange.
-
-    In an exchange, every rank says which pass it is in, and gets its share of the piece. So each piece reveals a rank
-    that is missing or in another pass, and no pass can take a piece that another left unread.
-
-    Attributes:
-        members: The global ranks; the first draws.
-        timeout: How many seconds they wait for each other.
-    """
-
-    members: Sequence[int]
-    timeout: float
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank draws for all."""
-        return dist.get_rank() == self.members[0]
-
-    def send(
-        self,
-        of_all: Iterator[Sequence[Sequence[T]]],
-        facts: Mapping[str, object],
-        note: Callable[[bool], Any],
-        first_piece: int,
-        largest_piece: int = LARGEST_PIECE,
-    ) -> Iterator[list[T]]:
-        """Send every member its share of each piece, and yield this rank's own.
-
-        Args:
-            of_all: The stream in parts, each with one sequence for every member.
-            facts: Which pass this is.
-            note: Returns the note to send with a piece; called with whether the piece is the last.
-            first_piece: How many items, all ranks' together, the first message should hold.
-            largest_piece: How many items a later message may hold.
-
-        Raises:
-            Exception: What drawing the stream raises. The other ranks get a LeaderError.
-        """
-        pieces = _pieces(of_all, len(self.members), first_piece, largest_piece)
-        try:
-            for share, _ in self._shares(facts, ((piece, note(is_last), is_last) for piece, is_last in pieces)):
-                yield share
-            return
-        except LeaderError as error:
-            failure = error.__cause__ or error
-        raise failure
-
-    def receive(self, facts: Mapping[str, object], take_note: Callable[[Any], object]) -> Iterator[list[Any]]:
-        """Yield this rank's share of each piece, after passing the piece's note to ``take_note``.
-
-        Raises:
-            LeaderError: Drawing raised an error on the first rank, which raises that error itself.
-            RankMismatchError: A rank is in another pass.
-            MissingRanksError: A rank did not arrive in time or is gone.
-        """
-        for share, note in self._shares(facts, iter(())):
-            take_note(note)
-            yield share
-
-    def _shares(self, facts: Mapping[str, object], pieces: Iterator[_Piece]) -> Iterator[tuple[list[Any], Any]]:
-        is_last = False
-        while not is_last:
-            share, note, is_last = exchange(self.members, _SENDING, facts, partial(self._next, pieces), self.timeout)
-            yield unpacked(share), note
-
-    def _next(
-        self, pieces: Iterator[_Piece], of_ranks: Mapping[int, Mapping[str, object]]
-    ) -> dict[int, tuple[bytes, Any, bool]]:
-        """Draw the next piece once every rank asks for it."""
-        require_same(_SENDING, of_ranks)
-        try:
-            shares, note, is_last = next(pieces)
-            return {rank: (packed(share), note, is_last) for rank, share in zip(self.members, shares, strict=True)}
-        except Exception as error:
-            raise LeaderError(
-                f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "
-                "continue. See the error of that rank."
-            ) from error
-
-
-def _pieces(
-    of_all: Iterator[Sequence[Sequence[T]]], count: int, most: int, largest: int
-) -> Iterator[tuple[list[list[T]], bool]]:
-    """Join parts into pieces of about ``most`` items, doubling up to ``largest``; say with each if it is the last.
-
-    Every piece but the last has equally many items for each member, so all need the next piece at the same step.
-    """
-    ended = False
-    while not ended:
-        piece: list[list[T]] = [[] for _ in range(count)]
-        while not ended and (sum(map(len, piece)) < most or len(set(map(len, piece))) > 1):
-            shares = next(of_all, None)
-            ended = shares is None
-            for mine, more in zip(piece, shares or (), strict=False):
-                mine += more
-        yield piece, ended
-        most = min(2 * most, largest)
+def _why_not_compared(error: Exception, elsewhere: Mapping[int, str]) -> str:
+    if not elsewhere:
+        return f"comparing the ranks raised {error!r}."
+    where = "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(elsewhere).items())
+    return (
+        f"{where}. Every rank must get here, at the same point of the script. Look for what these ranks do instead (an "
+        "error that was caught, an if rank == 0)."
+    )

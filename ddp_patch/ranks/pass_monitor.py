@@ -232,9 +232,9 @@ class PassMonitor:
             return
         if names and found.mine is not None:
             text = (
-                f"Iterating the {self._name}: in epoch {found.mine.epoch}, the datasets of {ranks_text([peers.rank])} and "
-                f"{ranks_text([rank])} have different samples at the same indices: they differ in {', '.join(names)}. "
-                "Each rank takes its shard of other samples, so some would be lost. Change the data alike on every "
+                f"Iterating the {self._name}: in epoch {found.mine.epoch}, the datasets of {ranks_text([peers.rank])} "
+                f"and {ranks_text([rank])} have different samples at the same indices: they differ in "
+                f"{', '.join(names)}. Each rank takes its shard of other samples, so some would be lost. Change the data alike on every "
                 "rank: shuffle rows with a generator that is seeded by the epoch, list files in sorted order, and add "
                 "the same rows. If only the content differs, order='seeded' does not compare it."
             )

@@ -18,7 +18,7 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.loaders.to_device import Mover
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
-from ddp_patch.ranks.exchange import bytes_of
+from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.saved_position import NotedBatch

@@ -184,7 +184,10 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             length = None
         else:
             length = self._restored_length if latest.start.is_within_pass else latest.length
-        return {**self._facts, "stream length": self._stream_length(self.epochs.upcoming) if length is None else length}
+        return {
+            **self._facts,
+            "sampler length": self._stream_length(self.epochs.upcoming) if length is None else length,
+        }
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""

@@ -157,7 +157,7 @@ def test_another_plan_is_refused() -> None:
     by_iterations = {name: value for name, value in two.items() if name != "max_epochs"} | {"max_iters": 30}
     with raises(StateError, ("batches=4", "batches=2"), ("max_iters", "number of ranks", "batch size", "epoch_length")):
         attached(rank=0, num_replicas=4)[0].load_state_dict(by_iterations)
-    with raises(StateError, "stream length", "Build and patch"):
+    with raises(StateError, "sampler length", "Build and patch"):
         attached(length=12, rank=0, num_replicas=2)[0].load_state_dict(two)
     with raises(StateError, "ddp_patch_loader", "set_epoch"):
         attached(rank=0, num_replicas=2)[0].load_state_dict(one)

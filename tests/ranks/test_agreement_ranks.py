@@ -58,12 +58,12 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
     *differing_facts, (_, differing_samples) = ranks[0]
     tables = [message.split("\n")[1:-1] for _, message in differing_facts]
     assert tables == [
-        ["  stream length: 10 on ranks 0, 2; 9 on rank 1"],
-        ["  dataset length: 20 on ranks 0, 2; 21 on rank 1", "  stream length: 20 on ranks 0, 2; 21 on rank 1"],
-        ["  batch_size: 4 on ranks 0, 2; 3 on rank 1"],
-        ["  sampler: SequentialSampler on ranks 0, 2; RandomSampler on rank 1"],
-        ["  uneven: pad on ranks 0, 2; drop on rank 1", "  seed: 0 on rank 0; 1 on rank 1; 2 on rank 2"],
-        ["  stream length: 10 on ranks 0, 2; 9 on rank 1"],
+        ["  sampler length: 9 on rank 1; 10 on ranks 0, 2"],
+        ["  dataset length: 21 on rank 1; 20 on ranks 0, 2", "  sampler length: 21 on rank 1; 20 on ranks 0, 2"],
+        ["  batch_size: 3 on rank 1; 4 on ranks 0, 2"],
+        ["  sampler: RandomSampler on rank 1; SequentialSampler on ranks 0, 2"],
+        ["  uneven: drop on rank 1; pad on ranks 0, 2", "  seed: 0 on rank 0; 1 on rank 1; 2 on rank 2"],
+        ["  sampler length: 9 on rank 1; 10 on ranks 0, 2"],
     ]
     for _, message in differing_facts:
         assert_tells(message, "Agreeing on how data is sharded", "same on every rank")
@@ -118,7 +118,8 @@ def test_ranks_that_would_draw_different_orders_are_led(monkeypatch: pytest.Monk
             assert len(together) == N, (name, epoch)
             assert together.total() == 24
     (message,) = ranks[0]["own generator, seeded by rank"][0]
-    facts = ("Rank 0 and rank 1 and rank 2", "different orders", "generator", "set", "files", "rank 0 draws", "sends")
+    own = ("generator", "weights, indices", "set", "files")
+    facts = ("Rank 0 and rank 1 and rank 2", "different orders", *own, "rank 0 draws", "sends")
     assert_tells(message, facts, "same on every rank")
 
 
@@ -352,7 +353,7 @@ def first_comes_late(rank: int, world_size: int) -> tuple[str, str]:
 def test_a_first_rank_that_comes_when_others_have_given_up_does_not_go_on_alone() -> None:
     first, *others = run_ranks(first_comes_late, 3)
     assert [name for name, _ in (first, *others)] == ["MissingRanksError"] * 3
-    assert_tells(first[1], ("Agreeing on how data is sharded", "rank 0", "too late", "[0, 1, 2]"), "timeout=")
+    assert_tells(first[1], ("Agreeing on how data is sharded", "rank 0", "too late", "ranks 0 to 2"), "timeout=")
 
 
 # Ranks that do not come.
@@ -468,7 +469,7 @@ def test_ranks_that_would_share_differently_are_told() -> None:
         assert [name for name, _ in told] == ["RankMismatchError"] * 3
         assert "rank 0: 0, rank 1: 1, rank 2: 2, rank 3: 3 on rank 0; rank 0: 0, rank 1: 0" in told[0][1]
         assert "  shares: " in told[1][1]
-        assert "  shuffle_samples_between_gpus: True on rank 0; False on ranks 1, 2, 3" in told[2][1]
+        assert "  shuffle_samples_between_gpus: True on rank 0; False on ranks 1 to 3" in told[2][1]
 
 
 class Unsized(Sampler[int]):

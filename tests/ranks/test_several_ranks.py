@@ -146,21 +146,21 @@ def test_ranks_that_differ_are_told_in_which_loader_and_nothing_is_patched() -> 
     assert {name for name, _ in errors[0]} == {"RankMismatchError"}
     nests, (values, contents, parts) = [text.split("\n")[1:-1] for _, text in errors[0][:5]], errors[0][5:8]
     assert nests == [
-        ["  loaders: loaders[0], loaders[1] on ranks 0, 2; loaders[0], loaders[1] (the same as loaders[0]) on rank 1"],
-        ["  loaders: loaders['train'], loaders['val'] on ranks 0, 2; loaders['val'], loaders['train'] on rank 1"],
-        ["  loaders: loaders[0] on ranks 0, 2; loaders (empty) on rank 1"],
-        ["  loaders: loaders[0], loaders[1] on ranks 0, 2; loaders[0], loaders[1] (None) on rank 1"],
-        ["  loaders: loaders[0] on ranks 0, 2; one on rank 1"],
+        ["  loaders: loaders[0], loaders[1] (the same as loaders[0]) on rank 1; loaders[0], loaders[1] on ranks 0, 2"],
+        ["  loaders: loaders['val'], loaders['train'] on rank 1; loaders['train'], loaders['val'] on ranks 0, 2"],
+        ["  loaders: loaders (empty) on rank 1; loaders[0] on ranks 0, 2"],
+        ["  loaders: loaders[0], loaders[1] (None) on rank 1; loaders[0], loaders[1] on ranks 0, 2"],
+        ["  loaders: one on rank 1; loaders[0] on ranks 0, 2"],
     ]
     assert values[1].split("\n")[1:-1] == [
-        "  loaders[1]['val'] batch_size: 4 on ranks 0, 2; 3 on rank 1",
-        "  loaders[1]['val'] sampler: SequentialSampler on ranks 0, 2; RandomSampler on rank 1",
+        "  loaders[1]['val'] batch_size: 3 on rank 1; 4 on ranks 0, 2",
+        "  loaders[1]['val'] sampler: RandomSampler on rank 1; SequentialSampler on ranks 0, 2",
     ]
     assert contents[1].startswith("loaders[1]: ")
     assert_tells(contents[1], ("datasets of ranks 0, 2 and rank 1", "indices of a Subset"), "whole dataset")
     assert parts[1].startswith("loaders[1]: ")
     assert_tells(parts[1], ("samplers of rank 0 and rank 1 and rank 2", "sharded already"), "one process")
-    assert_tells(errors[0][9][1], "uneven: pad on ranks 0, 2; drop on rank 1", "same on every rank")
+    assert_tells(errors[0][9][1], "uneven: drop on rank 1; pad on ranks 0, 2", "same on every rank")
     (refused, why), others = errors[1][8], (errors[0][8], errors[2][8])
     assert refused == "NotALoaderError"
     assert_tells(why, ("loaders[1]", "5 (int)"), "loader itself")

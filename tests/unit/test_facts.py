@@ -118,7 +118,7 @@ def test_a_length_is_asked_for_once_and_only_where_it_is_needed() -> None:
     stream = StreamFacts.of(sampler)
     assert sampler.asked == 0
     before = random.getstate(), torch.get_rng_state()
-    assert [stream.length, stream.length, stream.described["stream length"]] == [7, 7, 7]
+    assert [stream.length, stream.length, stream.described["sampler length"]] == [7, 7, 7]
     assert sampler.asked == 1
     assert before[0] == random.getstate()
     assert bool((before[1] == torch.get_rng_state()).all())

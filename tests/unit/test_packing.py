@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.ranks import exchange
-from ddp_patch.ranks.exchange import from_parts, in_parts
+from ddp_patch.ranks.packing import from_parts, in_parts, packed, unpacked
 
 
 def sent(value: Any) -> Any:
@@ -72,6 +72,6 @@ def test_ranks_exchange_what_a_view_shows_and_not_the_storage_behind_it(
     monkeypatch.setattr(exchange, "default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     view = torch.arange(100_000)[:3]
-    came = exchange.exchange([0], "Trying", view, lambda records: records, timeout=5)
-    assert came.tolist() == [0, 1, 2]
+    came = exchange.exchange([0], "Trying", packed(view), lambda records: records[0], timeout=5)
+    assert unpacked(came).tolist() == [0, 1, 2]
     assert (tmp_path / "store").stat().st_size < 10_000

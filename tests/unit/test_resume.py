@@ -245,7 +245,7 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
             "shared by": "DDPSamplerWrapper",
             "shuffle_samples_between_gpus": False,
             "sampler": "RandomSampler",
-            "stream length": N,
+            "sampler length": N,
             "seed": 7,
             "uneven": "pad",
             "layout": "interleaved",
@@ -334,7 +334,7 @@ def test_rows_that_were_added_after_the_patch_are_there_when_a_state_is_restored
     next(iter(third))
     assert loader_state(third)["loader"] == loader_state(again)["loader"]
     assert [batch.tolist() for batch in iterator] == whole[2:]
-    with pytest.raises(StateError, match=r"stream length: (40|10) in the state; (24|6) here"):
+    with pytest.raises(StateError, match=r"sampler length: (40|10) in the state; (24|6) here"):
         restore_loader(made(list(range(24))), loader_state(running))
 
 
@@ -492,7 +492,7 @@ def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> Non
 
 AS_IT_WAS = ("loader as it was", "same seed and options")
 OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("stream length: 23 in the state; 22 here", {"sampler": range(22)}, {}),
+    ("sampler length: 23 in the state; 22 here", {"sampler": range(22)}, {}),
     ("sampler: RandomSampler in the state; SequentialSampler here", {"shuffle": False}, {}),
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),

@@ -1,0 +1,162 @@
+"""What ranks ask of the store, and how many bytes travel: on 2 to 64 ranks, which are threads with one real store.
+
+Run it with ``nox -s many_ranks``; ``docs/benchmarks.md`` holds its table. An operation is a function of the rank that
+each thread calls; ``counted`` counts what it asks for on a world of some ranks.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from pages import show_and_put
+from torch.distributed import distributed_c10d
+from torch.utils.data import RandomSampler, Sampler
+
+from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.options import Options
+from ddp_patch.ranks.agreement import Subject, agree
+from ddp_patch.ranks.world import World
+
+WORLDS = (2, 4, 8, 16, 32, 64)
+TIMEOUT_S = 120.0
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+# What the thread that runs is: its rank, the number of ranks, and its store.
+HERE = threading.local()
+
+
+class Asked(NamedTuple):
+    """What a rank asked of the store."""
+
+    requests: int
+    size: int
+
+
+class CountingStore:
+    """A rank's own connection to the store, which counts.
+
+    Attributes:
+        requests: How many calls there were.
+        size: How many bytes of keys and values there were, both ways.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self.requests = self.size = 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counting(*args: Any) -> Any:
+            self.requests += 1
+            answer = call(*args)
+            self.size += bytes_in(args) + bytes_in(answer)
+            return answer
+
+        return counting
+
+
+def bytes_in(value: Any) -> int:
+    """Return how many bytes of keys and values there are; numbers count as eight."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Iterable):
+        return sum(map(bytes_in, value))
+    return 8 if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def counted(operation: Callable[[int], object], world: int) -> Mapping[int, Asked]:
+    """Return what each rank asks when all do an operation, which they have done once before."""
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def on_rank(rank: int) -> Asked:
+        HERE.rank, HERE.world, HERE.store = rank, world, CountingStore(served.port)
+        operation(rank)
+        store = HERE.store
+        begun = Asked(store.requests, store.size)
+        operation(rank)
+        return Asked(store.requests - begun.requests, store.size - begun.size)
+
+    with ThreadPoolExecutor(world) as pool:
+        return dict(enumerate(pool.map(on_rank, range(world))))
+
+
+class Drawn(Sampler[int]):
+    """Draws a permutation of its own on each rank."""
+
+    def __init__(self, seed: int) -> None:
+        self.order = np.random.default_rng(seed).permutation(1000).tolist()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Any:
+        return iter(self.order)
+
+
+def agreeing(samplers: Callable[[int], Sequence[Sampler[int]]]) -> Callable[[int], object]:
+    """Return the operation of agreeing on loaders, as a patch does."""
+
+    def operation(rank: int) -> object:
+        world = World(rank, HERE.world, {each: each for each in range(HERE.world)})
+        streams = [StreamFacts.of(sampler) for sampler in samplers(rank)]
+        subjects = [Subject(stream.described, stream, label=f"loaders[{at}]") for at, stream in enumerate(streams)]
+        return agree(world, Options(timeout=TIMEOUT_S), subjects, f"{len(streams)} loaders")
+
+    return operation
+
+
+def shuffled(count: int) -> Callable[[int], Sequence[Sampler[int]]]:
+    """Return what makes loaders' samplers, alike on every rank."""
+    return lambda rank: [RandomSampler(range(1000)) for _ in range(count)]
+
+
+OPERATIONS: dict[str, Callable[[int], object]] = {
+    "agree on 1 loader": agreeing(shuffled(1)),
+    "agree on 8 loaders": agreeing(shuffled(8)),
+    "agree on 1 whose orders differ": agreeing(lambda rank: [Drawn(rank)]),
+}
+
+
+def fitted(counts: Sequence[float]) -> str:
+    """Return the formula in W that fits the counts: a constant, or a line."""
+    slope, start = np.polyfit(WORLDS, counts, 1)
+    if max(counts) - min(counts) <= 0.2 * max(counts):
+        return f"{round(float(np.mean(counts))):,}"
+    return f"{round(float(slope)):,} W" + (f" + {round(float(start)):,}" if round(float(start)) > 0 else "")
+
+
+def rows_of(name: str, operation: Callable[[int], object]) -> list[list[str]]:
+    """Return the rows of an operation: of the first rank and of another, requests and bytes."""
+    found = [counted(operation, world) for world in WORLDS]
+    rows = []
+    for what in Asked._fields:
+        for who in ("first", "other"):
+            each = [
+                max(getattr(asked, what) for rank, asked in ranks.items() if (rank == 0) is (who == "first"))
+                for ranks in found
+            ]
+            label = "requests" if what == "requests" else "bytes"
+            rows.append([name, f"{label}, {who}", *(f"{count:,}" for count in each), fitted(each)])
+    return rows
+
+
+def main() -> None:
+    """Count, print and write the table."""
+    warnings.simplefilter("ignore")  # of orders that differ
+    dist.get_rank = lambda *_: HERE.rank  # type: ignore[assignment]
+    dist.get_world_size = lambda *_: HERE.world  # type: ignore[assignment]
+    distributed_c10d._get_default_store = lambda: HERE.store  # type: ignore[attr-defined]  # private, so untyped
+    head = ["", "on a rank", *(f"W = {world}" for world in WORLDS), "formula"]
+    rows = [row for name, operation in OPERATIONS.items() for row in rows_of(name, operation)]
+    show_and_put(PAGE, "many-ranks", [head, *rows], grouped=True)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,236 @@
+"""A meeting of ranks: what it costs each of them, what it reads, and what its errors say; threads are the ranks."""
+
+import json
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from messages import assert_tells, raises
+
+from ddp_patch import DDPPatchError
+from ddp_patch.errors import LeaderError, MissingRanksError, RankMismatchError, message_of
+from ddp_patch.ranks import exchange
+from ddp_patch.ranks.exchange import PerRank, ranks_text, refuse, require_same
+
+HERE = threading.local()
+
+
+class Counting:
+    """A store that counts what the rank of this thread asks."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it
+        self.asked: Counter[tuple[int, str]] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked[HERE.rank, name] += 1
+        return getattr(self.store, name)
+
+    def of(self, rank: int) -> int:
+        return sum(count for (one, _), count in self.asked.items() if one == rank)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    made = Counting()
+    monkeypatch.setattr(exchange, "default_store", lambda: made)
+    monkeypatch.setattr(dist, "get_rank", lambda: HERE.rank)
+    monkeypatch.setattr(exchange, "_pasts", {})
+    monkeypatch.setattr(exchange, "MARGIN_S", 1.0)
+    return made
+
+
+def on_ranks(world: int, act: Callable[[int], Any]) -> list[Any]:
+    """What each rank's call returns, or the error that it raises."""
+
+    def on_rank(rank: int) -> Any:
+        HERE.rank = rank
+        try:
+            return act(rank)
+        except DDPPatchError as error:
+            return error
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(on_rank, range(world)))
+
+
+def meet(world: int, record: Any = "said", judge: Any = list, timeout: float = 20) -> Any:
+    return exchange.exchange(range(world), "Trying", record, judge, timeout)
+
+
+def test_a_meeting_costs_each_rank_as_many_requests_whatever_the_number_of_ranks(store: Counting) -> None:
+    costs = []
+    for world in (2, 16):
+        on_ranks(world, lambda _, world=world: meet(world))  # type: ignore[misc]  # a default binds it
+        store.asked.clear()
+        assert on_ranks(world, lambda _, world=world: meet(world)) == [list(range(world))] * world  # type: ignore[misc]
+        costs.append({rank: store.of(rank) for rank in range(world)})
+    assert costs[0] == {0: 7, 1: 5}
+    assert costs[1] == {0: 7} | dict.fromkeys(range(1, 16), 5)
+
+
+def test_answers_of_their_own_are_put_in_one_request(store: Counting) -> None:
+    def judge(records: Any) -> PerRank:
+        return PerRank({rank: b"%d" % rank for rank in records})
+
+    for world in (2, 16):
+        store.asked.clear()
+        assert on_ranks(world, lambda _, world=world: meet(world, judge=judge)) == [  # type: ignore[misc]
+            b"%d" % rank for rank in range(world)
+        ]
+        assert store.asked[0, "multi_set"] == 2
+        assert {store.of(rank) for rank in range(1, world)} == {7}
+    keys = on_ranks(1, lambda _: store.list_keys())[0] if hasattr(dist.HashStore, "list_keys") else []  # type: ignore[attr-defined]
+    assert not any("/record/" in key or "/answer/" in key for key in keys)
+
+
+def test_what_is_large_travels_in_slices(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_LARGEST_VALUE", 10)
+    records = ["x" * 101, b"y" * 25, {"z": [1, 2.5, None]}]
+    answers = on_ranks(3, lambda rank: meet(3, records[rank], lambda came: [repr(came[one]) for one in came]))
+    assert answers == [[repr(record) for record in records]] * 3
+    left = on_ranks(1, lambda _: store.num_keys())
+    on_ranks(3, lambda rank: meet(3, records[rank], lambda came: [repr(came[one]) for one in came]))
+    assert on_ranks(1, lambda _: store.num_keys()) == left
+
+
+class Ran:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+JUNK = [b"", b"1", b"\x80junk", b"{}", b"null\nx", b'{"version": 1', b"[" * 100_000]
+OURS = json.loads(next(iter(exchange._Message.of(None).written("").values())).partition(b"\n")[0])
+JUNK += [json.dumps({**OURS, **odd}).encode() for odd in ({"slices": 2}, {"slices": 1.0}, {"doing": []}, {"other": 1})]
+JUNK += [json.dumps(OURS).encode() + b"\nno JSON"]
+
+
+@pytest.mark.parametrize("number", range(len(JUNK) + 1))
+def test_junk_under_a_key_is_named_and_never_run(store: Counting, tmp_path: Path, number: int) -> None:
+    ran = tmp_path / "ran"
+    junk = [*JUNK, pickle.dumps(Ran(ran))][number]
+
+    def act(rank: int) -> Any:
+        if rank == 1:
+            key = f"ddp_patch/{exchange.digest([0, 1, 2])}/1/record/1"
+            meeting = exchange._Meeting(range(3), "Trying", 20)
+            meeting.number = store.add(f"{meeting.base}/count/1", 1)
+            meeting.past, meeting.own = exchange._Past(), exchange._Message.of(None)
+            store.set(key, junk)
+            failure, _ = meeting.answered()
+            assert failure is not None
+            return failure
+        return meet(3)
+
+    told = on_ranks(3, act)
+    for error in told:
+        assert type(error) is RankMismatchError
+        assert_tells(message_of(error), "/1/record/1", "another program")
+    assert not ran.exists()
+
+
+def test_another_version_is_named_on_both_ranks_and_no_more_of_it_is_read(
+    store: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_version", lambda: f"0.{HERE.rank // 2}.0")
+    told = on_ranks(3, lambda rank: meet(3))
+    for error in told:
+        assert type(error) is RankMismatchError
+        assert_tells(message_of(error), ("version", "0.1.0 on rank 2", "0.0.0 on rank"), "same on every rank")
+    assert "0.0.0 on ranks 0, 1" in str(told[1])
+
+
+def test_errors_of_the_judge_come_as_their_class_and_text(store: Counting) -> None:
+    class MineError(LeaderError):
+        """Of nobody else's knowing."""
+
+    def judge(records: Any) -> Any:
+        raise MineError("It cannot. Stop.")
+
+    first, second = on_ranks(2, lambda rank: meet(2, judge=judge))
+    assert type(first) is MineError
+    assert type(second) is LeaderError
+    assert message_of(second) == "It cannot. Stop."
+
+
+def test_what_all_refuse_alike_is_told_once(store: Counting) -> None:
+    told = on_ranks(20, lambda rank: meet(20) if rank < 2 else refuse(range(20), "Trying", ValueError("no")))
+    assert [type(error) for error in told[:2]] == [RankMismatchError] * 2
+    assert "  ranks 2 to 19: ValueError: no\n" in str(told[1])
+
+
+def test_a_missing_first_rank_costs_each_of_many_as_much_as_one(store: Counting) -> None:
+    on_ranks(16, lambda rank: meet(16))
+    store.asked.clear()
+    told = on_ranks(16, lambda rank: meet(16, timeout=0.1) if rank else None)
+    for error in told[1:]:
+        assert type(error) is MissingRanksError
+        assert_tells(message_of(error), ("rank 0 of 16", "1.1 s", "Last seen: rank 0 at 'Trying'"), "timeout=")
+    assert max(store.of(rank) for rank in range(1, 16)) <= 6
+
+
+def test_the_first_rank_finds_who_is_missing_in_few_requests(store: Counting) -> None:
+    told = on_ranks(64, lambda rank: meet(64, timeout=3) if rank not in {5, 40, 41, 42} else None)
+    assert_tells(message_of(told[0]), ("ranks 5, 40 to 42 of 64", "ranks 0 to 4, 6 to 39, 43 to 63 did"), "timeout=")
+    assert message_of(told[63]) == message_of(told[0])
+    assert store.of(0) < 50
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([1], "rank 1"),
+        ([2, 0], "ranks 0, 2"),
+        ([0, 1], "ranks 0, 1"),
+        (range(6), "ranks 0 to 5"),
+        ([*range(512), *range(513, 1024)], "ranks 0 to 511, 513 to 1023"),
+        (range(0, 100, 2), f"ranks {', '.join(map(str, range(0, 32, 2)))} and 34 others"),
+    ],
+)
+def test_ranks_are_told_as_ranges(numbers: Any, text: str) -> None:
+    assert ranks_text(numbers) == text
+
+
+def row(values: Mapping[int, object]) -> str:
+    with pytest.raises(RankMismatchError) as caught:
+        require_same("Trying", {rank: {"dataset length": value} for rank, value in values.items()})
+    return message_of(caught.value).splitlines()[1].strip()
+
+
+def test_of_many_ranks_the_smallest_party_is_told_first_and_the_largest_is_the_others() -> None:
+    odd = {rank: 20000 if rank == 512 else 10000 for rank in range(1024)}
+    assert row(odd) == "dataset length: 20000 on rank 512; 10000 on the other 1023"
+    assert row({0: 3, 1: 4}) == "dataset length: 3 on rank 0; 4 on rank 1"
+    seeds = row({rank: rank for rank in range(1024)})
+    assert seeds.startswith("dataset length: 0 on rank 0; 1 on rank 1; ")
+    assert seeds.endswith("; 1009 other values on the other 1009")
+    assert seeds.count(";") == 15
+
+
+def test_of_many_ranks_one_of_each_party_tells_the_whole(store: Counting) -> None:
+    def act(rank: int) -> Any:
+        return meet(20, {"length": 7 if rank == 12 else 8}, lambda records: require_same("Trying", records))
+
+    told = on_ranks(20, act)
+    for rank, error in enumerate(told):
+        if rank in {0, 12}:
+            assert "length: 7 on rank 12; 8 on the other 19" in message_of(error)
+        else:
+            assert "\n" not in message_of(error)
+            assert_tells(message_of(error), "the ranks differ", "error of ranks 0, 12")
+
+
+def test_one_rank_alone_asks_nobody(store: Counting) -> None:
+    HERE.rank = 0
+    assert meet(1, (1, "a"), lambda records: records[0]) == [1, "a"]
+    with raises(RankMismatchError, "Trying", None):
+        meet(1, 1, lambda records: 1 / 0)
