@@ -225,7 +225,7 @@ def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[_Column]:
 
 def _of_objects(column: _Column) -> Iterator[_Column]:
     """Yield what objects of the user's hold of names and numbers, where a column has such objects."""
-    first = column.values[0] if len(column.values) else None
+    first = column.values[0] if type(column.values) in {list, tuple} and column.values else ""
     if _has_parts(first) or isinstance(first, str | bytes | int | float | os.PathLike | torch.Tensor | np.ndarray):
         return
     some = [stored(column.values[place]) for place in _spread(len(column.values), _IN_A_PASS)]

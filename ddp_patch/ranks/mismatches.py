@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.log import Difference, Entry, Rule, State
 
-__all__ = ["Parties", "mismatch_text"]
+__all__ = ["Parties", "held_text", "mismatch_text"]
 
 
 class Parties(NamedTuple):
@@ -55,6 +55,23 @@ def mismatch_text(name: str, parties: Parties, found: Difference, why_orders_dif
     return (
         f"{began}: the ranks make different passes, so samples would be lost. On {here}, pass {mine.number} is over "
         f"{_what(mine)}, and on {there} over {_what(theirs)}{is_earlier}. {_ALIKE}"
+    )
+
+
+def held_text(name: str, ranks: Sequence[int], epoch: int, attributes: Sequence[str]) -> str:
+    """Return what ranks are told whose users have changed their datasets in other ways.
+
+    Args:
+        name: What errors call the loader.
+        ranks: The ranks that differ.
+        epoch: The epoch.
+        attributes: What differs.
+    """
+    return (
+        f"Iterating the {name}: in epoch {epoch}, the datasets of {ranks_text(ranks)} have different samples at the same "
+        f"indices: they differ in {', '.join(attributes)}. Each rank takes its shard of other samples, so some would be "
+        "lost. Change the data alike on every rank: shuffle rows with a generator that is seeded by the epoch, list "
+        "files in sorted order, and add the same rows. If only the content differs, order='seeded' does not compare it."
     )
 
 

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import HeldData
-from ddp_patch.ranks.exchange import digest, ranks_text
+from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.first_items import FirstItems
 from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Record, Rule
 from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
-from ddp_patch.ranks.mismatches import Parties, mismatch_text
+from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
 
 __all__ = ["PassMonitor"]
 
@@ -231,13 +231,7 @@ class PassMonitor:
         except (ValueError, TypeError, AttributeError):  # junk
             return
         if names and found.mine is not None:
-            text = (
-                f"Iterating the {self._name}: in epoch {found.mine.epoch}, the datasets of {ranks_text([peers.rank])} "
-                f"and {ranks_text([rank])} have different samples at the same indices: they differ in "
-                f"{', '.join(names)}. Each rank takes its shard of other samples, so some would be lost. Change the data alike on every "
-                "rank: shuffle rows with a generator that is seeded by the epoch, list files in sorted order, and add "
-                "the same rows. If only the content differs, order='seeded' does not compare it."
-            )
+            text = held_text(self._name, (peers.rank, rank), found.mine.epoch, names)
             mailbox.tell(text)
             raise RankMismatchError(text)
 

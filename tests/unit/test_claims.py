@@ -132,7 +132,9 @@ def test_a_stored_rank_that_shards_nothing_is_named() -> None:
 
 def test_a_seed_that_differs_is_named() -> None:
     def make(rank: int, ranks: int) -> DataLoader[Any]:
-        loader: DataLoader[Any] = over(lambda r, w: np.random.default_rng(r).permutation(100)[r::w].tolist(), 100)(rank, ranks)
+        loader: DataLoader[Any] = over(lambda r, w: np.random.default_rng(r).permutation(100)[r::w].tolist(), 100)(
+            rank, ranks
+        )
         vars(loader.sampler)["base_seed"] = 17 * rank
         return loader
 

@@ -73,7 +73,9 @@ KINDS: dict[str, list[Any]] = {
     "sets": [{"b", "a"}, {"c"}],
     "nothing": [None, None],
 }
-PRINT = "import test_digest; print({name: test_digest.digest_of(items).marks for name, items in test_digest.KINDS.items()})"
+PRINT = (
+    "import test_digest; print({name: test_digest.digest_of(items).marks for name, items in test_digest.KINDS.items()})"
+)
 
 
 def test_each_kind_of_items_has_a_digest_of_its_own() -> None:
@@ -95,7 +97,9 @@ def test_the_same_parts_have_the_same_digest_and_each_mark_is_of_all_items_befor
     assert digest_of(items, 7, 30).marks == digest_of(items, 7, 30).marks
     changed = [*items[:2], items[3], items[2], *items[4:]]
     different = digest_of(changed, 7, 30).marks
-    assert all(different[count] != value for count, value in digest_of(items, 7, 30).marks.items() if count > 2 or count < 0)
+    assert all(
+        different[count] != value for count, value in digest_of(items, 7, 30).marks.items() if count > 2 or count < 0
+    )
 
 
 def test_names_are_the_same_on_every_version_of_python() -> None:

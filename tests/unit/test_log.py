@@ -58,7 +58,11 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     # (b) one digest
     "another order": (Rank().takes(0, 5, order="abcxefgh"), Rank().takes(0, 4), Rule.ORDER),
     "another order, not so far yet": (Rank().takes(0, 5, order="abcxefgh"), Rank().takes(0, 3), None),
-    "other epochs have other orders": (Rank().all_of(0, order="hgfe").takes(1, 3), Rank().takes(0, 2, order="hg"), None),
+    "other epochs have other orders": (
+        Rank().all_of(0, order="hgfe").takes(1, 3),
+        Rank().takes(0, 2, order="hg"),
+        None,
+    ),
     # (c) no longer than where it is over
     "left": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 4), Rule.LENGTH),
     "left, and the other not so far": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3), None),
@@ -66,8 +70,16 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     "cut short": (Rank().takes(0, 3, State.LEFT), Rank().takes(0, 4), Rule.LENGTH),
     "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), Rule.LENGTH),
     "ended early on both": (Rank().all_of(0, 3), Rank().all_of(0, 3).takes(1, 2), None),
-    "failed, and the others stopped": (Rank().takes(0, 3, State.FAILED).takes(1, 2), Rank().takes(0, 4).takes(1, 2), None),
-    "failed, and the others went through": (Rank().takes(0, 3, State.FAILED).takes(1, 2), Rank().all_of(0), Rule.LENGTH),
+    "failed, and the others stopped": (
+        Rank().takes(0, 3, State.FAILED).takes(1, 2),
+        Rank().takes(0, 4).takes(1, 2),
+        None,
+    ),
+    "failed, and the others went through": (
+        Rank().takes(0, 3, State.FAILED).takes(1, 2),
+        Rank().all_of(0),
+        Rule.LENGTH,
+    ),
     "failed in the last batch": (Rank().takes(0, 7, State.FAILED).takes(1, 2), Rank().all_of(0), None),
     "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
     # (d) looks
@@ -185,8 +197,11 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
     assert len(text) < 100
 
 
-JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f"[{VERSION + 1},0,0,\"\",-1]".encode()]
-JUNK += [f'[{VERSION},0,0,"",-1,{rest}]'.encode() for rest in ("0", '0,0,"",0,0,9,0,""', '0,"x","",0,0,0,0,""', '0,0,"",0,0,0,0,"",1')]
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},0,0,"",-1]'.encode()]
+JUNK += [
+    f'[{VERSION},0,0,"",-1,{rest}]'.encode()
+    for rest in ("0", '0,0,"",0,0,9,0,""', '0,"x","",0,0,0,0,""', '0,0,"",0,0,0,0,"",1')
+]
 
 
 @pytest.mark.parametrize("junk", JUNK)
