@@ -18,7 +18,7 @@ from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.ranks.histories import PassState
+from ddp_patch.ranks.log import Progress, State
 from ddp_patch.sharding import item_sources
 
 
@@ -159,19 +159,19 @@ class Held(IterableDataset[int]):
 
 @pytest.mark.parametrize("takes_all", [True, False])
 def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes_all: bool) -> None:
-    """Else two ranks that do the same would tell each other different histories."""
+    """Else two ranks that do the same would have different logs."""
     dataset = Held()
     given: Any = DataLoader(dataset, 2, collate_fn=as_it_is, num_workers=1)
     train: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
     batches = iter(train)
     next(batches)
     one = train.sampler.latest
-    assert one.progress() == (2, PassState.OPEN)
+    assert one.progress() == Progress(1, 1)
     dataset.may_end.set()
     while not one.worker_saw_end():  # the test's time limit ends it
         time.sleep(0.001)
-    assert one.progress() == (2, PassState.OPEN)
+    assert one.progress() == Progress(1, 1)
     if takes_all:
         assert len(list(batches)) == 1
     del batches
-    assert one.progress() == ((4, PassState.ENDED) if takes_all else (2, PassState.ABANDONED))
+    assert one.progress() == (Progress(2, 2, State.ENDED) if takes_all else Progress(1, 1))
