@@ -70,9 +70,9 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     records: list[int] = []
     original = ddp_patch.ranks.exchange._Meeting.bring
 
-    def bring(meeting: Any, record: Any) -> None:
+    def bring(meeting: Any, record: Any, refusal: str = "") -> None:
         records.append(len(ddp_patch.ranks.exchange._Message.of(record).content))
-        original(meeting, record)
+        original(meeting, record, refusal)
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
     patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))

@@ -46,7 +46,7 @@ class CountingStore:
     """
 
     def __init__(self, port: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]  # torch documents it
         self.requests = self.size = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +72,7 @@ def bytes_in(value: Any) -> int:
 
 def counted(operation: Callable[[int], object], world: int) -> Mapping[int, Asked]:
     """Return what each rank asks when all do an operation, which they have done once before."""
-    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # torch documents it
 
     def on_rank(rank: int) -> Asked:
         HERE.rank, HERE.world, HERE.store = rank, world, CountingStore(served.port)
@@ -149,9 +149,9 @@ def rows_of(name: str, operation: Callable[[int], object]) -> list[list[str]]:
 def main() -> None:
     """Count, print and write the table."""
     warnings.simplefilter("ignore")  # of orders that differ
-    dist.get_rank = lambda *_: HERE.rank  # type: ignore[assignment]
-    dist.get_world_size = lambda *_: HERE.world  # type: ignore[assignment]
-    distributed_c10d._get_default_store = lambda: HERE.store  # type: ignore[attr-defined]  # private, so untyped
+    dist.get_rank = lambda *_: HERE.rank
+    dist.get_world_size = lambda *_: HERE.world
+    distributed_c10d._get_default_store = lambda: HERE.store
     head = ["", "on a rank", *(f"W = {world}" for world in WORLDS), "formula"]
     rows = [row for name, operation in OPERATIONS.items() for row in rows_of(name, operation)]
     show_and_put(PAGE, "many-ranks", [head, *rows], grouped=True)
