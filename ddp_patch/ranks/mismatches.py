@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.log import Difference, Entry, Rule, State
+from ddp_patch.ranks.log import Difference, Rule
+from ddp_patch.ranks.records import Entry, State
 
 __all__ = ["Parties", "held_text", "mismatch_text"]
 

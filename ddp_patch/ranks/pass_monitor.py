@@ -13,9 +13,10 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import HeldData
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.first_items import FirstItems
-from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Record, Rule
+from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Rule
 from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
 from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
+from ddp_patch.ranks.records import Record
 
 __all__ = ["PassMonitor"]
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_patch.errors import DDPPatchError
-from ddp_patch.ranks.log import LoggedPass, Progress, State
+from ddp_patch.ranks.log import LoggedPass, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.records import State
 
 __all__ = ["WatchedPasses"]
 

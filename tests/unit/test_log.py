@@ -5,7 +5,8 @@ from typing import Self
 import pytest
 
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks.log import VERSION, Entry, Log, LoggedPass, Progress, Record, Rule, State
+from ddp_patch.ranks.log import Log, LoggedPass, Progress, Rule
+from ddp_patch.ranks.records import VERSION, Entry, Record, State
 
 
 class Rank:
