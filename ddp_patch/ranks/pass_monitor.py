@@ -66,6 +66,7 @@ class PassMonitor:
             self._mailbox.post(self._log.record().to_text())
         if (made := self._made_by_all) is not None:
             self._made_before = made[self._group]
+        self._batches_in_epoch: Callable[[], int | None] = lambda: None
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -119,7 +120,14 @@ class PassMonitor:
         self._log.close()
         self._heard.clear()
 
-    def begin(self, epoch: int, begins_at: str, progress: Callable[[], Progress], drawn: Marks | None) -> LoggedPass:
+    def begin(
+        self,
+        epoch: int,
+        begins_at: str,
+        progress: Callable[[], Progress],
+        drawn: Marks | None,
+        batches_in_epoch: Callable[[], int | None] = lambda: None,
+    ) -> LoggedPass:
         """Log that a pass begins.
 
         Args:
@@ -127,7 +135,9 @@ class PassMonitor:
             begins_at: Where in the epoch it begins.
             progress: Tells how far it has come.
             drawn: The digests of what it draws; None if nobody compares that.
+            batches_in_epoch: Tells how many batches it has, for errors.
         """
+        self._batches_in_epoch = batches_in_epoch
         is_own = get_ident() != self._thread  # something reads ahead, by as much as there was time for
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
@@ -220,7 +230,7 @@ class PassMonitor:
             and theirs.rule is found.rule
         ]
         parties = Parties(peers.rank, sorted([rank, *alike]))
-        text = mismatch_text(self._name, parties, found, self.why_orders_differ)
+        text = mismatch_text(self._name, parties, found, self._batches_in_epoch(), self.why_orders_differ)
         mailbox.tell(text)
         raise RankMismatchError(text)
 

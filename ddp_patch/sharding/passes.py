@@ -193,7 +193,8 @@ class Pass(IterationProgress, Generic[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
         try:
-            self._logged = self._monitor.begin(self.epoch, self.begins_at, self.progress, self._digest)
+            whole = self.most_batches
+            self._logged = self._monitor.begin(self.epoch, self.begins_at, self.progress, self._digest, whole)
             for chunk in self._chunks():
                 run = self.give(chunk)
                 yield from self._compared(run) if self._monitor.is_on else [run]

@@ -61,6 +61,16 @@ class _Held:
         return any(left != self._held.encode() for left in self._mailbox.read_of(self._others).values())
 
 
+def why_parts_overlap(name: str) -> str:
+    """Return what may cause that two ranks read the same with share="by_worker", and what to do."""
+    return (
+        f"With share='by_worker', {name} splits itself by get_worker_info(), which counts the workers of all ranks; so "
+        "it splits by something else besides, or its parts are the same. Let it take what its worker's id and "
+        "num_workers say, of one list in the same order on every rank; or leave share out, and each rank keeps its "
+        "share of one stream."
+    )
+
+
 class StreamSampler(EpochSampler[None]):
     """The index sampler of a sharded iterable dataset.
 
@@ -100,6 +110,8 @@ class StreamSampler(EpochSampler[None]):
         if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
             marks, self._held = StreamMarks(shared), _Held(peers, held_by(given.dataset))
             self.monitor.why_orders_differ = self._why_streams_differ
+        if agreed.options.by_worker:
+            self.monitor.expect_parts(partial(why_parts_overlap, type(given.dataset).__name__))
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,
