@@ -80,8 +80,9 @@ def held_text(name: str, ranks: Sequence[int], epoch: int, attributes: Sequence[
     return (
         f"Iterating the {name}: in epoch {epoch}, the datasets of {ranks_text(ranks)} have different samples at the "
         f"same indices: they differ in {', '.join(attributes)}. Each rank takes its shard of other samples, so some "
-        "would be lost. Change the data alike on every rank: shuffle rows with a generator that is seeded by the epoch, "
-        "list files in sorted order, and add the same rows. If only the content differs, order='seeded' does not compare it."
+        "would be lost. Change the data alike on every rank: shuffle rows with a generator seeded by the epoch, list "
+        "files in sorted order, and add the same rows. If only the content differs, order='seeded' does not "
+        "compare it."
     )
 
 
@@ -113,8 +114,8 @@ def _length(behind: Entry, who: str, others: str, further: Entry, total: int | N
     so = "so samples would be lost and steps would not be equal."
     if behind.state is State.ENDED:
         return (
-            f"{epoch} ended after {_batches(behind.batches)} on {who}, and {others} had {further.batches} by then, {so} Give every rank "
-            "equally many batches: skip an unreadable item on all of them or raise an error."
+            f"{epoch} ended after {_batches(behind.batches)} on {who}, and {others} had {further.batches} by then, "
+            f"{so} Give every rank equally many batches: skip an unreadable item on all of them or raise an error."
         )
     if behind.state is State.FAILED:
         return (
