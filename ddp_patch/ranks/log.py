@@ -61,7 +61,8 @@ class LoggedPass:
     Args:
         epoch: Which epoch it is over.
         begins_at: Where in the epoch it begins.
-        progress: Tells how far it has come; asked no more once the pass is left.
+        progress: Tells how far it has come; asked until the next pass begins, and told after that: one that is let go
+            by then ends its sampler's generator, as in one process.
         digest: The digests of what it draws; None if nobody compares that.
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
 
@@ -80,6 +81,8 @@ class LoggedPass:
         self.epoch, self.begins_at, self.others = epoch, begins_at, others
         self.digest: Marks | None = digest
         self.held: str = ""
+        self.is_told: bool = False  # whether it no longer asks
+        self._is_left = False
         self._progress = progress
 
     @property
@@ -93,12 +96,19 @@ class LoggedPass:
         given = self.progress
         return given.least <= _A_LOOK and given.state is State.RUNNING
 
+    def tell(self, given: Progress) -> None:
+        """Record how far it has come, from now on, unless it is left."""
+        if not self._is_left:
+            self._progress = lambda: given
+            self.is_told = True
+
     def leave(self) -> None:
-        """Keep no more than how far it has come: the next pass is made."""
+        """Record that the next pass is made."""
         given = self.progress
         if given.state is State.RUNNING:
             given = given._replace(least=given.most, state=State.LEFT)
-        self._progress = lambda: given
+        self.tell(given)
+        self._is_left = True
 
 
 class Log:
@@ -122,6 +132,8 @@ class Log:
         """Add a pass."""
         if self.has_one_order:
             self.strike_looks()
+        for made in self._passes[self.settled - self._first - 1 :] if self._passes else ():
+            made.tell(made.progress)
         self._passes.append(begun)
 
     def goes_on(self, begun: LoggedPass) -> None:

@@ -52,7 +52,7 @@ class PassMonitor:
     def __init__(self, peers: Peers | None = None, name: str = "loader", *, slack: int = 0) -> None:
         self._peers, self._name, self._slack = peers, name, slack
         self._group = "" if peers is None else peers.group
-        self._mailbox = None if peers is None else Mailbox(peers, "passes")
+        self._mailbox = None if peers is None else Mailbox(peers)
         self._open_end = None if peers is None or self._mailbox is None else OpenEnd(self._mailbox, peers)
         self._log = Log()
         self._made = self._made_before = 0  # how many passes, looks apart; and over other loaders before this one came
@@ -91,13 +91,18 @@ class PassMonitor:
         Args:
             why: Says why samples may be the same, and what to do.
         """
-        if self._peers is not None:
-            self._first_items = FirstItems(self._peers, why)
+        if self._peers is not None and self._mailbox is not None:
+            self._first_items = FirstItems(self._peers, self._mailbox, why)
 
     def note_batch(self, batch: Any) -> None:
         """Record a batch of this rank's part of the data."""
         if self._first_items is not None:
             self._first_items.add(batch)
+
+    @property
+    def mailbox(self) -> Mailbox | None:
+        """Where the ranks leave each other what is about this loader."""
+        return self._mailbox
 
     def compare_held(self, held: HeldData) -> None:
         """Let ranks compare what the user changes in their datasets."""
@@ -127,8 +132,8 @@ class PassMonitor:
         progress: Callable[[], Progress],
         drawn: Marks | None,
         batches_in_epoch: Callable[[], int | None] = lambda: None,
-    ) -> LoggedPass:
-        """Log that a pass begins.
+    ) -> LoggedPass | None:
+        """Log that a pass begins; return None if there is nobody to compare with.
 
         Args:
             epoch: The epoch that it is over.
@@ -137,14 +142,15 @@ class PassMonitor:
             drawn: The digests of what it draws; None if nobody compares that.
             batches_in_epoch: Tells how many batches it has, for errors.
         """
+        if not self.is_on:
+            return None
         self._batches_in_epoch = batches_in_epoch
         is_own = get_ident() != self._thread  # something reads ahead, by as much as there was time for
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
         others = None if is_own or made is None else made[self._group] - self._made - self._made_before
         begun = LoggedPass(epoch, begins_at, told, drawn, others)
-        if self.is_on:
-            self._log.begin(begun)
+        self._log.begin(begun)
         if self._first_items is not None:
             self._first_items.begin()
         if self._held is not None:
@@ -163,8 +169,7 @@ class PassMonitor:
 
     def goes_on(self, begun: LoggedPass) -> None:
         """Record that a pass is given a batch, which may have been struck as a look."""
-        if self.is_on:
-            self._log.goes_on(begun)
+        self._log.goes_on(begun)
 
     def compare(self, *, at_end: bool = False) -> None:
         """Report to the others how far this rank has come, in this pass and before, and compare with them.

@@ -47,18 +47,19 @@ class _Held:
 
     Args:
         peers: Who they are.
+        mailbox: Where they leave it.
         held: A fingerprint of what this rank's does.
     """
 
-    def __init__(self, peers: Peers, held: str) -> None:
-        self._mailbox, self._held = Mailbox(peers, "held"), held
+    def __init__(self, peers: Peers, mailbox: Mailbox, held: str) -> None:
+        self._mailbox, self._held = mailbox, held
         self._others = [rank for rank in peers.members if rank != peers.rank]
-        self._mailbox.post(held)
+        self._mailbox.post(held, "held")
 
     @property
     def differs(self) -> bool:
         """Whether another rank's differs."""
-        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others).values())
+        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others, "held").values())
 
 
 def why_parts_overlap(name: str) -> str:
@@ -107,8 +108,9 @@ class StreamSampler(EpochSampler[None]):
         keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
         marks, self._held = None, None
-        if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
-            marks, self._held = StreamMarks(shared), _Held(peers, held_by(given.dataset))
+        mailbox = self.monitor.mailbox
+        if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
+            marks, self._held = StreamMarks(shared), _Held(peers, mailbox, held_by(given.dataset))
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
             self.monitor.expect_parts(partial(why_parts_overlap, type(given.dataset).__name__))

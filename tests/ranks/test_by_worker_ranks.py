@@ -218,7 +218,7 @@ class Numbers(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         info: Any = get_worker_info()
-        return iter(range(info.id, info.id + self.items * info.num_workers, info.num_workers))
+        return iter(range(info.id * 10**6, info.id * 10**6 + self.items))
 
 
 def times_ranks_talk(rank: int, world_size: int) -> list[tuple[int, int]]:
