@@ -384,9 +384,14 @@ def look(training: Training, act: Act) -> None:
     list(islice(training.train, act.amount))
 
 
-def short_look(training: Training, act: Act) -> None:
-    """Look at no more than half of an epoch's batches."""
-    list(islice(training.train, min(act.amount, N // SIZE // training.me.world // 2)))
+def look_at_one(training: Training, act: Act) -> None:
+    """Look at a batch of the patched loader."""
+    next(iter(training.train))
+
+
+def take_some(training: Training, act: Act) -> None:
+    """Take more of the patched loader than a look."""
+    list(islice(training.train, act.amount + 1))
 
 
 def all_look(training: Training, act: Act) -> None:
@@ -467,7 +472,7 @@ HARMLESS: dict[str, How] = {
     "waits": How(lambda training, act: time.sleep(0.03 * act.amount), in_steps=True),
     "asks for length and position": How(ask, in_steps=True),
     "reads a copy": How(copy_raw, in_steps=True, iterates=True, copies=True),
-    "looks, then all set the epoch": How(short_look, then=set_epoch, passes=True),
+    "looks, then all set the epoch": How(look_at_one, then=set_epoch, passes=True),
 }
 ALIKE: dict[str, How] = {
     "all look": How(all_look, alike=True),
@@ -491,6 +496,7 @@ ALIKE: dict[str, How] = {
 LOSING: dict[str, How] = {
     # Where all epochs have the same order, who is an epoch ahead loses nothing, and is compared an epoch late.
     "looks alone": How(look, SHUFFLED, in_steps=True, iterates=True),
+    "takes some, then all set the epoch": How(take_some, SHUFFLED, then=set_epoch, passes=True),
     "makes an iterator alone": How(lambda training, act: iter(training.train), in_steps=True, iterates=True),
     "sets another epoch alone": How(lambda training, act: training.train.set_epoch(act.epoch + act.amount), SHUFFLED),
     "breaks off alone": How(lambda training, act: None, SHUFFLED, in_last=False),
