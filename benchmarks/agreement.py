@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import draw, start_iterating
-from ddp_patch.orders.fingerprint import PassFingerprint
+from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.ranks.packing import packed
 from ddp_patch.testing import run_ranks
@@ -33,7 +33,7 @@ MEASURED = (
     "comparison of passes, ms",
     "all comparisons, % of steps",
     "of a stream, % of steps",
-    "fingerprint, times as slow",
+    "digest, times as slow",
     "leader, bytes to a rank",
     "leader, ms",
 )
@@ -70,9 +70,9 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     records: list[int] = []
     original = ddp_patch.ranks.exchange._Meeting.bring
 
-    def bring(meeting: Any, record: Any) -> None:
+    def bring(meeting: Any, record: Any, refusal: str = "") -> None:
         records.append(len(ddp_patch.ranks.exchange._Message.of(record).content))
-        original(meeting, record)
+        original(meeting, record, refusal)
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
     patch_ms = timed(lambda: patch_dataloader_to_ddp(loader))
@@ -80,7 +80,8 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     led_ms = timed(lambda: list(led.batch_sampler or ()))
     indices, stream = (in_steps(patch_dataloader_to_ddp(made(world_size))) for made in (drawn, streamed))
     share = [index for batch in led.batch_sampler or () for index in batch]
-    compared = statistics.median(indices), percent(indices), percent(stream), fingerprinted(rank)
+    made = statistics.median(each for each in indices if each > 0.01)  # some are left out, as they would take long
+    compared = made, percent(indices), percent(stream), digested(rank)
     return records[0], patch_ms, *compared, len(packed(share)), led_ms
 
 
@@ -100,8 +101,7 @@ def in_steps(loader: DataLoader[Any]) -> list[float]:
     monitor: Any = loader.sampler.monitor  # type: ignore[attr-defined]  # ours
     spent: list[float] = []
     monitor.compare = timing(monitor.compare, spent)
-    steps = monitor.steps(0, "")
-    steps.post = timing(steps.post, spent)
+    monitor.give_step = timing(monitor.give_step, spent)
     dist.barrier()
     for _ in loader:
         time.sleep(STEP_MS / 1000)
@@ -126,24 +126,24 @@ def percent(spent: list[float]) -> float:
     return 100 * sum(spent) / (STEPS * STEP_MS)
 
 
-def fingerprinted(rank: int) -> float:
-    """How many times as long it takes to draw whole numbers with a fingerprint as without, in turn, on the first rank.
+def digested(rank: int) -> float:
+    """How many times as long it takes to draw whole numbers with a digest as without, in turn, on the first rank.
 
     The others wait: ranks have more cores in a training than here.
     """
     ratios = [1.0]
     for _ in range(20 * REPEATS if rank == 0 else 0):
-        without, taken = (drawn_s(noted) for noted in (None, PassFingerprint()))
+        without, taken = (drawn_s(noted) for noted in (None, Digest()))
         ratios.append(taken / without)
     dist.barrier()
     return statistics.median(ratios)
 
 
-def drawn_s(noted: PassFingerprint | None) -> float:
+def drawn_s(noted: Digest | None) -> float:
     """How many seconds it takes to draw whole numbers, noted or not."""
     start = time.perf_counter()
     states = PrivateRNG(0, 0)
-    chunks = draw(start_iterating(map(int, range(ITEMS))), lambda: states, round_size=8, ahead=True, fingerprint=noted)
+    chunks = draw(start_iterating(map(int, range(ITEMS))), lambda: states, round_size=8, ahead=True, digest=noted)
     for _ in chunks:
         pass
     return time.perf_counter() - start

@@ -20,7 +20,12 @@ from torch.utils.data import RandomSampler, Sampler
 
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options
+from ddp_patch.orders.digest import Digest
+from ddp_patch.ranks import mailbox, pass_monitor
 from ddp_patch.ranks.agreement import Subject, agree
+from ddp_patch.ranks.log import Progress
+from ddp_patch.ranks.mailbox import Peers
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World
 
 WORLDS = (2, 4, 8, 16, 32, 64)
@@ -46,7 +51,7 @@ class CountingStore:
     """
 
     def __init__(self, port: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]  # torch documents it
         self.requests = self.size = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -72,7 +77,7 @@ def bytes_in(value: Any) -> int:
 
 def counted(operation: Callable[[int], object], world: int) -> Mapping[int, Asked]:
     """Return what each rank asks when all do an operation, which they have done once before."""
-    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]  # torch documents it
 
     def on_rank(rank: int) -> Asked:
         HERE.rank, HERE.world, HERE.store = rank, world, CountingStore(served.port)
@@ -116,7 +121,27 @@ def shuffled(count: int) -> Callable[[int], Sequence[Sampler[int]]]:
     return lambda rank: [RandomSampler(range(1000)) for _ in range(count)]
 
 
+def comparing(steps: int) -> Callable[[int], object]:
+    """Return the operation of comparing a pass of so many steps, of which some are compared."""
+    kept = threading.local()
+
+    def operation(rank: int) -> object:
+        if not hasattr(kept, "monitor"):
+            key = f"passes/{HERE.world}"
+            kept.monitor = PassMonitor(Peers(key, key, rank, range(HERE.world)))
+            kept.given, kept.digest = 0, Digest()
+            kept.monitor.begin(0, "0", lambda: Progress(kept.given, kept.given), kept.digest)
+            kept.given = 1
+        for _ in range(steps):
+            kept.given += 1
+            kept.digest.add(range(10 * kept.given))
+        return kept.monitor.compare()
+
+    return operation
+
+
 OPERATIONS: dict[str, Callable[[int], object]] = {
+    "compare a pass": comparing(32),
     "agree on 1 loader": agreeing(shuffled(1)),
     "agree on 8 loaders": agreeing(shuffled(8)),
     "agree on 1 whose orders differ": agreeing(lambda rank: [Drawn(rank)]),
@@ -149,9 +174,11 @@ def rows_of(name: str, operation: Callable[[int], object]) -> list[list[str]]:
 def main() -> None:
     """Count, print and write the table."""
     warnings.simplefilter("ignore")  # of orders that differ
-    dist.get_rank = lambda *_: HERE.rank  # type: ignore[assignment]
-    dist.get_world_size = lambda *_: HERE.world  # type: ignore[assignment]
-    distributed_c10d._get_default_store = lambda: HERE.store  # type: ignore[attr-defined]  # private, so untyped
+    dist.get_rank = lambda *_: HERE.rank
+    dist.get_world_size = lambda *_: HERE.world
+    dist.is_initialized = lambda: True
+    mailbox.default_store = pass_monitor.default_store = lambda: HERE.store
+    distributed_c10d._get_default_store = lambda: HERE.store
     head = ["", "on a rank", *(f"W = {world}" for world in WORLDS), "formula"]
     rows = [row for name, operation in OPERATIONS.items() for row in rows_of(name, operation)]
     show_and_put(PAGE, "many-ranks", [head, *rows], grouped=True)

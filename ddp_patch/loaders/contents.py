@@ -137,7 +137,7 @@ class HeldData:
         return any(len(set(both.split(" "))) > 1 for both in self.told().values())
 
     def read(self) -> None:
-        """Note what reading samples has changed since the pass began; what it has made counts once it stays as it is."""
+        """Note what reading has changed since the pass began; what it has made counts once it stays as it is."""
         now = _digests(self._dataset)
         for name, digest in now.items():
             before = self._begun.get(name, self._made.get(name, digest))

@@ -29,11 +29,11 @@ class Mark(NamedTuple):
     """A digest at a count.
 
     Attributes:
-        count: How many items it is of; ``END`` if it is of all, and of how many these are.
+        at: How many items it is of; ``END`` if it is of all, and of how many these are.
         value: The digest, 64 bits with a sign.
     """
 
-    count: int
+    at: int
     value: int
 
 

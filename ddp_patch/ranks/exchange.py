@@ -326,7 +326,14 @@ class _Meeting:
             elsewhere = {rank: message.doing for rank, message in came.items() if message.doing != self.doing}
             if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
                 raise self.refusal(refused)  # caught below, and sent to all
-            answer = judge({rank: message.taken(self._key("record", rank)) for rank, message in came.items()})
+            records = {rank: message.taken(self._key("record", rank)) for rank, message in came.items()}
+            try:
+                answer = judge(records)
+            except RankMismatchError as error:
+                if not elsewhere:
+                    raise
+                # What they do elsewhere says more than how their records differ.
+                raise RankMismatchError(f"{self.doing}: {_why_not_compared(error, elsewhere)}") from error
             each = answer if isinstance(answer, PerRank) else {}
             messages = {rank: _Message.of(own) for rank, own in each.items()}
             for_all = _Message.of(None if messages else answer, is_per_rank=bool(messages))

@@ -44,12 +44,12 @@ class FirstItems:
 
     Args:
         peers: Who they are.
+        mailbox: Where they leave each other what is about the loader.
         why: Says why samples may be the same, and what to do.
     """
 
-    def __init__(self, peers: Peers, why: Callable[[], str]) -> None:
-        self._peers, self._why = peers, why
-        self._mailbox = Mailbox(peers, "first")
+    def __init__(self, peers: Peers, mailbox: Mailbox, why: Callable[[], str]) -> None:
+        self._peers, self._mailbox, self._why = peers, mailbox, why
         self._pass = -1
         self._hashes: list[int] = []
         self._is_done = True
@@ -76,8 +76,8 @@ class FirstItems:
         if self._is_done:
             return
         self._is_done = at_end and len(self._hashes) >= _MOST
-        self._mailbox.post(json.dumps([self._pass, *self._hashes], separators=(",", ":")))
-        for rank, text in self._mailbox.read().items():
+        self._mailbox.post(json.dumps([self._pass, *self._hashes], separators=(",", ":")), "first")
+        for rank, text in self._mailbox.read("first").items():
             try:
                 number, *theirs = json.loads(text)
                 found = common_items(self._hashes, theirs, len(self._peers.members)) if number == self._pass else 0

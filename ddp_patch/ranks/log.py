@@ -12,30 +12,19 @@ pass can only grow. Passes are numbered, looks apart; ``n`` is such a number.
 A pass is left when the next one takes its second batch, or ends. A restored position begins a new list of passes.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from ddp_patch.orders.digest import Mark
+from ddp_patch.ranks.records import Entry, Record, State
 
-__all__ = ["Difference", "Entry", "Log", "LoggedPass", "Marks", "Progress", "Record", "Rule", "State"]
+__all__ = ["Difference", "Log", "LoggedPass", "Marks", "Progress", "Rule"]
 
-# The version of what ranks leave each other.
-VERSION = 1
 # So many passes before the latest one are kept whole; of earlier ones a hash.
 _KEPT = 16
 _A_LOOK = 1  # batch
-
-
-class State(IntEnum):
-    """What is known of a pass."""
-
-    RUNNING = 0  # it may continue
-    LEFT = 1  # the next one has begun, or it was cut short
-    ENDED = 2  # the loop has seen its end
-    FAILED = 3  # the loop was given an error instead of a batch
 
 
 class Progress(NamedTuple):
@@ -72,7 +61,8 @@ class LoggedPass:
     Args:
         epoch: Which epoch it is over.
         begins_at: Where in the epoch it begins.
-        progress: Tells how far it has come; asked no more once the pass is left.
+        progress: Tells how far it has come; asked until the next pass begins, and told after that: one that is let go
+            by then ends its sampler's generator, as in one process.
         digest: The digests of what it draws; None if nobody compares that.
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
 
@@ -91,6 +81,8 @@ class LoggedPass:
         self.epoch, self.begins_at, self.others = epoch, begins_at, others
         self.digest: Marks | None = digest
         self.held: str = ""
+        self.is_told: bool = False  # whether it no longer asks
+        self._is_left = False
         self._progress = progress
 
     @property
@@ -104,72 +96,19 @@ class LoggedPass:
         given = self.progress
         return given.least <= _A_LOOK and given.state is State.RUNNING
 
+    def tell(self, given: Progress) -> None:
+        """Record how far it has come, from now on, unless it is left."""
+        if not self._is_left:
+            self._progress = lambda: given
+            self.is_told = True
+
     def leave(self) -> None:
-        """Keep no more than how far it has come: the next pass is made."""
+        """Record that the next pass is made."""
         given = self.progress
         if given.state is State.RUNNING:
             given = given._replace(least=given.most, state=State.LEFT)
-        self._progress = lambda: given
-
-
-class Entry(NamedTuple):
-    """A pass, as another rank is told of it; see ``LoggedPass`` and ``Progress``."""
-
-    number: int
-    epoch: int
-    begins_at: str
-    others: int | None
-    batches: int
-    state: State
-    is_own: bool
-    held: str
-    mark: Mark | None
-
-
-class Record(NamedTuple):
-    """What a rank tells the others of its log.
-
-    Attributes:
-        lists: How many lists of passes it has closed, by restoring a position.
-        closed: How many passes the last of them had.
-        chain: A hash of all passes before the latest one.
-        before: How many batches the pass before the latest one had, so that a rank that is still in that one hears of
-            its end; -1 if there is
-            none, or others may have had more.
-        entry: The latest pass that is more than a look; None before the first.
-    """
-
-    lists: int = 0
-    closed: int = 0
-    chain: str = ""
-    before: int = -1
-    entry: Entry | None = None
-
-    def to_text(self) -> str:
-        """Return it as JSON."""
-        entry = () if self.entry is None else (*self.entry[:-1], *(self.entry.mark or ()))
-        return json.dumps([VERSION, *self[:-1], *entry], separators=(",", ":"))
-
-    @classmethod
-    def of_text(cls, text: bytes | str) -> "Record | None":
-        """Return what ``to_text`` made text of; None if it is anything else, or of another version."""
-        try:
-            version, lists, closed, chain, before, *entry = json.loads(text)
-            if version != VERSION or not _are_whole(lists, closed, before):
-                return None
-            if not entry:
-                return cls(lists, closed, str(chain), before)
-            number, epoch, begins_at, others, batches, state, is_own, held, *mark = entry
-            digest = Mark(*mark) if mark else None
-            made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), str(held), digest)
-            is_known = _are_whole(number, epoch, batches, others or 0, *mark)
-            return cls(lists, closed, str(chain), before, made) if is_known else None
-        except (ValueError, TypeError):
-            return None
-
-
-def _are_whole(*numbers: object) -> bool:
-    return all(isinstance(number, int) for number in numbers)
+        self.tell(given)
+        self._is_left = True
 
 
 class Log:
@@ -193,6 +132,8 @@ class Log:
         """Add a pass."""
         if self.has_one_order:
             self.strike_looks()
+        for made in self._passes[self.settled - self._first - 1 :] if self._passes else ():
+            made.tell(made.progress)
         self._passes.append(begun)
 
     def goes_on(self, begun: LoggedPass) -> None:
@@ -301,7 +242,7 @@ class Log:
             return Rule.OTHERS
         digest = self._passes[own.number - self._first].digest
         if digest is not None and other.mark is not None:
-            at_their_count = digest.marks.get(other.mark.count, other.mark.value)
+            at_their_count = digest.marks.get(other.mark.at, other.mark.value)
             if at_their_count != other.mark.value:
                 return Rule.ORDER
         if _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack):

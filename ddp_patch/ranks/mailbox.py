@@ -1,7 +1,7 @@
 """Mailboxes in the process group's store, in which ranks leave each other records. Nobody waits for one."""
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ _STORE_ERRORS = (RuntimeError, ValueError)
 _IS_WATCHED = ContextVar("_IS_WATCHED", default=True)
 
 # What was left about the last loaders that are gone on this rank stays, so that slower ranks may read it.
-_GONE_KEPT = 16
-_gone: deque[tuple[ref[Any], str]] = deque()
+_GONE_KEPT = 8
+_gone: deque[tuple[ref[Any], Collection[str]]] = deque()
 
 _NEVER = b"~"  # no value that anybody leaves
 
@@ -41,6 +41,7 @@ class Peers:
         group: Names these ranks, alike for all of their loaders.
         rank: This process's global rank.
         members: The global ranks of all of them.
+        keys: What this rank has left there already.
         read_one_stream: Whether all shard one stream: a process group may contain several explicit worlds.
     """
 
@@ -48,6 +49,7 @@ class Peers:
     group: str
     rank: int
     members: Sequence[int]
+    keys: Sequence[str] = ()
     read_one_stream: bool = True
 
 
@@ -89,21 +91,21 @@ def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[st
         key = f"{base}/{digest(sorted(described.items()))}"
         counts[key] += 1
         key = f"{key}/{counts[key]}"
-        _take_share(store, f"{key}/share/{share}", rank, (share, num_replicas), ranks)
+        keys = _take_share(store, f"{key}/share/{share}", rank, (share, num_replicas), ranks)
     except _STORE_ERRORS as error:
         if isinstance(error, RankMismatchError):
             raise
         return None
-    return Peers(key, base, rank, range(ranks), num_replicas == ranks)
+    return Peers(key, base, rank, range(ranks), keys, num_replicas == ranks)
 
 
-def _take_share(store: Any, key: str, rank: int, share: tuple[int, int], ranks: int) -> None:
-    """Count this rank among those that take a share; raise RankMismatchError if they are too many."""
+def _take_share(store: Any, key: str, rank: int, share: tuple[int, int], ranks: int) -> Sequence[str]:
+    """Count this rank among those that take a share, and return the keys; raise RankMismatchError if too many do."""
     most = ranks // share[1]
     place = store.add(key, 1)
     store.set(f"{key}/{place}", str(rank))
     if place <= most:
-        return
+        return key, f"{key}/{place}"
     takers = sorted({rank, *(int(store.get(f"{key}/{before}")) for before in range(1, place))})
     text = (
         f"rank= and num_replicas= contradict the process group: {ranks_text(takers)} all take shard {share[0]} of "
@@ -133,18 +135,17 @@ class Mailbox:
 
     Args:
         peers: Who they are.
-        subject: What it is about.
     """
 
-    def __init__(self, peers: Peers, subject: str) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
         self._left: dict[str, str] = {}
-        self._place, self._turn = peers.members.index(peers.rank), 0
-        self._subject = subject
+        self._place, self._turns = peers.members.index(peers.rank), Counter[str]()
+        self._keys = {*peers.keys}  # all that this rank has left
         _delete_gone()
-        finalize(self, _gone.append, (self._store, self._key(subject, peers.rank))).atexit = False
+        finalize(self, _gone.append, (self._store, self._keys)).atexit = False
 
     def _key(self, subject: str, rank: int) -> str:
         return f"{self._peers.key}/{subject}/{rank}"
@@ -154,9 +155,8 @@ class Mailbox:
         """Whether anybody may still leave or read some: the process group is there, and its store."""
         return self._open_store() is not None
 
-    def post(self, record: str, subject: str = "") -> None:
-        """Leave a record, or one about another subject, unless it is there already."""
-        subject = subject or self._subject
+    def post(self, record: str, subject: str = "passes") -> None:
+        """Leave a record about a subject, unless it is there already."""
         if record != self._left.get(subject):
             self._left[subject] = record
             self._put(self._key(subject, self._peers.rank), record)
@@ -173,20 +173,21 @@ class Mailbox:
     def count(self, name: str, more: int) -> int:
         """Add to a number that is all ranks', and return it."""
         store = self._open_store()
+        self._keys.add(f"{self._peers.key}/{name}")
         with suppress(*_STORE_ERRORS):
             return 0 if store is None else int(store.add(f"{self._peers.key}/{name}", more))
         return 0
 
-    def read(self) -> dict[int, bytes]:
-        """Return what rank 0 and another one have left, as far as they have."""
+    def read(self, subject: str = "passes") -> dict[int, bytes]:
+        """Return what rank 0 and another one have left about a subject, as far as they have."""
         members = self._peers.members
-        self._turn = self._turn % max(1, len(members) - 1) + 1
-        ranks = {members[0], members[(self._place + self._turn) % len(members)]} - {self._peers.rank}
-        return self.read_of(sorted(ranks))
+        self._turns[subject] = turn = self._turns[subject] % max(1, len(members) - 1) + 1
+        ranks = {members[0], members[(self._place + turn) % len(members)]} - {self._peers.rank}
+        return self.read_of(sorted(ranks), subject)
 
-    def read_of(self, ranks: Sequence[int], subject: str = "") -> dict[int, bytes]:
-        """Return what some ranks have left, or about another subject."""
-        found = {rank: self._value(self._key(subject or self._subject, rank)) for rank in ranks}
+    def read_of(self, ranks: Sequence[int], subject: str = "passes") -> dict[int, bytes]:
+        """Return what some ranks have left about a subject."""
+        found = {rank: self._value(self._key(subject, rank)) for rank in ranks}
         return {rank: value for rank, value in found.items() if value is not None}
 
     def tell(self, text: str) -> None:
@@ -199,6 +200,7 @@ class Mailbox:
     def _put(self, key: str, value: str) -> None:
         """Leave a value in the least time: neither the store nor the process group is asked anything."""
         store = None if self._store is None else self._store()
+        self._keys.add(key)
         try:
             if store is not None:
                 store.set(key, value)
@@ -227,8 +229,8 @@ def _delete_gone() -> None:
     """Delete what this rank has left about loaders that are gone, but for the last ones."""
     while len(_gone) > _GONE_KEPT:
         with suppress(IndexError, *_STORE_ERRORS):  # another thread took it; or the store is gone
-            store, key = _gone.popleft()
-            if dist.is_initialized() and store() is default_store():
+            store, keys = _gone.popleft()
+            for key in keys if dist.is_initialized() and store() is default_store() else ():
                 default_store().delete_key(key)
 
 

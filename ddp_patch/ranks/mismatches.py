@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ddp_patch.orders.digest import END
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.log import Difference, Entry, Rule, State
+from ddp_patch.ranks.log import Difference, Rule
+from ddp_patch.ranks.records import Entry, State
 
 __all__ = ["Parties", "held_text", "mismatch_text"]
 
@@ -21,13 +23,16 @@ class Parties(NamedTuple):
     there: Sequence[int]
 
 
-def mismatch_text(name: str, parties: Parties, found: Difference, why_orders_differ: Callable[[], str]) -> str:
+def mismatch_text(
+    name: str, parties: Parties, found: Difference, total: int | None, why_orders_differ: Callable[[], str]
+) -> str:
     """Return what all ranks are told.
 
     Args:
         name: What errors call the loader.
         parties: Who differs.
         found: How.
+        total: How many batches an epoch has, as this rank knows it; None if it does not.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
     """
     here, there = ranks_text([parties.here]), ranks_text(parties.there)
@@ -39,11 +44,16 @@ def mismatch_text(name: str, parties: Parties, found: Difference, why_orders_dif
             "made another pass. Restore the same state on every rank, at the same point of the script."
         )
     if found.rule is Rule.ORDER:
-        return f"{began}: in epoch {mine.epoch}, {here} and {there} draw different orders. {why_orders_differ()}"
+        within = theirs.mark.at if theirs.mark is not None else END
+        where = f"within the first {within} items" if within != END else "or orders of different lengths"
+        return (
+            f"{began}: in epoch {mine.epoch}, {here} and {there} draw different orders, {where}. {why_orders_differ()}"
+        )
     if found.rule is Rule.LENGTH:
         is_mine = _is_over(mine) and not (_is_over(theirs) and theirs.batches < mine.batches)
         behind, further = (mine, theirs) if is_mine else (theirs, mine)
-        return f"{began}: {_length(behind, *((here, there) if is_mine else (there, here)), further)}"
+        who, others = (here, there) if is_mine else (there, here)
+        return f"{began}: {_length(behind, who, others, further, total)}"
     if found.rule is Rule.OTHERS:
         return (
             f"{began}: when pass {mine.number} over it began, {here} had made {_passes(mine.others)} over the other "
@@ -68,10 +78,11 @@ def held_text(name: str, ranks: Sequence[int], epoch: int, attributes: Sequence[
         attributes: What differs.
     """
     return (
-        f"Iterating the {name}: in epoch {epoch}, the datasets of {ranks_text(ranks)} have different samples at the same "
-        f"indices: they differ in {', '.join(attributes)}. Each rank takes its shard of other samples, so some would be "
-        "lost. Change the data alike on every rank: shuffle rows with a generator that is seeded by the epoch, list "
-        "files in sorted order, and add the same rows. If only the content differs, order='seeded' does not compare it."
+        f"Iterating the {name}: in epoch {epoch}, the datasets of {ranks_text(ranks)} have different samples at the "
+        f"same indices: they differ in {', '.join(attributes)}. Each rank takes its shard of other samples, so some "
+        "would be lost. Change the data alike on every rank: shuffle rows with a generator seeded by the epoch, list "
+        "files in sorted order, and add the same rows. If only the content differs, order='seeded' does not "
+        "compare it."
     )
 
 
@@ -93,17 +104,18 @@ def _passes(count: int | None) -> str:
     return f"{count} pass{'' if count == 1 else 'es'}"
 
 
-def _batches(count: int) -> str:
-    return f"{count} batch{'' if count == 1 else 'es'}"
+def _batches(count: int, total: int | None = None) -> str:
+    of_all = f" of {total}" if total is not None and total > count else ""
+    return f"{count}{of_all} batch{'' if count == 1 and not of_all else 'es'}"
 
 
-def _length(behind: Entry, who: str, others: str, further: Entry) -> str:
-    epoch, taken = f"epoch {behind.epoch}", _batches(behind.batches)
+def _length(behind: Entry, who: str, others: str, further: Entry, total: int | None) -> str:
+    epoch, taken = f"epoch {behind.epoch}", _batches(behind.batches, total)
     so = "so samples would be lost and steps would not be equal."
     if behind.state is State.ENDED:
         return (
-            f"{epoch} ended after {taken} on {who}, and {others} had {further.batches} by then, {so} Give every rank "
-            "equally many batches: skip an unreadable item on all of them or raise an error."
+            f"{epoch} ended after {_batches(behind.batches)} on {who}, and {others} had {further.batches} by then, "
+            f"{so} Give every rank equally many batches: skip an unreadable item on all of them or raise an error."
         )
     if behind.state is State.FAILED:
         return (

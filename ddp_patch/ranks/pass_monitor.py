@@ -13,9 +13,10 @@ from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import HeldData
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.first_items import FirstItems
-from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Record, Rule
+from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Rule
 from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
 from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
+from ddp_patch.ranks.records import Record
 
 __all__ = ["PassMonitor"]
 
@@ -51,7 +52,7 @@ class PassMonitor:
     def __init__(self, peers: Peers | None = None, name: str = "loader", *, slack: int = 0) -> None:
         self._peers, self._name, self._slack = peers, name, slack
         self._group = "" if peers is None else peers.group
-        self._mailbox = None if peers is None else Mailbox(peers, "passes")
+        self._mailbox = None if peers is None else Mailbox(peers)
         self._open_end = None if peers is None or self._mailbox is None else OpenEnd(self._mailbox, peers)
         self._log = Log()
         self._made = self._made_before = 0  # how many passes, looks apart; and over other loaders before this one came
@@ -65,6 +66,7 @@ class PassMonitor:
             self._mailbox.post(self._log.record().to_text())
         if (made := self._made_by_all) is not None:
             self._made_before = made[self._group]
+        self._batches_in_epoch: Callable[[], int | None] = lambda: None
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -89,13 +91,18 @@ class PassMonitor:
         Args:
             why: Says why samples may be the same, and what to do.
         """
-        if self._peers is not None:
-            self._first_items = FirstItems(self._peers, why)
+        if self._peers is not None and self._mailbox is not None:
+            self._first_items = FirstItems(self._peers, self._mailbox, why)
 
     def note_batch(self, batch: Any) -> None:
         """Record a batch of this rank's part of the data."""
         if self._first_items is not None:
             self._first_items.add(batch)
+
+    @property
+    def mailbox(self) -> Mailbox | None:
+        """Where the ranks leave each other what is about this loader."""
+        return self._mailbox
 
     def compare_held(self, held: HeldData) -> None:
         """Let ranks compare what the user changes in their datasets."""
@@ -118,22 +125,32 @@ class PassMonitor:
         self._log.close()
         self._heard.clear()
 
-    def begin(self, epoch: int, begins_at: str, progress: Callable[[], Progress], drawn: Marks | None) -> LoggedPass:
-        """Log that a pass begins.
+    def begin(
+        self,
+        epoch: int,
+        begins_at: str,
+        progress: Callable[[], Progress],
+        drawn: Marks | None,
+        batches_in_epoch: Callable[[], int | None] = lambda: None,
+    ) -> LoggedPass | None:
+        """Log that a pass begins; return None if there is nobody to compare with.
 
         Args:
             epoch: The epoch that it is over.
             begins_at: Where in the epoch it begins.
             progress: Tells how far it has come.
             drawn: The digests of what it draws; None if nobody compares that.
+            batches_in_epoch: Tells how many batches it has, for errors.
         """
+        if not self.is_on:
+            return None
+        self._batches_in_epoch = batches_in_epoch
         is_own = get_ident() != self._thread  # something reads ahead, by as much as there was time for
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
         others = None if is_own or made is None else made[self._group] - self._made - self._made_before
         begun = LoggedPass(epoch, begins_at, told, drawn, others)
-        if self.is_on:
-            self._log.begin(begun)
+        self._log.begin(begun)
         if self._first_items is not None:
             self._first_items.begin()
         if self._held is not None:
@@ -152,8 +169,7 @@ class PassMonitor:
 
     def goes_on(self, begun: LoggedPass) -> None:
         """Record that a pass is given a batch, which may have been struck as a look."""
-        if self.is_on:
-            self._log.goes_on(begun)
+        self._log.goes_on(begun)
 
     def compare(self, *, at_end: bool = False) -> None:
         """Report to the others how far this rank has come, in this pass and before, and compare with them.
@@ -219,7 +235,7 @@ class PassMonitor:
             and theirs.rule is found.rule
         ]
         parties = Parties(peers.rank, sorted([rank, *alike]))
-        text = mismatch_text(self._name, parties, found, self.why_orders_differ)
+        text = mismatch_text(self._name, parties, found, self._batches_in_epoch(), self.why_orders_differ)
         mailbox.tell(text)
         raise RankMismatchError(text)
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress
 from ddp_patch.plan import Batching, Consumed, Plan
-from ddp_patch.ranks.log import LoggedPass, Marks, Progress, State
+from ddp_patch.ranks.log import LoggedPass, Marks, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.records import State
 from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
@@ -192,13 +193,15 @@ class Pass(IterationProgress, Generic[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
         try:
-            self._logged = self._monitor.begin(self.epoch, self.begins_at, self.progress, self._digest)
+            whole = self.most_batches
+            self._logged = self._monitor.begin(self.epoch, self.begins_at, self.progress, self._digest, whole)
             for chunk in self._chunks():
                 run = self.give(chunk)
                 yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
             self._sampler_states.end(self.epoch)
             if self.batches_delivered is None:
+                self._tell_log()
                 self._monitor.compare(at_end=True)
         finally:
             self.abandon()
@@ -209,8 +212,14 @@ class Pass(IterationProgress, Generic[T]):
         while self.batches_delivered is None and (moment := first + self._next_comparison * size) < self.items_given:
             yield islice(run, moment - self.items_taken)
             if self.batches_delivered is None:
+                self._tell_log()
                 self._compare(self._next_comparison)
         yield run
+
+    def _tell_log(self) -> None:
+        """Tell the log how far this has come, where it no longer asks: another pass has begun since."""
+        if self._logged is not None and self._logged.is_told:
+            self._logged.tell(self.progress())
 
     def _compare(self, batches: int) -> None:
         self._next_comparison = self._monitor.next_comparison(batches)
@@ -240,8 +249,10 @@ class Pass(IterationProgress, Generic[T]):
         if self.batches_delivered is None:
             return
         self.batches_delivered = delivered = self.batches_delivered + 1
-        if (logged := self._logged) is None or not self._monitor.is_on:
+        if (logged := self._logged) is None:
             return
+        if logged.is_told:
+            self._tell_log()
         if delivered == 1:
             self._monitor.goes_on(logged)
         if delivered <= _READS:
@@ -254,6 +265,7 @@ class Pass(IterationProgress, Generic[T]):
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""
         self.has_failed, self.batches_delivered = False, None
+        self._tell_log()
 
     @property
     def _is_open_ended(self) -> bool:
@@ -263,6 +275,7 @@ class Pass(IterationProgress, Generic[T]):
     def note_failed(self) -> None:
         """Record that the training loop was given an error of the loader's instead of a batch."""
         self.has_failed = True
+        self._tell_log()
 
     def note_end_seen(self) -> None:
         """Record that the training loop has seen the end, and compare.
@@ -271,6 +284,7 @@ class Pass(IterationProgress, Generic[T]):
             RankMismatchError: As ``PassMonitor.compare``.
         """
         self.loop_saw_end = True
+        self._tell_log()
         if self._logged is not None:
             self._monitor.note_read(self._logged)
         self._monitor.compare(at_end=True)
@@ -287,6 +301,7 @@ class Pass(IterationProgress, Generic[T]):
             self.note_end_seen()
         else:
             self.is_cut_short = True
+            self._tell_log()
             self._monitor.compare(at_end=True)
 
     def _is_whole(self) -> bool:

@@ -69,6 +69,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if not shuffle and balancer is None and is_always_alike(self._wrapped_sampler):
             self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
+        self.monitor.why_orders_differ = partial(_why_orders_differ, self._name)
         if (held := stream.held_data) is not None:
             self.monitor.compare_held(held)
         self._order_is_drawn = has_order(self._wrapped_sampler) and not has_computed_order(self._wrapped_sampler)
@@ -373,3 +374,14 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
                 StreamLengthWarning,
                 stacklevel=2,
             )
+
+
+def _why_orders_differ(name: str) -> str:
+    """Return what may cause that ranks draw different orders, and what to do."""
+    return (
+        f"{name} gave each its own, and each rank keeps its shard of what should be one order, so samples would be "
+        "lost. Make the order the same on every rank: if the sampler learns from its rank's losses, let every rank "
+        "learn from all ranks' (see \"Samplers that learn\" in docs/samplers.md); if it draws from the system's "
+        "entropy, or another thread draws meanwhile, give it a generator of its own that is seeded alike; or patch "
+        "with order='leader', and rank 0 draws for all."
+    )

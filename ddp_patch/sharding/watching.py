@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_patch.errors import DDPPatchError
-from ddp_patch.ranks.log import LoggedPass, Progress, State
+from ddp_patch.ranks.log import LoggedPass, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.records import State
 
 __all__ = ["WatchedPasses"]
 
@@ -45,26 +46,36 @@ class WatchedPasses:
         Args:
             read: Reads it.
         """
-        logged, given = self._logged, self._given
-        if logged is None:
-            logged = self._logged = self._monitor.begin(0, "0", given.progress, None)
+        if self._logged is None:
+            self._logged = self._monitor.begin(0, "0", self._given.progress, None)
+        if (logged := self._logged) is None:  # the process group is gone
+            return read()
         try:
             batch = read()
         except StopIteration:
-            given.state = State.ENDED
-            self._monitor.compare(at_end=True)
-            if self._is_open_ended:
-                self._monitor.end_steps(logged, given.batches)
+            self._end(logged)
             raise
         except Exception as error:
             if not isinstance(error, DDPPatchError | Warning):
-                given.state = State.FAILED
+                self._given.state = State.FAILED
             raise
+        self._count(logged, batch)
+        return batch
+
+    def _end(self, logged: LoggedPass) -> None:
+        self._given.state = State.ENDED
+        self._monitor.compare(at_end=True)
+        if self._is_open_ended:
+            self._monitor.end_steps(logged, self._given.batches)
+
+    def _count(self, logged: LoggedPass, batch: Any) -> None:
+        given = self._given
         given.batches += 1
+        if logged.is_told:  # another pass has begun since
+            logged.tell(given.progress())
         self._monitor.note_batch(batch)
         if self._is_open_ended:
             self._monitor.give_step(logged, given.batches)
         if given.batches >= self._next_comparison:
             self._next_comparison = self._monitor.next_comparison(given.batches)
             self._monitor.compare()
-        return batch

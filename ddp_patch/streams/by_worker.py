@@ -94,7 +94,7 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
     def __next__(self) -> Any:
         if self._pass is None:
             # It must not hold this: it ends when this is dropped.
-            self._pass = _handed_out(OwnBatches(self.wrapped), self._maker)
+            self._pass = _handed_out(OwnBatches(self.wrapped, self._maker.sampler.monitor.note_batch), self._maker)
         while (batch := next(self._pass)) is WAITS:
             pass
         return batch
@@ -105,6 +105,7 @@ class OwnBatches:
 
     Args:
         wrapped: The loader's own iterator.
+        note: Called with each batch that was read.
 
     Attributes:
         failure: What reading them raised.
@@ -112,8 +113,8 @@ class OwnBatches:
         due: What this rank gets in the planned rounds, in order: batches of its own and of others.
     """
 
-    def __init__(self, wrapped: Iterator[Any]) -> None:
-        self._wrapped = wrapped
+    def __init__(self, wrapped: Iterator[Any], note: Callable[[Any], object] = lambda _: None) -> None:
+        self._wrapped, self._note = wrapped, note
         self._held: deque[Any] = deque()
         self._received = self._known_to_come = 0
         self._ran_out = False
@@ -166,6 +167,7 @@ class OwnBatches:
             try:
                 self._held.append(next(self._wrapped))
                 self._received += 1
+                self._note(self._held[-1])
             except StopIteration:
                 self._ran_out = True
             except Exception as error:  # noqa: BLE001 - the user's code; raised where the others are told

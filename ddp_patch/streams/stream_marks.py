@@ -37,7 +37,7 @@ class StreamMarks:
         ['a', 'b']
         >>> shared.note_part(1, 0, None)
         >>> digest = marks.of_pass(1)
-        >>> digest.latest.count == END, digest.at(2) == digest.at(3), digest.length
+        >>> digest.latest.at == END, digest.at(2) == digest.at(3), digest.length
         (True, False, 2)
     """
 

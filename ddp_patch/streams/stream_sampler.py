@@ -47,18 +47,29 @@ class _Held:
 
     Args:
         peers: Who they are.
+        mailbox: Where they leave it.
         held: A fingerprint of what this rank's does.
     """
 
-    def __init__(self, peers: Peers, held: str) -> None:
-        self._mailbox, self._held = Mailbox(peers, "held"), held
+    def __init__(self, peers: Peers, mailbox: Mailbox, held: str) -> None:
+        self._mailbox, self._held = mailbox, held
         self._others = [rank for rank in peers.members if rank != peers.rank]
-        self._mailbox.post(held)
+        self._mailbox.post(held, "held")
 
     @property
     def differs(self) -> bool:
         """Whether another rank's differs."""
-        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others).values())
+        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others, "held").values())
+
+
+def why_parts_overlap(name: str) -> str:
+    """Return what may cause that two ranks read the same with share="by_worker", and what to do."""
+    return (
+        f"With share='by_worker', {name} splits itself by get_worker_info(), which counts the workers of all ranks; so "
+        "it splits by something else besides, or its parts are the same. Let it take what its worker's id and "
+        "num_workers say, of one list in the same order on every rank; or leave share out, and each rank keeps its "
+        "share of one stream."
+    )
 
 
 class StreamSampler(EpochSampler[None]):
@@ -97,9 +108,12 @@ class StreamSampler(EpochSampler[None]):
         keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
         peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
         marks, self._held = None, None
-        if not agreed.options.by_worker and peers is not None and peers.read_one_stream:
-            marks, self._held = StreamMarks(shared), _Held(peers, held_by(given.dataset))
+        mailbox = self.monitor.mailbox
+        if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
+            marks, self._held = StreamMarks(shared), _Held(peers, mailbox, held_by(given.dataset))
             self.monitor.why_orders_differ = self._why_streams_differ
+        if agreed.options.by_worker:
+            self.monitor.expect_parts(partial(why_parts_overlap, type(given.dataset).__name__))
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.ranks.log import Log, LoggedPass, Progress, Record, State
+from ddp_patch.ranks.log import Log, LoggedPass, Progress
+from ddp_patch.ranks.records import Record, State
 
 BATCHES = 5  # of an epoch
 
@@ -60,12 +61,16 @@ class Rank:
         for step in range(min(steps, BATCHES)):
             digest.add([(epoch, step)])
             given += 1
+            if begun.is_told:
+                begun.tell(Progress(given, given, state))
             self.log.goes_on(begun)
             yield from self.publishes()
             if not step and nested:
                 yield from self.iterates(nested)
         if steps > BATCHES:
             state = State.ENDED
+            if begun.is_told:
+                begun.tell(Progress(given, given, state))
         yield from self.publishes()
 
     def publishes(self) -> Iterator[None]:

@@ -120,7 +120,7 @@ RANK_0 = "MissingRanksError: rank 0 of 3; did not arrive"
 RANK_1 = f"MissingRanksError: rank 1 of 3; {TIMEOUT:g} s"
 GONE = "MissingRanksError: rank 0; did not answer"
 RAISED, LED = (f"{error}: shard 900 is missing" for error in ("LookupError", "LeaderError"))
-MISMATCH = "RankMismatchError: took 1 batch of epoch 0 and then began epoch 1"
+MISMATCH = "RankMismatchError: of epoch 0, a look, and then began the next"
 # What every rank says: "killed", an error with facts that its message tells, or nothing.
 CASES: list[tuple[Callable[[int], None], list[str]]] = [
     (killed_before_the_patch, [RANK_1, "killed", RANK_1]),

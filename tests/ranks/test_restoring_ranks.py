@@ -79,7 +79,7 @@ def test_ranks_that_restore_different_states_are_all_told() -> None:
         mismatch = ("RankMismatchError", "Restoring a loader's state")
         table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")
-        assert_tells(done, (*mismatch, "done: [[2, 1]] on ranks 0, 1; [[2, 2]] on rank 2"), "same on every rank")
+        assert_tells(done, (*mismatch, "done: [[2, 2]] on rank 2; [[2, 1]] on ranks 0, 1"), "same on every rank")
         if rank == 2:
             assert versions.startswith("StateError: ")
             assert_tells(versions, ("version 2", "up to 1"), "version of ddp_patch")

@@ -115,7 +115,7 @@ def over(sampler: Any) -> DataLoader[Any]:
 
 
 def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
-    """What each loader became: itself, patched, or an error."""
+    """What each loader became: a copy as it is, patched, or an error."""
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)  # webdataset looks at these first
     half: Any = [*range(100)][rank::ranks]
@@ -141,7 +141,8 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
         given = make()
         try:
             patched = patch_dataloader_to_ddp(given)
-            told[name] = ("itself" if patched is given else "patched", str(check_loaders_is_patched(patched)))
+            is_same = patched.sampler is given.sampler and patched.dataset is given.dataset
+            told[name] = ("as it is" if is_same else "patched", str(check_loaders_is_patched(patched)))
         except DDPPatchError as error:
             told[name] = (type(error).__name__, str(error))
     patched = patch_dataloader_to_ddp(DataLoader(half), order="seeded")
@@ -153,7 +154,7 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
     first, second = run_ranks(outcomes, 2)
     assert first == second
     for name in ("marked", "made for this world", "a pipeline", "a part on purpose", "of the same seed"):
-        assert first[name] == ("itself", "True"), (name, first[name])
+        assert first[name] == ("as it is", "True"), (name, first[name])
     assert first["made for one process"] == ("patched", "True")
     assert first["a list, not looked at"] == ("25", "")
     raised = {name: message for name, (kind, message) in first.items() if kind == "RankMismatchError"}

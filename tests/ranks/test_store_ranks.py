@@ -65,6 +65,9 @@ MADE: dict[str, Callable[[int], object]] = {
 }
 
 
+KEPT = 8  # what a rank leaves of so many loaders that are gone stays, so that slower ranks may read it
+
+
 def keys() -> int:
     """How many there are once the next loader is patched."""
     gc.collect()
@@ -83,7 +86,7 @@ def made_again_and_again(rank: int, world_size: int) -> dict[str, tuple[int, int
     seed_ambient(rank)
     counts = {}
     for name, make in MADE.items():
-        for _ in range(3):
+        for _ in range(2 * KEPT):
             make(rank)
         few = keys()
         for _ in range(MANY):
@@ -109,7 +112,7 @@ def dropped_together(rank: int, world_size: int) -> tuple[int, int]:
 def test_loaders_that_are_dropped_together_leave_the_store_with_the_next_patch() -> None:
     for many, few in run_ranks(dropped_together, 2):
         assert many >= 2 * MANY
-        assert few < 12
+        assert few < 2 * KEPT + 12
 
 
 def dropped_by_the_faster(rank: int, world_size: int) -> tuple[str, int]:
@@ -136,5 +139,5 @@ def dropped_by_the_faster(rank: int, world_size: int) -> tuple[str, int]:
 def test_what_a_faster_rank_did_with_a_loader_that_it_dropped_is_still_found() -> None:
     first, second = run_ranks(dropped_by_the_faster, 2)
     assert second[0].startswith("RankMismatchError")
-    assert "Rank 0 took 1 batch of epoch 0 and then began epoch 1" in second[0]
-    assert first[1] == second[1] < 12  # of which none is of that loader
+    assert "of epoch 0, a look, and then began the next" in second[0]
+    assert max(first[1], second[1]) < 2 * KEPT + 12

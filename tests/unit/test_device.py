@@ -277,8 +277,8 @@ def test_an_error_or_the_end_that_is_held_keeps_no_iterator_alive(given: int, st
 
 def test_the_rank_tells_others_that_one_batch_more_is_ahead(streams: Streams) -> None:
     """How far it came is counted low: what was copied ahead is not surely taken."""
-    paces = [patched(KINDS["workers"](), device=device).sampler.monitor.read_ahead for device in ("cpu", META)]
-    assert [read_ahead.ahead for read_ahead in paces] == [2 * 4, 2 * 5]
+    samplers: list[Any] = [patched(KINDS["workers"](), device=device).sampler for device in ("cpu", META)]
+    assert [sampler._pass_context().batches_ahead for sampler in samplers] == [4, 5]
 
 
 OTHERS: dict[str, Any] = {"class of iterators": Filters, "torch's": DataLoader}
@@ -346,7 +346,8 @@ def test_a_loader_that_is_shared_later_keeps_its_device(num_workers: int, stream
     shared = patched(moved, device=None)
     assert "device='meta'" in repr(shared)
     assert {(batch.device, mask.device) for batch, mask in iter_with_mask(shared)} == {(META, META)}
-    assert shared.sampler.monitor.read_ahead.ahead == (6 if num_workers else 0)  # the one that is copied ahead counts
+    sampler: Any = shared.sampler
+    assert sampler._pass_context().batches_ahead == (3 if num_workers else 0)  # the one that is copied ahead counts
     assert {batch.device for batch in moved} == {META}
 
 

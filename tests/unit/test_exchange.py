@@ -110,7 +110,8 @@ class Ran:
 
 JUNK = [b"", b"1", b"\x80junk", b"{}", b"null\nx", b'{"version": 1', b"[" * 100_000]
 OURS = json.loads(next(iter(exchange._Message.of(None).written("").values())).partition(b"\n")[0])
-JUNK += [json.dumps({**OURS, **odd}).encode() for odd in ({"slices": 2}, {"slices": 1.0}, {"doing": []}, {"other": 1})]
+ODD: list[dict[str, Any]] = [{"slices": 2}, {"slices": 1.0}, {"doing": []}, {"other": 1}]
+JUNK += [json.dumps({**OURS, **odd}).encode() for odd in ODD]
 JUNK += [json.dumps(OURS).encode() + b"\nno JSON"]
 
 

@@ -5,7 +5,8 @@ from typing import Self
 import pytest
 
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks.log import VERSION, Entry, Log, LoggedPass, Progress, Record, Rule, State
+from ddp_patch.ranks.log import Log, LoggedPass, Progress, Rule
+from ddp_patch.ranks.records import VERSION, Entry, Record, State
 
 
 class Rank:
@@ -158,6 +159,8 @@ def test_a_pass_counts_as_far_as_it_had_come_when_the_next_took_its_second_batch
     log.begin(second)
     seen = []
     for batches[0], batches[1] in [(3, 1), (4, 1), (4, 2), (6, 3)]:
+        assert first.is_told  # the next has begun
+        first.tell(Progress(batches[0], batches[0]))
         log.settle()
         seen.append((first.progress.most, first.progress.state.name))
     assert seen == [(3, "RUNNING"), (4, "RUNNING"), (4, "LEFT"), (4, "LEFT")]

@@ -18,7 +18,8 @@ from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.ranks.log import Progress, State
+from ddp_patch.ranks.log import Progress
+from ddp_patch.ranks.records import State
 from ddp_patch.sharding import item_sources
 
 

@@ -51,13 +51,13 @@ def differ(mine: StreamDigest, theirs: StreamDigest) -> bool | None:
     """Return what ranks see when each has what the other left last; None if they have no count in common."""
     seen = []
     for one, other in ((mine, theirs), (theirs, mine)):
-        if (latest := one.latest) is not None and (value := other.at(latest.count)) is not None:
+        if (latest := one.latest) is not None and (value := other.at(latest.at)) is not None:
             seen.append(value != latest.value)
     return any(seen) if seen else None
 
 
 def latest_count(digest: StreamDigest) -> int | None:
-    return None if digest.latest is None else digest.latest.count
+    return None if digest.latest is None else digest.latest.at
 
 
 SKIPPED = [*range(500), *range(501, 1001)]

@@ -1,0 +1,81 @@
+"""What ranks leave each other of their logs: plain, versioned records."""
+
+import json
+from enum import IntEnum
+from typing import NamedTuple
+
+from ddp_patch.orders.digest import Mark
+
+__all__ = ["VERSION", "Entry", "Record", "State"]
+
+# The version of what ranks leave each other.
+VERSION = 1
+
+
+class State(IntEnum):
+    """What is known of a pass."""
+
+    RUNNING = 0  # it may continue
+    LEFT = 1  # the next one has begun, or it was cut short
+    ENDED = 2  # the loop has seen its end
+    FAILED = 3  # the loop was given an error instead of a batch
+
+
+class Entry(NamedTuple):
+    """A pass, as another rank is told of it; see ``LoggedPass`` and ``Progress``."""
+
+    number: int
+    epoch: int
+    begins_at: str
+    others: int | None
+    batches: int
+    state: State
+    is_own: bool
+    held: str
+    mark: Mark | None
+
+
+class Record(NamedTuple):
+    """What a rank tells the others of its log.
+
+    Attributes:
+        lists: How many lists of passes it has closed, by restoring a position.
+        closed: How many passes the last of them had.
+        chain: A hash of all passes before the latest one.
+        before: How many batches the pass before the latest one had, so that a rank that is still in that one hears of
+            its end; -1 if there is
+            none, or others may have had more.
+        entry: The latest pass that is more than a look; None before the first.
+    """
+
+    lists: int = 0
+    closed: int = 0
+    chain: str = ""
+    before: int = -1
+    entry: Entry | None = None
+
+    def to_text(self) -> str:
+        """Return it as JSON."""
+        entry = () if self.entry is None else (*self.entry[:-1], *(self.entry.mark or ()))
+        return json.dumps([VERSION, *self[:-1], *entry], separators=(",", ":"))
+
+    @classmethod
+    def of_text(cls, text: bytes | str) -> "Record | None":
+        """Return what ``to_text`` made text of; None if it is anything else, or of another version."""
+        try:
+            version, lists, closed, chain, before, *entry = json.loads(text)
+            if version != VERSION or not _are_whole(lists, closed, before):
+                return None
+            if not entry:
+                return cls(lists, closed, str(chain), before)
+            number, epoch, begins_at, others, batches, state, is_own, held, *mark = entry
+            digest = Mark(*mark) if mark else None
+            made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), str(held), digest)
+            is_known = _are_whole(number, epoch, batches, others or 0, *mark)
+            return cls(lists, closed, str(chain), before, made) if is_known else None
+        except (ValueError, TypeError):
+            return None
+
+
+def _are_whole(*numbers: object) -> bool:
+    return all(isinstance(number, int) for number in numbers)
