@@ -11,7 +11,16 @@ import users
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 from users import SIZE, N
 
-__all__ = ["CLAIMS", "KEEPING", "OF_WORKERS", "WRONG_CLAIMS", "WRONG_OF_WORKERS", "Unreadable", "iterated"]
+__all__ = [
+    "CLAIMS",
+    "KEEPING",
+    "OF_WORKERS",
+    "WRONG_CLAIMS",
+    "WRONG_OF_WORKERS",
+    "Unreadable",
+    "UnreadableStream",
+    "iterated",
+]
 
 
 class Slices(Sampler[int]):
@@ -92,23 +101,46 @@ class AsksForItsRank(Listed):
         yield from self.numbers[dist.get_rank() :: dist.get_world_size()]
 
 
-class Unreadable(users.Numbers):
-    """On the rank that sets a countdown, one sample cannot be read: after so many others, whichever process reads."""
+class _Fails:
+    """A dataset of which one sample cannot be read after so many others, whichever process reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.countdown = get_context("forkserver").Value("i", 0)
-        self.raises = get_context("forkserver").Value("i", 0)
+        self.stops = get_context("forkserver").Value("i", 0)
 
     def fail_after(self, samples: int, *, stops: bool) -> None:
         """Raise after so many: StopIteration, or an error."""
-        self.raises.value, self.countdown.value = int(stops), samples + 1
+        self.stops.value, self.countdown.value = int(stops), samples + 1
 
-    def __getitem__(self, index: int) -> int:
+    def read(self, number: int) -> int:
+        """Return it, or raise."""
         if self.countdown.value:
             self.countdown.value -= 1
             if not self.countdown.value:
-                raise StopIteration if self.raises.value else OSError(f"cannot read {index}")
-        return index
+                raise StopIteration if self.stops.value else OSError(f"cannot read {number}")
+        return number
+
+
+class Unreadable(_Fails, users.Numbers):
+    """The numbers."""
+
+    def __getitem__(self, index: int) -> int:
+        return self.read(index)
+
+
+class UnreadablePart(_Fails, Part):
+    """A rank's part of the data, on purpose."""
+
+    def __getitem__(self, place: int) -> int:
+        return self.read(self.numbers[place])
+
+
+class UnreadableStream(_Fails, Listed):
+    """A stream of numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from map(self.read, super().__iter__())
 
 
 # Loaders that are sharded already, by how: made from the rank and the number of ranks.
@@ -119,6 +151,9 @@ CLAIMS: dict[str, Callable[..., Any]] = {
         batch_sampler=BatchSampler(_torchs(rank, ranks), SIZE, False), **how
     ),
     "a part on purpose": lambda rank, ranks, **how: users.loader(Part(range(rank, N, ranks)), shuffle=True, **how),
+    "an unreadable part": lambda rank, ranks, **how: users.loader(
+        UnreadablePart(range(rank, N, ranks)), shuffle=True, **how
+    ),
     "a part of a stream": lambda rank, ranks, **how: users.loader(PartStream(range(rank, N, ranks)), **how),
 }
 WRONG_CLAIMS: dict[str, Callable[..., Any]] = {
@@ -143,6 +178,7 @@ WRONG_CLAIMS: dict[str, Callable[..., Any]] = {
 OF_WORKERS: dict[str, Callable[..., Any]] = {
     "by worker": lambda rank, ranks, **how: users.loader(users.Stream(), **how),
     "by worker, listed": lambda rank, ranks, **how: users.loader(Listed(range(N)), **how),
+    "by worker, unreadable": lambda rank, ranks, **how: users.loader(UnreadableStream(range(N)), **how),
 }
 WRONG_OF_WORKERS: dict[str, Callable[..., Any]] = {
     "ignores its worker": lambda rank, ranks, **how: users.loader(IgnoresItsWorker(range(N)), **how),

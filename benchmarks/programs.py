@@ -43,6 +43,7 @@ from program_loaders import (
     WRONG_CLAIMS,
     WRONG_OF_WORKERS,
     Unreadable,
+    UnreadableStream,
     iterated,
 )
 from users import SHUFFLERS, SIZE, N
@@ -59,7 +60,9 @@ LIMIT_S = 300.0  # of a launch
 TORCHS = ("generator=", "generator= of a sampler", "weighted", "subset", "torch.Generator")  # torch's generators
 BATCHES = ("batch sampler", "alike batches")
 ROWS = ("rows", "rows in order")
-STREAMS = ("stream", "epoch stream")
+STREAMS = ("stream", "epoch stream", "unreadable stream")
+STOPPING = ("unreadable", "an unreadable part")
+FAILING = (*STOPPING, "unreadable stream", "by worker, unreadable")
 LEARNERS = ("learner", "alike batches")
 KINDS = (*SHUFFLERS, "plain", "module", "global", "unreadable", *ROWS, *STREAMS, *LEARNERS)
 OTHERS: dict[str, Callable[..., Any]] = {
@@ -228,8 +231,9 @@ class Training:
             return {**ALREADY, **BY_WORKER}[plan.kind](self.me.rank, self.me.world, **how)
         match plan.kind:
             case "unreadable":
-                self.dataset = Unreadable() if self.dataset is None else self.dataset
-                return users.loader(self.dataset, shuffle=True, **how)
+                return users.loader(Unreadable(), shuffle=True, **how)
+            case "unreadable stream":
+                return users.loader(UnreadableStream(range(N)), **how)
             case "module":
                 return users.loader(users.CroppedByModule(), sampler=users.ByModule(bool(plan.number % 2)), **how)
             case "rows" | "rows in order":
@@ -311,10 +315,7 @@ class Training:
         epoch = self.me.begin(
             self.due, is_part=end is not None and end.what == "all break off", padding=(self.me.world - 1) * SIZE
         )
-        most = end.amount if end is not None and end.rank in {-1, self.me.rank} else None
-        if end is not None and end.what == "all resume":
-            # A checkpoint after one batch may be of a look; one after the last batch is of the next epoch.
-            most = min(end.amount + 1, N // (SIZE * self.me.world) - 1)
+        most = self.steps_to(end) if end is not None and end.rank in {-1, self.me.rank} else None
         if self.plan.kind in WITH_EPOCH:
             self.sampler.set_epoch(self.upcoming + self.strays)
             self.strays = 0
@@ -333,6 +334,16 @@ class Training:
             restore_loader(self.train, state)
             for _ in self.me.step(epoch, self.loop()):
                 pass
+
+    def steps_to(self, end: Act) -> int:
+        """Return after how many steps an epoch ends, for whoever ends it."""
+        # A checkpoint after one batch may be of a look; and all epochs of a loader that is sharded already count as one
+        # order, in which a look is never a pass.
+        least = 1 + (end.what == "all resume" or self.plan.kind in ALREADY)
+        # One after the last batch is of the next epoch; and what a loop that is a batch behind leaves out, its loader
+        # has given.
+        left = 1 + (self.plan.keeping == "ahead")
+        return min(max(least, end.amount + (end.what == "all resume")), N // (SIZE * self.me.world) - left)
 
     def loop(self) -> Iterable[Any]:
         """Return what the training loop iterates."""
@@ -390,7 +401,7 @@ class How:
             return False
         if self.grows and plan.persistent:  # workers would not see the rows
             return False
-        if self.copies and (plan.workers or plan.kind in (*TORCHS, "global", "unreadable")):  # which nobody can copy
+        if self.copies and (plan.workers or plan.kind in (*TORCHS, "global", *FAILING)):  # which nobody can copy
             return False
         if group := "claims" if plan.kind in ALREADY else "workers" if plan.kind in BY_WORKER else "":
             return group in self.also or plan.kind in self.kinds
@@ -481,7 +492,7 @@ def validate_alone(training: Training, act: Act) -> None:
 
 def fail(training: Training, act: Act) -> None:
     """Let a sample of this epoch be unreadable on this rank."""
-    training.dataset.fail_after(SIZE * act.amount - 1, stops="StopIteration" in act.what)
+    training.raw.dataset.fail_after(SIZE * act.amount - 1, stops="StopIteration" in act.what)
 
 
 def stray(training: Training, act: Act) -> None:
@@ -605,8 +616,8 @@ LOSING: dict[str, How] = {
     "sets another epoch alone": How(lambda training, act: training.train.set_epoch(act.epoch + act.amount), SHUFFLED),
     "breaks off alone": How(lambda training, act: None, [*SHUFFLED, *CLAIMS, *OF_WORKERS], in_last=False),
     "validates alone": How(validate_alone, also=BOTH, in_steps=True, in_last=False),
-    "StopIteration in the dataset alone": How(fail, ["unreadable"]),
-    "catches an error alone": How(fail, ["unreadable"], in_last=False),
+    "StopIteration in the dataset alone": How(fail, STOPPING),
+    "catches an error alone": How(fail, FAILING, in_last=False),
     "sets another epoch of its sampler alone": How(stray, WITH_EPOCH),
     "seeds the generator alone": How(lambda training, act: seed_rng(training, 99 + act.amount), SEEDABLE),
     "learns alone": How(
