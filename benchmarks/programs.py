@@ -5,7 +5,7 @@ seed, learn, change data, break off, resume, validate. Loops may keep their iter
 Some loaders say that they are sharded already, and some split themselves by worker. In a *faulty* program one rank acts
 alone, or such a loader is wrong: each sample must come once, or a rank must tell within the epoch in which the first
 would be lost (or in the next, if a rank left its loop alone: nobody knows that before it begins another; or if ranks
-never meet: one may be in another epoch by then). In an *honest* one, all ranks act alike, or harmlessly: each sample
+never meet: one may be some epochs ahead by then). In an *honest* one, all ranks act alike, or harmlessly: each sample
 must come once, and nothing may be told or warned of.
 
 ``nox -s soak -- programs --programs 500 --seed 0`` runs so many of each kind; 100 or more write what came of
@@ -328,7 +328,8 @@ class Training:
         if end is not None and end.what == "all resume":
             # A loop that reads ahead has been given fewer batches than its loader has given.
             state = loader_state(self.train, batches_done=most)
-            users.begin_anew()  # as a new process does
+            users.begin_anew()  # as a new process does, which knows of no pass that somebody made before
+            self.me.run.owed = ""
             self.raw = self.made()
             self.train = self.me.patch(self.raw, **self.plan.options)
             restore_loader(self.train, state)
@@ -691,12 +692,12 @@ def launched(plans: Sequence[Plan]) -> list[str]:
     return found + (launched(plans[len(found) :]) if len(found) < len(plans) else [])
 
 
-def _is_told_next(plan: Plan, lost: str) -> bool:
-    """Return whether it was told in the next epoch, in a program that nobody could tell of before."""
+def _is_told_later(plan: Plan, lost: str) -> bool:
+    """Return whether it was told in a later epoch, in a program that nobody could tell of before."""
     found = re.search(r"epoch (\d+): .*; told in epoch (\d+)$", lost)
     epoch, told = map(int, found.groups()) if found else (0, 0)
-    may_be_late = plan.together == "never" or any(act.what in TOLD_NEXT and act.epoch == epoch for act in plan.acts)
-    return told == epoch + 1 and may_be_late
+    is_next = told == epoch + 1 and any(act.what in TOLD_NEXT and act.epoch == epoch for act in plan.acts)
+    return is_next or (told > epoch and plan.together == "never")
 
 
 @dataclass
@@ -708,7 +709,7 @@ class Found:
         wrong: Those that fail, with what came of them.
     """
 
-    CAME = ("right", "told", "told in the next epoch", "lost in silence")
+    CAME = ("right", "told", "told later", "lost in silence")
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: list[tuple[Plan, str]] = field(default_factory=list)
@@ -718,9 +719,9 @@ class Found:
         came, _, rest = said.partition(":")
         if came == "warned" and not is_honest:
             came = "right"
-        elif _is_told_next(plan, rest):
-            came = "told in the next epoch"
-        if came not in ({"right"} if is_honest else {"right", "told", "told in the next epoch"}):
+        elif _is_told_later(plan, rest):
+            came = "told later"
+        if came not in ({"right"} if is_honest else {"right", "told", "told later"}):
             self.wrong.append((plan, said))
             came = came if came in {"told"} else "lost in silence"
         for what in {"all programs", *(act.what for act in plan.acts)}:
@@ -757,7 +758,7 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     return (
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
         f"raised an error within the epoch, {later:,} in the next, where a rank left its loop alone (until then, it "
-        "may just have looked at a batch) or ranks never met. None lost samples in silence. "
+        "may just have looked at a batch), or later, where ranks never met. None lost samples in silence. "
         f"{honest:,} honest programs: none raised or warned, and none lost a sample."
     )
 
