@@ -1,10 +1,12 @@
 """Run random programs of users on real ranks, and judge what each rank was given.
 
 A program makes a loader, patches it and trains some epochs. Before and in them, ranks act: they draw, look, list, set,
-seed, learn, change data, break off, resume. In a *faulty* program one rank acts alone: each sample must come once, or a
-rank must tell within the epoch in which the first would be lost (or in the next, if a rank broke off alone, which may
-have been a look). In an *honest* one, all ranks act alike, or harmlessly: each sample must come once, and nothing may
-be told or warned of.
+seed, learn, change data, break off, resume, validate. Loops may keep their iterators, with the garbage collector off.
+Some loaders say that they are sharded already, and some split themselves by worker. In a *faulty* program one rank acts
+alone, or such a loader is wrong: each sample must come once, or a rank must tell within the epoch in which the first
+would be lost (or in the next, if a rank left its loop alone: nobody knows that before it begins another; or if ranks
+never meet: one may be some epochs ahead by then). In an *honest* one, all ranks act alike, or harmlessly: each sample
+must come once, and nothing may be told or warned of.
 
 ``nox -s soak -- programs --programs 500 --seed 0`` runs so many of each kind; 100 or more write what came of
 them into ``docs/reliability.md``. A program that fails is shown, and ``--first`` runs it again.
@@ -12,12 +14,13 @@ them into ``docs/reliability.md``. A program that fails is shown, and ``--first`
 
 import argparse
 import copy
+import gc
 import multiprocessing
 import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +36,16 @@ import torch.distributed as dist
 import users
 from after_patch import Me, Run, Together, run_case, verdict
 from pages import markdown, put
+from program_loaders import (
+    CLAIMS,
+    KEEPING,
+    OF_WORKERS,
+    WRONG_CLAIMS,
+    WRONG_OF_WORKERS,
+    Unreadable,
+    UnreadableStream,
+    iterated,
+)
 from users import SHUFFLERS, SIZE, N
 
 from ddp_patch import loader_state, restore_loader
@@ -47,9 +60,21 @@ LIMIT_S = 300.0  # of a launch
 TORCHS = ("generator=", "generator= of a sampler", "weighted", "subset", "torch.Generator")  # torch's generators
 BATCHES = ("batch sampler", "alike batches")
 ROWS = ("rows", "rows in order")
-STREAMS = ("stream", "epoch stream")
+STREAMS = ("stream", "epoch stream", "unreadable stream")
+STOPPING = ("unreadable", "an unreadable part")
+FAILING = (*STOPPING, "unreadable stream", "by worker, unreadable")
 LEARNERS = ("learner", "alike batches")
-KINDS = (*SHUFFLERS, "plain", "module", "global", *ROWS, *STREAMS, *LEARNERS)
+KINDS = (*SHUFFLERS, "plain", "module", "global", "unreadable", *ROWS, *STREAMS, *LEARNERS)
+OTHERS: dict[str, Callable[..., Any]] = {
+    "plain": lambda **how: users.loader(shuffle=True, **how),
+    "global": lambda **how: users.loader(sampler=users.Shuffles(random), **how),
+    "learner": lambda **how: users.loader(sampler=users.Learns(), **how),
+    "alike batches": lambda **how: users.loader(batch_sampler=users.AlikeBatches(), **how),
+}
+ALREADY = {**CLAIMS, **WRONG_CLAIMS}
+BY_WORKER = {**OF_WORKERS, **WRONG_OF_WORKERS}
+WRONG = (*WRONG_CLAIMS, *WRONG_OF_WORKERS)
+WITH_EPOCH = ("a DistributedSampler", "slices", "sharded batches")  # claims whose order follows from their epoch
 WITH_RNG = tuple(kind for kind in SHUFFLERS if kind != "counter")
 SEEDABLE = tuple(kind for kind in WITH_RNG if kind != "numpy Generator")
 SHUFFLED = tuple(kind for kind in KINDS if kind != "rows in order")
@@ -100,6 +125,9 @@ class Plan:
         kind: Which loader.
         workers: Its workers.
         persistent: Whether these stay.
+        keeping: How training loops hold their iterators.
+        keeper: Which rank's loops do; -1 for all.
+        gc_off: Whether the garbage collector is off.
         options: Of the patch.
         together: When the ranks meet.
         epochs: How many are trained.
@@ -111,6 +139,9 @@ class Plan:
     kind: str
     workers: int
     persistent: bool
+    keeping: str
+    keeper: int
+    gc_off: bool
     options: dict[str, Any]
     together: Together
     epochs: int
@@ -118,26 +149,36 @@ class Plan:
 
     def __str__(self) -> str:
         loader = f"{self.kind!r}, num_workers={self.workers}, persistent_workers={self.persistent}"
-        lines = [f"{self.ranks} ranks, {self.epochs} epochs, meeting: {self.together}", f"make({loader})"]
+        loops = f"loops: {self.keeping or 'plain'} on rank {self.keeper}{', gc off' if self.gc_off else ''}"
+        lines = [f"{self.ranks} ranks, {self.epochs} epochs, meeting: {self.together}, {loops}", f"make({loader})"]
         return "\n  ".join([*lines, f"patch_dataloader_to_ddp(..., {self.options})", *map(str, self.acts)])
 
     @classmethod
     def drawn(cls, seed: int, number: int, is_honest: bool) -> "Plan":
         """Return a random one."""
         numbers = random.Random(f"{seed}/{number}/{is_honest}")
-        ranks, kind, epochs = numbers.choice([2, 3]), numbers.choice(KINDS), numbers.randint(2, 4)
-        workers = int(numbers.random() < 0.15)
+        ranks, epochs = numbers.choice([2, 3]), numbers.randint(2, 4)
+        own = [CLAIMS, OF_WORKERS] if is_honest else [CLAIMS, OF_WORKERS, WRONG_CLAIMS, WRONG_OF_WORKERS]
+        kind = numbers.choice([*numbers.choice(own)] if numbers.random() < 0.3 else KINDS)
+        workers = int(numbers.random() < 0.2 and kind != "split by its rank")  # a worker has no process group
+        persistent = bool(workers) and numbers.random() < 0.5
         options: dict[str, Any] = {}
-        if kind not in (*BATCHES, *STREAMS, *ROWS) and numbers.random() < 0.3:
+        if kind in BY_WORKER:
+            options = {"share": "by_worker"}
+        elif kind not in (*BATCHES, *STREAMS, *ROWS, *ALREADY) and numbers.random() < 0.3:
             options = numbers.choice(OPTIONS)
         together: Together = numbers.choice(["steps", "steps", "epochs", "never"])
-        plan = cls(
-            number, ranks, kind, workers, bool(workers) and numbers.random() < 0.4, options, together, epochs, ()
-        )
+        # A thread's passes are its own, so a fault in them is none that ranks can tell of; and it must not wait.
+        may_thread = is_honest and kind not in BY_WORKER and "order" not in options
+        keeping = numbers.choice(KEEPING if may_thread else KEEPING[:-1]) if numbers.random() < 0.5 else ""
+        keeper = -1 if keeping in {"ahead", "thread"} else numbers.randrange(-1, ranks)
+        gc_off = numbers.random() < 0.3
+        loops = (keeping, keeper, gc_off)
+        plan = cls(number, ranks, kind, workers, persistent, *loops, options, together, epochs, ())
         may = [what for what, how in ACTS.items() if how.fits(plan) and not (is_honest and how.loses)]
         loses = [what for what in may if ACTS[what].loses]
         chosen = [numbers.choice(may) for _ in range(numbers.randint(1, 4))]
-        if not is_honest:
+        if not is_honest and kind not in WRONG:
             chosen[0] = numbers.choice(loses if numbers.random() < 0.7 else may)
         acts = sorted((ACTS[what].drawn(what, plan, numbers) for what in chosen), key=Act.when)
         return cls(**{**vars(plan), "acts": tuple(_together(acts))})
@@ -152,10 +193,14 @@ def _together(acts: Sequence[Act]) -> Iterator[Act]:
     left: set[int] = set()
     chosen: set[int] = set()
     changes = any(ACTS[act.what].is_not_saved for act in acts)
+    # Who validates alone is found in the next epoch.
+    alone = min((act.epoch for act in acts if act.what == "validates alone"), default=len(acts) + 99)
     for act in acts:
         if act.what in ENDS:
             # Where one rank broke off, that is found in the next epoch, of which there must be enough.
             if act.epoch in ended or act.epoch - 1 in left or (changes and act.what == "all resume"):
+                continue
+            if act.what == "all break off" and act.epoch > alone:
                 continue
             ended.add(act.epoch)
             left |= {act.epoch} if act.what == "breaks off alone" else set()
@@ -172,25 +217,25 @@ class Training:
     def __init__(self, me: Me, plan: Plan) -> None:
         self.me, self.plan = me, plan
         self.dataset: Any = None
-        self.upcoming = 0
-        self.kept: Any = None
+        self.upcoming = self.strays = 0
+        self.kept: list[Any] = []
         self.raw = self.made()
         self.train = me.patch(self.raw, **plan.options)
+        validates = any("validat" in act.what and ACTS[act.what].does is not validate for act in plan.acts)
+        self.val: Any = me.patch(users.loader()) if validates else None
 
     def made(self) -> Any:
         """Return the loader, unpatched."""
         plan, how = self.plan, self._workers()
+        if plan.kind in ALREADY or plan.kind in BY_WORKER:
+            return {**ALREADY, **BY_WORKER}[plan.kind](self.me.rank, self.me.world, **how)
         match plan.kind:
-            case "plain":
-                return users.loader(shuffle=True, **how)
+            case "unreadable":
+                return users.loader(Unreadable(), shuffle=True, **how)
+            case "unreadable stream":
+                return users.loader(UnreadableStream(range(N)), **how)
             case "module":
                 return users.loader(users.CroppedByModule(), sampler=users.ByModule(bool(plan.number % 2)), **how)
-            case "global":
-                return users.loader(sampler=users.Shuffles(random), **how)
-            case "learner":
-                return users.loader(sampler=users.Learns(), **how)
-            case "alike batches":
-                return users.loader(batch_sampler=users.AlikeBatches(), **how)
             case "rows" | "rows in order":
                 self.dataset = users.Rows(range(N) if self.dataset is None else self.dataset.rows)
                 return users.loader(self.dataset, shuffle=plan.kind == "rows", **how)
@@ -200,7 +245,7 @@ class Training:
             case "epoch stream":
                 self.dataset = users.EpochStream()
                 return users.loader(self.dataset, **how)
-        return SHUFFLERS[plan.kind](**how)
+        return {**SHUFFLERS, **OTHERS}[plan.kind](**how)
 
     def _workers(self) -> dict[str, Any]:
         if not self.plan.workers:
@@ -270,22 +315,46 @@ class Training:
         epoch = self.me.begin(
             self.due, is_part=end is not None and end.what == "all break off", padding=(self.me.world - 1) * SIZE
         )
-        most = end.amount if end is not None and end.rank in {-1, self.me.rank} else None
+        most = self.steps_to(end) if end is not None and end.rank in {-1, self.me.rank} else None
+        if self.plan.kind in WITH_EPOCH:
+            self.sampler.set_epoch(self.upcoming + self.strays)
+            self.strays = 0
+        catches = any(act.what == "catches an error alone" and act.rank == self.me.rank for act in acts)
+        with suppress(*[OSError] * catches):
+            for step, _ in enumerate(self.me.step(epoch, self.loop(), most), 1):
+                for act in acts:
+                    if act.step == step and act.what not in ENDS:
+                        self.act(act)
         if end is not None and end.what == "all resume":
-            # A checkpoint after one batch may be of a look; one after the last batch is of the next epoch.
-            most = min(end.amount + 1, N // (SIZE * self.me.world) - 1)
-        for step, _ in enumerate(self.me.step(epoch, self.train, most), 1):
-            for act in acts:
-                if act.step == step and act.what not in ENDS:
-                    self.act(act)
-        if end is not None and end.what == "all resume":
-            state = loader_state(self.train)
-            users.begin_anew()  # as a new process does
+            # A loop that reads ahead has been given fewer batches than its loader has given.
+            state = loader_state(self.train, batches_done=most)
+            users.begin_anew()  # as a new process does, which knows of no pass that somebody made before
+            self.me.run.owed = ""
             self.raw = self.made()
             self.train = self.me.patch(self.raw, **self.plan.options)
             restore_loader(self.train, state)
-            for _ in self.me.step(epoch, self.train):
+            for _ in self.me.step(epoch, self.loop()):
                 pass
+
+    def steps_to(self, end: Act) -> int:
+        """Return after how many steps an epoch ends, for whoever ends it."""
+        # A checkpoint after one batch may be of a look; and all epochs of a loader that is sharded already count as one
+        # order, in which a look is never a pass.
+        least = 1 + (end.what == "all resume" or self.plan.kind in ALREADY)
+        # One after the last batch is of the next epoch; and what a loop that is a batch behind leaves out, its loader
+        # has given.
+        left = 1 + (self.plan.keeping == "ahead")
+        return min(max(least, end.amount + (end.what == "all resume")), N // (SIZE * self.me.world) - left)
+
+    def loop(self) -> Iterable[Any]:
+        """Return what the training loop iterates."""
+        is_keeper = self.plan.keeper in {-1, self.me.rank}
+        return iterated(self.train, self.plan.keeping if is_keeper else "", self.kept)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler that is told the epoch, of a loader that is sharded already."""
+        return self.train.batch_sampler.sampler if self.plan.kind == "sharded batches" else self.train.sampler
 
 
 Does = Callable[[Training, Act], Any]
@@ -308,6 +377,8 @@ class How:
         passes: Whether it begins a pass over the patched loader: where ranks wait for each other, all must.
         copies: Whether it copies the loader, with what it draws from.
         grows: Whether it adds rows.
+        also: Of loaders that are sharded already, or split by worker, with which it may be done: "claims", "workers".
+        owes: Whether it must be told, though each epoch is whole.
     """
 
     does: Does
@@ -322,6 +393,8 @@ class How:
     passes: bool = False
     copies: bool = False
     grows: bool = False
+    also: Sequence[str] = ()
+    owes: bool = False
 
     def fits(self, plan: Plan) -> bool:
         """Tell whether it can be done in a program."""
@@ -329,15 +402,17 @@ class How:
             return False
         if self.grows and plan.persistent:  # workers would not see the rows
             return False
-        if self.copies and (plan.workers or plan.kind in (*TORCHS, "global")):  # which nobody can copy
+        if self.copies and (plan.workers or plan.kind in (*TORCHS, "global", *FAILING)):  # which nobody can copy
             return False
+        if group := "claims" if plan.kind in ALREADY else "workers" if plan.kind in BY_WORKER else "":
+            return group in self.also or plan.kind in self.kinds
         return not self.kinds or plan.kind in self.kinds
 
     def drawn(self, what: str, plan: Plan, numbers: random.Random) -> Act:
         """Return when it is done, by whom and how much of it."""
         rank = -1 if self.alike else numbers.randrange(plan.ranks)
         epoch = numbers.randrange(plan.epochs - (not self.in_last))
-        may_step = self.in_steps and not (self.iterates and plan.persistent)
+        may_step = self.in_steps and not (self.iterates and plan.persistent) and plan.keeping != "thread"
         return Act(what, rank, epoch, numbers.choice([0, 0, 1, 2, 3]) if may_step else 0, numbers.randint(1, 3))
 
 
@@ -384,9 +459,46 @@ def look(training: Training, act: Act) -> None:
     list(islice(training.train, act.amount))
 
 
-def short_look(training: Training, act: Act) -> None:
-    """Look at no more than half of an epoch's batches."""
-    list(islice(training.train, min(act.amount, N // SIZE // training.me.world // 2)))
+def look_at_one(training: Training, act: Act) -> None:
+    """Look at a batch of the patched loader."""
+    next(iter(training.train))
+
+
+def take_some(training: Training, act: Act) -> None:
+    """Take more of the patched loader than a look."""
+    list(islice(training.train, act.amount + 1))
+
+
+def keep_a_look(training: Training, act: Act) -> None:
+    """Look at a batch of the patched loader, and keep the iterator."""
+    training.kept.append(iter(training.train))
+    next(training.kept[-1])
+
+
+def validate_patched(training: Training, act: Act) -> None:
+    """Iterate the patched validation loader, or more of it than a look."""
+    list(islice(training.val, None if act.amount > 1 else 3))
+
+
+def look_at_validation(training: Training, act: Act) -> None:
+    """Look at a batch of the patched validation loader."""
+    next(iter(training.val))
+
+
+def validate_alone(training: Training, act: Act) -> None:
+    """As ``validate_patched``, and note that somebody must be told."""
+    validate_patched(training, act)
+    training.me.run.owed = f"rank {act.rank} validated alone"
+
+
+def fail(training: Training, act: Act) -> None:
+    """Let a sample of this epoch be unreadable on this rank."""
+    training.raw.dataset.fail_after(SIZE * act.amount - 1, stops="StopIteration" in act.what)
+
+
+def stray(training: Training, act: Act) -> None:
+    """Let the next epoch be another for this rank's sampler."""
+    training.strays = 50 + act.amount
 
 
 def all_look(training: Training, act: Act) -> None:
@@ -453,9 +565,10 @@ def mine(training: Training, act: Act) -> str:
     return f"{training.me.rank}/{act}"
 
 
+BOTH = ("claims", "workers")
 HARMLESS: dict[str, How] = {
     "looks at the unpatched loader": How(
-        lambda training, act: list(islice(training.raw, act.amount)), in_steps=True, iterates=True
+        lambda training, act: list(islice(training.raw, act.amount)), in_steps=True, iterates=True, also=["workers"]
     ),
     "lists the unpatched loader": How(lambda training, act: list(training.raw), in_steps=True, iterates=True),
     "lists the sampler": How(lambda training, act: list(training.raw.batch_sampler), MAPS, in_steps=True),
@@ -463,17 +576,22 @@ HARMLESS: dict[str, How] = {
         lambda training, act: draw(training, act.amount), WITH_RNG, in_steps=True
     ),
     "validates with the same generator": How(validate, TORCHS, in_steps=True),
-    "seeds the global states": How(seed_all, in_steps=True),
-    "waits": How(lambda training, act: time.sleep(0.03 * act.amount), in_steps=True),
-    "asks for length and position": How(ask, in_steps=True),
+    "seeds the global states": How(seed_all, in_steps=True, also=BOTH),
+    "waits": How(lambda training, act: time.sleep(0.03 * act.amount), in_steps=True, also=BOTH),
+    "asks for length and position": How(ask, in_steps=True, also=["workers"]),
     "reads a copy": How(copy_raw, in_steps=True, iterates=True, copies=True),
-    "looks, then all set the epoch": How(short_look, then=set_epoch, passes=True),
+    "looks, then all set the epoch": How(look_at_one, then=set_epoch, passes=True),
+    "keeps a look, then all set the epoch": How(keep_a_look, then=set_epoch, passes=True),
+    # All of their epochs have one order, as far as this package knows.
+    "looks at a batch": How(look_at_one, [*CLAIMS, "rows in order"], in_steps=True, iterates=True),
+    "looks at a batch of validation": How(look_at_validation, in_steps=True, also=BOTH),
 }
 ALIKE: dict[str, How] = {
-    "all look": How(all_look, alike=True),
-    "all set the epoch": How(set_epoch, alike=True),
-    "all break off": How(lambda training, act: None, alike=True),
-    "all resume": How(lambda training, act: None, alike=True),
+    "all look": How(all_look, alike=True, also=BOTH),
+    "all set the epoch": How(set_epoch, alike=True, also=["workers"]),
+    "all break off": How(lambda training, act: None, alike=True, also=BOTH),
+    "all resume": How(lambda training, act: None, alike=True, also=["workers"]),
+    "all validate": How(validate_patched, alike=True, in_steps=True, also=BOTH),
     "all seed the generator": How(
         lambda training, act: seed_rng(training, 10 * act.epoch + act.amount + 3), SEEDABLE, alike=True
     ),
@@ -490,10 +608,18 @@ ALIKE: dict[str, How] = {
 }
 LOSING: dict[str, How] = {
     # Where all epochs have the same order, who is an epoch ahead loses nothing, and is compared an epoch late.
-    "looks alone": How(look, SHUFFLED, in_steps=True, iterates=True),
-    "makes an iterator alone": How(lambda training, act: iter(training.train), in_steps=True, iterates=True),
+    "looks alone": How(look, [*SHUFFLED, *CLAIMS], in_steps=True, iterates=True),
+    "looks alone, and keeps the iterator": How(keep_a_look, SHUFFLED, in_steps=True, iterates=True),
+    "takes some, then all set the epoch": How(take_some, SHUFFLED, then=set_epoch, passes=True),
+    "makes an iterator alone": How(
+        lambda training, act: iter(training.train), in_steps=True, iterates=True, also=["claims"]
+    ),
     "sets another epoch alone": How(lambda training, act: training.train.set_epoch(act.epoch + act.amount), SHUFFLED),
-    "breaks off alone": How(lambda training, act: None, SHUFFLED, in_last=False),
+    "breaks off alone": How(lambda training, act: None, [*SHUFFLED, *CLAIMS, *OF_WORKERS], in_last=False),
+    "validates alone": How(validate_alone, also=BOTH, in_steps=True, in_last=False),
+    "StopIteration in the dataset alone": How(fail, STOPPING),
+    "catches an error alone": How(fail, FAILING, in_last=False),
+    "sets another epoch of its sampler alone": How(stray, WITH_EPOCH),
     "seeds the generator alone": How(lambda training, act: seed_rng(training, 99 + act.amount), SEEDABLE),
     "learns alone": How(
         lambda training, act: learn(training, mine(training, act)), LEARNERS, in_steps=True, is_not_saved=True
@@ -520,21 +646,30 @@ ACTS = {**HARMLESS, **ALIKE, **{what: How(**{**vars(how), "loses": True}) for wh
 ENDS = {"all break off", "all resume", "breaks off alone"}  # of an epoch
 
 
+# Nobody knows of these before the rank begins the next epoch.
+TOLD_NEXT = {"breaks off alone", "StopIteration in the dataset alone", "catches an error alone"}
+
+
 def run_plan(plan: Plan, me: Me) -> None:
     """Run a program on this rank."""
-    Training(me, plan).run()
+    if plan.gc_off:
+        gc.disable()
+    try:
+        Training(me, plan).run()
+    finally:
+        gc.enable()
 
 
 def run_plans(rank: int, world: int, plans: Sequence[Plan]) -> list[Run]:
     """Run programs on this rank, one after the other, up to one after which ranks would not meet again.
 
-    They have patched unequally often, or led each other unequally far.
+    They have patched unequally often, or waited for each other unequally often.
     """
     runs: list[Run] = []
     for plan in plans:
         runs.append(run_case(rank, world, partial(run_plan, plan), plan.together))
-        patches, is_led = runs[-1].patches, "order" in plan.options
-        found = torch.tensor([patches, -patches, bool(runs[-1].told and is_led)])
+        patches, waits = runs[-1].patches, "order" in plan.options or plan.kind in BY_WORKER
+        found = torch.tensor([patches, -patches, bool(runs[-1].told and waits)])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if found[0] + found[1] or found[2]:
             break
@@ -557,12 +692,12 @@ def launched(plans: Sequence[Plan]) -> list[str]:
     return found + (launched(plans[len(found) :]) if len(found) < len(plans) else [])
 
 
-def _is_told_next(plan: Plan, lost: str) -> bool:
-    """Return whether a break of one rank alone was told in the next epoch."""
+def _is_told_later(plan: Plan, lost: str) -> bool:
+    """Return whether it was told in a later epoch, in a program that nobody could tell of before."""
     found = re.search(r"epoch (\d+): .*; told in epoch (\d+)$", lost)
     epoch, told = map(int, found.groups()) if found else (0, 0)
-    broken = any(act.what == "breaks off alone" and act.epoch == epoch for act in plan.acts)
-    return told == epoch + 1 and broken
+    is_next = told == epoch + 1 and any(act.what in TOLD_NEXT and act.epoch == epoch for act in plan.acts)
+    return is_next or (told > epoch and plan.together == "never")
 
 
 @dataclass
@@ -574,7 +709,7 @@ class Found:
         wrong: Those that fail, with what came of them.
     """
 
-    CAME = ("right", "told", "told in the next epoch", "lost in silence")
+    CAME = ("right", "told", "told later", "lost in silence")
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: list[tuple[Plan, str]] = field(default_factory=list)
@@ -584,9 +719,9 @@ class Found:
         came, _, rest = said.partition(":")
         if came == "warned" and not is_honest:
             came = "right"
-        elif _is_told_next(plan, rest):
-            came = "told in the next epoch"
-        if came not in ({"right"} if is_honest else {"right", "told", "told in the next epoch"}):
+        elif _is_told_later(plan, rest):
+            came = "told later"
+        if came not in ({"right"} if is_honest else {"right", "told", "told later"}):
             self.wrong.append((plan, said))
             came = came if came in {"told"} else "lost in silence"
         for what in {"all programs", *(act.what for act in plan.acts)}:
@@ -622,9 +757,9 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
-        f"raised an error within the epoch, {later:,} in the next, where a rank broke off alone: until then, it may "
-        f"just have looked at a batch. None lost samples in silence. {honest:,} honest programs: none raised or "
-        "warned, and none lost a sample."
+        f"raised an error within the epoch, {later:,} in the next, where a rank left its loop alone (until then, it "
+        "may just have looked at a batch), or later, where ranks never met. None lost samples in silence. "
+        f"{honest:,} honest programs: none raised or warned, and none lost a sample."
     )
 
 
@@ -636,7 +771,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first program")
     parser.add_argument("--only", choices=["faulty", "honest"])
     given = parser.parse_args()
-    multiprocessing.set_forkserver_preload([*quick.OF_RANKS, "after_patch", "users"])
+    multiprocessing.set_forkserver_preload([*quick.OF_RANKS, "after_patch", "users", "program_loaders"])
     numbers, found = range(given.first, given.first + given.programs), {}
     for kind in ("faulty", "honest") if given.only is None else (given.only,):
         plans = [Plan.drawn(given.seed, number, kind == "honest") for number in numbers]

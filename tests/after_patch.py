@@ -77,6 +77,7 @@ class Run:
         is_stuck: Whether it waited for ranks that had ended.
         warned: Warnings of this package.
         patches: How many loaders it patched.
+        owed: What some rank must be told by the end, though each epoch is whole.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
@@ -85,6 +86,7 @@ class Run:
     is_stuck: bool = False
     warned: list[str] = field(default_factory=list)
     patches: int = 0
+    owed: str = ""
 
 
 class _OthersStopped(Exception):  # noqa: N818 - no error: their launcher would end this rank
@@ -262,6 +264,8 @@ def verdict(runs: Sequence[Run]) -> str:
             return f"lost in silence: epoch {number}: {lost}{late}{stuck}"
     if told is None and any(run.is_stuck for run in runs):
         return "lost in silence: ranks wait for others that have ended"
+    if told is None and (owed := next((run.owed for run in runs if run.owed), "")):
+        return f"lost in silence: {owed}"
     return "right" if told is None else "told"
 
 

@@ -183,6 +183,8 @@ class Stream(Generic[T]):
             digest=epoch.digest,
         )
         self._chunks = _ReadAhead(chunked)
+        if plan.needs_length and not epoch.is_one_shot:
+            self._chunks.ends_within(plan, 0)  # all: each rank has its run elsewhere, and all may break off
         must_give = epoch.is_one_shot and epoch.has_earlier_pass()
         return _not_empty(self._chunks, epoch.number) if must_give else self._chunks
 

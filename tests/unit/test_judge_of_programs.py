@@ -31,3 +31,9 @@ def test_the_judge_sees_ranks_that_wait() -> None:
     stuck, ended = Run([epoch(0, 1)], is_stuck=True), Run([epoch(2, 3)])
     assert verdict([stuck, ended]) == "lost in silence: ranks wait for others that have ended"
     assert verdict([Run(failed="KeyError: 1"), ended]) == "failed: KeyError: 1"
+
+
+def test_the_judge_sees_what_somebody_must_be_told() -> None:
+    alone, other = Run([epoch(0, 1)], owed="rank 0 validated alone"), Run([epoch(2, 3)])
+    assert verdict([alone, other]) == "lost in silence: rank 0 validated alone"
+    assert verdict([alone, Run([epoch(2, 3)], told="RankMismatchError")]) == "told"

@@ -67,6 +67,12 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     # (c) no longer than where it is over
     "left": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 4), Rule.LENGTH),
     "left, and the other not so far": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3), None),
+    "left, and both in the next": (Rank().takes(0, 3).takes(1, 2), Rank().all_of(0).takes(1, 2), Rule.LENGTH),
+    "left, and the other in the next but one": (
+        Rank().takes(0, 3).takes(1, 2),
+        Rank().all_of(0).all_of(1).takes(2, 2),
+        Rule.LENGTH,
+    ),
     "left on both": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3).takes(1, 5), None),
     "cut short": (Rank().takes(0, 3, State.LEFT), Rank().takes(0, 4), Rule.LENGTH),
     "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), Rule.LENGTH),

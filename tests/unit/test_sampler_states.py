@@ -60,6 +60,15 @@ class Drawing(Sampler[int]):
         yield from order
 
 
+class DrawsLazily(Drawing):
+    """Draws each index when it is asked for."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(N))
+        while left:
+            yield left.pop(self.generator.randrange(len(left)))
+
+
 class OfModule(Sampler[int]):
     """Draws from a generator that only its code names, within a comprehension."""
 
@@ -285,6 +294,17 @@ def test_who_chooses_each_epoch_gets_what_follows_by_itself(name: str) -> None:
     assert chosen == followed
     loader.set_epoch(1)
     assert list(loader) == followed[1]
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
+def test_an_epoch_that_is_broken_off_leaves_a_sampler_that_draws_lazily_alike_on_all_ranks(layout: Any) -> None:
+    taken: list[int] = []
+    for rank in range(3):
+        given = DataLoader(range(N), 4, sampler=DrawsLazily(random.Random(3)))
+        loader = patch_dataloader_to_ddp(given, rank=rank, num_replicas=3, layout=layout)
+        next(iter(loader))
+        taken += [int(index) for batch in loader for index in batch]
+    assert sorted(taken) == [*range(N)]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "counts when it has ended"])  # none has ended
