@@ -201,19 +201,25 @@ class Log:
             )
             return Difference(Rule.RESTORED, record.entry, theirs.entry) if is_outgrown else None
         other = theirs.entry
-        if other is not None and other.number == self.settled > 0 <= theirs.before:
-            # They are a pass ahead, and this rank is still in the one that they left.
-            mine = self.entry(self.settled - 1)
-            left = None if mine is None else mine._replace(batches=theirs.before, state=State.LEFT, mark=None)
-            is_outgrown = mine is not None and left is not None and _is_outgrown(left, mine, slack)
-            return Difference(Rule.LENGTH, mine, left) if is_outgrown else None
-        if other is None or other.number >= self.settled:
+        if other is None or other.number > self.settled:
             return None
-        own = self.entry(other.number)
-        if theirs.chain != self._chains[other.number]:
+        is_here_too = other.number < self.settled
+        own = self.entry(other.number) if is_here_too else None
+        if is_here_too and theirs.chain != self._chains[other.number]:
             return Difference(Rule.BEFORE, own, other)
+        if (found := self._length_before(other.number - 1, theirs.before, slack)) is not None:
+            return found
         rule = None if own is None else self._rule_broken(own, other, slack)
         return None if rule is None else Difference(rule, own, other)
+
+    def _length_before(self, number: int, batches: int, slack: int) -> "Difference | None":
+        """Return how a pass that is over on another rank, after so many batches, contradicts this rank's."""
+        mine = self.entry(number) if batches >= 0 else None
+        if mine is None:
+            return None
+        left = mine._replace(batches=batches, state=State.LEFT, mark=None)
+        is_outgrown = _is_outgrown(left, mine, slack) or _is_outgrown(mine, left, slack)
+        return Difference(Rule.LENGTH, mine, left) if is_outgrown else None
 
     def _rule_broken(self, own: Entry, other: Entry, slack: int) -> "Rule | None":
         if own.begins_at != other.begins_at or (own.epoch != other.epoch and not self.has_one_order):
