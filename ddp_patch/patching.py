@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import ACCELERATE_PREPARED
+from ddp_patch.compat.packages import ACCELERATE_PREPARED, repeats_over_ranks
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     has_own_iteration,
@@ -434,10 +434,12 @@ def watched(
     is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind) and torchdata_batch_sampler(kind) is None
     if agreed.peers is None or is_compared or not is_torchs:
         return only_moved(facts, device, place)
-    monitor = PassMonitor(agreed.peers)
+    monitor = PassMonitor(agreed.peers, are_own=agreed.options.uneven == "keep")
     monitor.let_epochs_be_alike()
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
-    monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
+    monitor.why_orders_differ = lambda: f"{type(by).__name__} shards it: let it give every rank equally many batches."
+    if not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
+        monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
     make_mover, on_device = _mover_of(facts, Options(device=device))
     clone = place(loader, **on_device)
     OwnMethods(clone, None, make_mover=make_mover, monitor=monitor)
