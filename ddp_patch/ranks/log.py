@@ -68,6 +68,7 @@ class LoggedPass:
 
     Attributes:
         held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
+        first: Hashes of its first samples, where each rank has a part of the data.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class LoggedPass:
         self.epoch, self.begins_at, self.others = epoch, begins_at, others
         self.digest: Marks | None = digest
         self.held: str = ""
+        self.first: list[int] = []
         self.is_told: bool = False  # whether it no longer asks
         self._is_left = False
         self._progress = progress
@@ -176,6 +178,11 @@ class Log:
         mark = None if made.digest is None else made.digest.latest
         name = number, made.epoch, made.begins_at, made.others
         return Entry(*name, batches, given.state, given.is_own, made.held, mark)
+
+    @property
+    def latest(self) -> LoggedPass | None:
+        """The latest pass that is more than a look; None before the first."""
+        return self._passes[self.settled - self._first - 1] if self.settled else None
 
     def number_of(self, known: LoggedPass) -> int:
         """Return which pass of this list it is; -1 if it is no longer kept."""

@@ -73,7 +73,7 @@ class WatchedPasses:
         given.batches += 1
         if logged.is_told:  # another pass has begun since
             logged.tell(given.progress())
-        self._monitor.note_batch(batch)
+        self._monitor.note_batch(batch, logged)
         if self._is_open_ended:
             self._monitor.give_step(logged, given.batches)
         if given.batches >= self._next_comparison:
