@@ -20,11 +20,13 @@ from typing import NamedTuple, Protocol
 from ddp_patch.orders.digest import Mark
 from ddp_patch.ranks.records import Entry, Record, State
 
-__all__ = ["Difference", "Log", "LoggedPass", "Marks", "Progress", "Rule"]
+__all__ = ["MORE_THAN_A_LOOK", "Difference", "Log", "LoggedPass", "Marks", "Progress", "Rule"]
 
 # So many passes before the latest one are kept whole; of earlier ones a hash.
 _KEPT = 16
 _A_LOOK = 1  # batch
+# A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
+MORE_THAN_A_LOOK = 2
 
 
 class Progress(NamedTuple):
@@ -141,6 +143,8 @@ class Log:
     def goes_on(self, begun: LoggedPass) -> None:
         """Add a pass again that was struck, and that goes on all the same."""
         if not any(known is begun for known in self._passes):
+            if self.has_one_order:  # a look within it had struck it
+                self.strike_looks()
             self._passes.append(begun)
 
     def strike_looks(self) -> None:
