@@ -12,7 +12,7 @@ with the command that shows that section.
         ├── NotALoaderError              also a TypeError: something is not a DataLoader
         ├── WorldError                   also a RuntimeError: it is unclear which rank of how many this is
         │   └── MissingRanksError        a rank did not arrive in time, or is gone
-        ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options or epochs differ
+        ├── RankMismatchError            also a RuntimeError: the ranks' loaders, options, passes or data differ
         ├── LeaderError                  also a RuntimeError: rank 0 could not draw what the others wait for
         ├── AlreadyPatchedError          also a RuntimeError: the loader is sharded for another world
         ├── AuditError                   also an AssertionError: an audit found problems
@@ -30,7 +30,7 @@ with the command that shows that section.
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
         ├── LeaderWarning                the ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
-        ├── StreamLengthWarning          a sampler gave more or fewer items than its len()
+        ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
         └── StreamOrderWarning           the ranks cannot compare in which order they read
 """
 
@@ -156,7 +156,7 @@ class MissingRanksError(WorldError):
 
 
 class RankMismatchError(DDPPatchError, RuntimeError):
-    """The ranks' loaders, options, epochs or orders differ.
+    """The ranks' loaders, options, passes or data differ.
 
     Attributes:
         told_on: Where many ranks raise it, those whose error says in what they differ; if empty, each one's does.
@@ -218,7 +218,7 @@ class AssumedShardedWarning(DDPPatchWarning):
 
 
 class StreamLengthWarning(DDPPatchWarning):
-    """A sampler gave more or fewer items than its ``__len__`` says; all that it gave were sharded."""
+    """A sampler's ``__len__``, or a loader's own after the patch, is wrong; all items that come are sharded."""
 
 
 class StreamOrderWarning(DDPPatchWarning):

@@ -123,9 +123,9 @@ def patch_dataloader_to_ddp(
     in whole batches. ``share`` changes that.
 
     After this call, ranks meet only in ``restore_loader``, in gathering and in weighing by ``weight_of``; where an
-    epoch begins under a leader; and in steps with ``share="by_worker"``. Else they compare their passes through the
-    process group's store without waiting, but for a second, or two steps if these take longer, at the end of a stream
-    of unknown length.
+    epoch begins under a leader; and in steps with ``share="by_worker"``. Else they compare, through the process group's
+    store, their passes over all loaders: epochs, numbers of batches, and what they drew. They wait for that only at the
+    end of a stream of unknown length: a second, or two steps if these take longer.
 
     Args:
         loader: A finished loader. Or several: a list, tuple (also named) or dict of them, nested as you like, for which
@@ -140,11 +140,11 @@ def patch_dataloader_to_ddp(
             takes its items r, r + num_replicas, ... (``layout="contiguous"``: a run), and at least one.
             ``iter_with_weights`` says which of them count. ``len(loader)`` is then that of one process. Every rank
             reads the whole of an iterable dataset, as one process with the same workers does, and keeps its share of
-            each worker's part. With ``"by_worker"``, the dataset splits itself by ``get_worker_info()``, which counts
-            all ranks' workers as one loader's, so nothing is read twice. Ranks that have batches left give some to
-            those that have none, so that all make the same number of steps. ``uneven`` says what happens to the last
-            batches. Every pass then needs all ranks. In an explicit world, ``uneven`` must be ``"keep"``, and steps are
-            unequal. Any other dataset is shared as with ``"auto"``.
+            each worker's part. With ``"by_worker"``, the dataset splits itself by ``get_worker_info()``, for which it
+            asks by its first item, and which counts all ranks' workers as one loader's, so nothing is read twice. Ranks
+            that have batches left give some to those that have none, so that all make the same number of steps.
+            ``uneven`` says what happens to the last batches. Every pass then needs all ranks. In an explicit world,
+            ``uneven`` must be ``"keep"``, and steps are unequal. Any other dataset is shared as with ``"auto"``.
         uneven: What to do with the last round if the ranks do not divide the samples evenly. ``"pad"`` repeats the
             first samples (equal steps, nothing lost). ``"drop"`` leaves the round out (equal steps, nothing repeated).
             ``"keep"`` gives some ranks one item less (nothing lost or repeated, but steps may differ by one).
@@ -188,10 +188,11 @@ def patch_dataloader_to_ddp(
     Returns:
         A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. Its
         ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this rank gets: ``shard 1 of 8, samples,
-        782 steps of 8``. Returns ``loader`` itself if it is already sharded: by this function, by any other
-        ``DistributedSampler``, or by a sampler or dataset that stores a rank and a number of ranks or says
-        ``is_ddp_aware = True``. Also returns ``loader`` itself, with a ``NotDistributedWarning``, if there is only one
-        process. In these cases ``device`` makes a copy that only moves batches.
+        782 steps of 8``. A loader that is already sharded is not sharded again: by any other ``DistributedSampler``,
+        or by a sampler or dataset that stores a rank and a number of ranks or says ``is_ddp_aware = True``. If the
+        ranks can compare its passes, a copy is returned that does so, otherwise ``loader`` itself. Returns ``loader``
+        itself, too, if this function sharded it, and, with a ``NotDistributedWarning``, if there is only one process;
+        then ``device`` makes a copy that only moves batches.
 
     Raises:
         NotALoaderError: ``loader`` is not a DataLoader, or one of several is none, or their lists or dicts cannot be
@@ -204,8 +205,9 @@ def patch_dataloader_to_ddp(
         AlreadyPatchedError: The loader was sharded for another world, or patched with another ``device``.
         UnsupportedLoaderError: The loader cannot be sharded correctly.
         RankMismatchError: The ranks' loaders or options differ, or the keys of a dict, or their order; every rank
-            raises it. Also while iterating: the ranks make different passes, or read an iterable dataset in different
-            orders. Also in an explicit world: too many ranks take the same share.
+            raises it. Or their datasets hold different samples, or the shards that a loader has already have samples in
+            common. Also while iterating: the ranks make different passes, draw different orders, or change their data
+            differently. Also in an explicit world: too many ranks take the same share.
         MissingRanksError: A rank did not arrive in time.
 
     Examples:

@@ -327,13 +327,7 @@ class _Meeting:
             if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
                 raise self.refusal(refused)  # caught below, and sent to all
             records = {rank: message.taken(self._key("record", rank)) for rank, message in came.items()}
-            try:
-                answer = judge(records)
-            except RankMismatchError as error:
-                if not elsewhere:
-                    raise
-                # What they do elsewhere says more than how their records differ.
-                raise RankMismatchError(f"{self.doing}: {_why_not_compared(error, elsewhere)}") from error
+            answer = self._judgement(judge, records, elsewhere)
             each = answer if isinstance(answer, PerRank) else {}
             messages = {rank: _Message.of(own) for rank, own in each.items()}
             for_all = _Message.of(None if messages else answer, is_per_rank=bool(messages))
@@ -355,6 +349,17 @@ class _Meeting:
             return None, own.taken(self._key("answer"))
         self.announce(failure)
         return failure, None
+
+    def _judgement(self, judge: Callable[[Any], Any], records: Any, elsewhere: Mapping[int, str]) -> Any:
+        """Return what a judge says; what ranks do elsewhere says more than how their records differ."""
+        if not elsewhere:
+            return judge(records)
+        why = ""
+        try:
+            return judge(records)
+        except RankMismatchError as error:
+            why = _why_not_compared(error, elsewhere)
+        raise RankMismatchError(f"{self.doing}: {why}")  # out here, so that it does not hold the other one's traceback
 
     def announce(self, failure: DDPPatchError) -> None:
         """Let all others raise an error: of its own kind, as far as that is one of ours."""

@@ -658,5 +658,5 @@ def test_meetings_leave_next_to_nothing_behind() -> None:
     left = run_ranks(keys, 2)
     if left == [-1, -1]:
         pytest.skip("the store of this torch does not list its keys")
-    # A count for each rank, the latest answer and decision, and each rank's records of the passes over the last loaders.
+    # A count for each rank, the latest answer and decision, and each rank's records of passes over the last loaders.
     assert 0 <= max(left) <= 2 + 2 + 2 * 10

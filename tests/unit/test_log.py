@@ -74,6 +74,7 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
         Rule.LENGTH,
     ),
     "left on both": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3).takes(1, 5), None),
+    "left, and both are in the next": (Rank().takes(0, 3).takes(1, 2), Rank().all_of(0).takes(1, 2), Rule.LENGTH),
     "cut short": (Rank().takes(0, 3, State.LEFT), Rank().takes(0, 4), Rule.LENGTH),
     "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), Rule.LENGTH),
     "ended early on both": (Rank().all_of(0, 3), Rank().all_of(0, 3).takes(1, 2), None),
