@@ -108,7 +108,7 @@ class Act(NamedTuple):
 
     def when(self) -> tuple[int, int, bool]:
         """Return what programs order acts by."""
-        return self.epoch, self.step, "seed the generator" in self.what
+        return self.epoch, self.step, "seed the generator" in self.what or ACTS[self.what].does is fail
 
     def __str__(self) -> str:
         when = f"after step {self.step} of epoch {self.epoch}" if self.step else f"before epoch {self.epoch}"
@@ -325,6 +325,8 @@ class Training:
                 for act in acts:
                     if act.step == step and act.what not in ENDS:
                         self.act(act)
+        if self.plan.kind in FAILING:
+            self.raw.dataset.countdown.value = 0
         if end is not None and end.what == "all resume":
             # A loop that reads ahead has been given fewer batches than its loader has given.
             state = loader_state(self.train, batches_done=most)

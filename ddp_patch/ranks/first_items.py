@@ -2,17 +2,15 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.rows import row_hashes
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.mailbox import Mailbox, Peers
 
-__all__ = ["FirstItems", "common_items"]
+__all__ = ["MOST", "FirstItems", "common_items"]
 
 # So many first samples of each pass are compared.
-_MOST = 256
+MOST = 256
 
 
 def common_items(mine: Sequence[int], theirs: Sequence[int], ranks: int) -> int:
@@ -40,7 +38,7 @@ def common_items(mine: Sequence[int], theirs: Sequence[int], ranks: int) -> int:
 
 
 class FirstItems:
-    """The first samples of this rank's latest pass over one loader, and the comparison with the other ranks'.
+    """Compares the first samples of this rank's passes over one loader with the other ranks'.
 
     Args:
         peers: Who they are.
@@ -50,42 +48,31 @@ class FirstItems:
 
     def __init__(self, peers: Peers, mailbox: Mailbox, why: Callable[[], str]) -> None:
         self._peers, self._mailbox, self._why = peers, mailbox, why
-        self._pass = -1
-        self._hashes: list[int] = []
-        self._is_done = True
 
-    def begin(self) -> None:
-        """Record that a pass begins."""
-        self._pass, self._hashes, self._is_done = self._pass + 1, [], False
-
-    def add(self, batch: Any) -> None:
-        """Record a batch that this rank has read."""
-        if len(self._hashes) < _MOST:
-            self._hashes += row_hashes(batch, _MOST - len(self._hashes))
-
-    def compare(self, name: str, *, at_end: bool) -> None:
-        """Leave what came, and compare it with what others have left.
+    def compare(self, name: str, numbers: tuple[int, int], hashes: Sequence[int]) -> None:
+        """Leave what came in a pass, and compare it with what others have left of the same pass.
 
         Args:
             name: What errors call the loader.
-            at_end: Whether the pass has come to its end.
+            numbers: Which list of passes it is in, and where.
+            hashes: Those of its first samples.
 
         Raises:
             RankMismatchError: Other ranks have the same samples.
         """
-        if self._is_done:
-            return
-        self._is_done = at_end and len(self._hashes) >= _MOST
-        self._mailbox.post(json.dumps([self._pass, *self._hashes], separators=(",", ":")), "first")
-        for rank, text in self._mailbox.read("first").items():
+        # A rank that is a pass ahead leaves what slower ones compare.
+        subject = f"first{numbers[-1] % 2}"
+        self._mailbox.post(json.dumps([*numbers, *hashes], separators=(",", ":")), subject)
+        for rank, text in self._mailbox.read(subject).items():
             try:
-                number, *theirs = json.loads(text)
-                found = common_items(self._hashes, theirs, len(self._peers.members)) if number == self._pass else 0
+                of_list, number, *theirs = json.loads(text)
+                is_same = (of_list, number) == numbers
+                found = common_items(hashes, theirs, len(self._peers.members)) if is_same else 0
             except (ValueError, TypeError):  # junk
                 continue
             if found:
                 told = (
-                    f"Iterating the {name}: {found} of the first {len(self._hashes)} items of rank {self._peers.rank} "
+                    f"Iterating the {name}: {found} of the first {len(hashes)} items of rank {self._peers.rank} "
                     f"are also {ranks_text([rank])}'s, though each rank should have a part of its own. {self._why()}"
                 )
                 self._mailbox.tell(told)

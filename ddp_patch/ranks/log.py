@@ -20,11 +20,13 @@ from typing import NamedTuple, Protocol
 from ddp_patch.orders.digest import Mark
 from ddp_patch.ranks.records import Entry, Record, State
 
-__all__ = ["Difference", "Log", "LoggedPass", "Marks", "Progress", "Rule"]
+__all__ = ["MORE_THAN_A_LOOK", "Difference", "Log", "LoggedPass", "Marks", "Progress", "Rule"]
 
 # So many passes before the latest one are kept whole; of earlier ones a hash.
 _KEPT = 16
 _A_LOOK = 1  # batch
+# A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
+MORE_THAN_A_LOOK = 2
 
 
 class Progress(NamedTuple):
@@ -68,6 +70,7 @@ class LoggedPass:
 
     Attributes:
         held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
+        first: Hashes of its first samples, where each rank has a part of the data.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class LoggedPass:
         self.epoch, self.begins_at, self.others = epoch, begins_at, others
         self.digest: Marks | None = digest
         self.held: str = ""
+        self.first: list[int] = []
         self.is_told: bool = False  # whether it no longer asks
         self._is_left = False
         self._progress = progress
@@ -139,6 +143,8 @@ class Log:
     def goes_on(self, begun: LoggedPass) -> None:
         """Add a pass again that was struck, and that goes on all the same."""
         if not any(known is begun for known in self._passes):
+            if self.has_one_order:  # a look within it had struck it
+                self.strike_looks()
             self._passes.append(begun)
 
     def strike_looks(self) -> None:
@@ -176,6 +182,11 @@ class Log:
         mark = None if made.digest is None else made.digest.latest
         name = number, made.epoch, made.begins_at, made.others
         return Entry(*name, batches, given.state, given.is_own, made.held, mark)
+
+    @property
+    def latest(self) -> LoggedPass | None:
+        """The latest pass that is more than a look; None before the first."""
+        return self._passes[self.settled - self._first - 1] if self.settled else None
 
     def number_of(self, known: LoggedPass) -> int:
         """Return which pass of this list it is; -1 if it is no longer kept."""

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.contents import HeldData
+from ddp_patch.loaders.rows import row_hashes
 from ddp_patch.ranks.exchange import digest
-from ddp_patch.ranks.first_items import FirstItems
+from ddp_patch.ranks.first_items import MOST, FirstItems
 from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Rule
 from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
 from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
@@ -65,6 +66,7 @@ class PassMonitor:
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._step_due_s = self._first_step_s = 0.0
         self._first_items: FirstItems | None = None
+        self._latest: LoggedPass | None = None
         self._held: HeldData | None = None
         if self._mailbox is not None:
             self._mailbox.post(self._log.record().to_text())
@@ -98,10 +100,11 @@ class PassMonitor:
         if self._peers is not None and self._mailbox is not None:
             self._first_items = FirstItems(self._peers, self._mailbox, why)
 
-    def note_batch(self, batch: Any) -> None:
-        """Record a batch of this rank's part of the data."""
-        if self._first_items is not None:
-            self._first_items.add(batch)
+    def note_batch(self, batch: Any, begun: LoggedPass | None = None) -> None:
+        """Record a batch of this rank's part of the data, in a pass; in the latest one by default."""
+        made = self._latest if begun is None else begun
+        if self._first_items is not None and made is not None and len(made.first) < MOST:
+            made.first += row_hashes(batch, MOST - len(made.first))
 
     @property
     def mailbox(self) -> Mailbox | None:
@@ -155,8 +158,7 @@ class PassMonitor:
         others = None if is_own or made is None else made[self._group] - self._made - self._made_before
         begun = LoggedPass(epoch, begins_at, told, drawn, others)
         self._log.begin(begun)
-        if self._first_items is not None:
-            self._first_items.begin()
+        self._latest = begun
         if self._held is not None:
             self._held.begin()
         return begun
@@ -192,8 +194,9 @@ class PassMonitor:
         if self._comparisons >= _FREE and began_s - self._ended_s < times * self._cost_s:
             return
         self._exchange(self._mailbox, self._peers)
-        if self._first_items is not None:
-            self._first_items.compare(self._name, at_end=at_end)
+        if self._first_items is not None and (made := self._log.latest) is not None:
+            numbers = self._log.lists, self._log.number_of(made)
+            self._first_items.compare(self._name, numbers, made.first)
         self._ended_s = perf_counter()
         self._comparisons, self._cost_s = self._comparisons + 1, self._ended_s - began_s
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress
 from ddp_patch.plan import Batching, Consumed, Plan
-from ddp_patch.ranks.log import LoggedPass, Marks, Progress
+from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
 from ddp_patch.schedule import Part, Schedule, Sizes
@@ -253,7 +253,7 @@ class Pass(IterationProgress, Generic[T]):
             return
         if logged.is_told:
             self._tell_log()
-        if delivered == 1:
+        if delivered <= MORE_THAN_A_LOOK:
             self._monitor.goes_on(logged)
         if delivered <= _READS:
             self._monitor.note_read(logged)

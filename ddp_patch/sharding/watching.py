@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddp_patch.errors import DDPPatchError
-from ddp_patch.ranks.log import LoggedPass, Progress
+from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
 
@@ -73,7 +73,9 @@ class WatchedPasses:
         given.batches += 1
         if logged.is_told:  # another pass has begun since
             logged.tell(given.progress())
-        self._monitor.note_batch(batch)
+        if given.batches <= MORE_THAN_A_LOOK:
+            self._monitor.goes_on(logged)
+        self._monitor.note_batch(batch, logged)
         if self._is_open_ended:
             self._monitor.give_step(logged, given.batches)
         if given.batches >= self._next_comparison:

@@ -1,6 +1,7 @@
 """Real ranks whose samplers or data are sharded already: known, or told before anything is lost."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,3 +184,60 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
     assert_tells(raised["in unequal runs"], ("Runs", "12 batches on rank 0; 11 batches on rank 1"), "uneven='keep'")
     assert_tells(raised["a list"], ("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]")
     assert_tells(raised["tensors"], ("rank 0 and rank 1", "a TensorDataset"), "is_ddp_aware = True")
+
+
+class Turning(Made):
+    """Every epoch has another order, which ``set_epoch`` chooses."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[self.rank :: self.world_size])
+
+
+def looked_at(rank: int, ranks: int) -> list[list[int]]:
+    """Rank 1, the slower one, looks at a batch within an epoch; all break off the second epoch."""
+    train: Any = patch_dataloader_to_ddp(DataLoader(Indices(48), 4, sampler=Turning(rank, ranks)))
+    taken: list[list[int]] = []
+    for epoch in range(4):
+        train.sampler.set_epoch(epoch)
+        taken.append([])
+        for step, batch in enumerate(train):
+            taken[epoch] += batch.tolist()
+            if rank == 1 and (epoch, step) in {(0, 2), (1, 0)}:
+                next(iter(train))
+            dist.barrier()
+            time.sleep(rank / 20)
+            if (epoch, step) == (1, 2):
+                break
+    return taken
+
+
+def test_a_look_of_one_rank_is_no_pass_and_its_samples_are_not_compared() -> None:
+    for first, second in zip(*run_ranks(looked_at, 2), strict=True):
+        assert len({*first, *second}) == len(first + second) in {24, 48}
+
+
+def astray(rank: int, ranks: int) -> str:
+    """Rank 1's sampler is in another epoch, once; rank 0 is an epoch ahead by then."""
+    train: Any = patch_dataloader_to_ddp(DataLoader(Indices(48), 4, sampler=Turning(rank, ranks)))
+    try:
+        for epoch in range(3):
+            train.sampler.set_epoch(7 if rank and epoch == 1 else epoch)
+            for step, _ in enumerate(train):
+                if (epoch, step) == ((1, 0) if rank else (2, 3)):
+                    dist.barrier()
+    except DDPPatchError as error:
+        return str(error)
+    return ""
+
+
+def test_samples_that_another_rank_was_given_in_the_epoch_before_its_latest_are_told() -> None:
+    assert any("are also rank" in told for told in run_ranks(astray, 2))
