@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from math import log2
 from typing import Any
 
 from ddp_patch.errors import RankMismatchError
@@ -9,34 +10,45 @@ from ddp_patch.loaders.rows import row_hashes
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.mailbox import Mailbox, Peers
 
-__all__ = ["FirstItems", "common_items"]
+__all__ = ["FirstItems", "bits_against_chance", "common_items"]
 
 # So many first samples of each pass are compared.
 _MOST = 256
+# How unlikely chance must be, in bits, before ranks' samples count as the same.
+_BITS = 10.0
 
 
-def common_items(mine: Sequence[int], theirs: Sequence[int], ranks: int) -> int:
-    """Return how many first items two ranks have in common that should have none; 0 if that may be right.
-
-    Padding repeats an item on each of the other ranks at most. What one rank repeats within its own part, such as what
-    is drawn with replacement, may be repeated on another as well.
+def common_items(mine: Sequence[int], theirs: Sequence[int]) -> tuple[int, int]:
+    """Return how many items two ranks have in common, and how many of either are repeated within its own part.
 
     Args:
         mine: Hashes of one rank's.
         theirs: Hashes of the other's.
-        ranks: How many ranks share the data.
 
     Examples:
-        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1], ranks=2), common_items([1, 2, 3, 4], [3, 4, 1, 2], ranks=2)
-        (0, 4)
-        >>> common_items([7, 7, 7, 7], [7, 7, 7, 7], ranks=2)
-        0
+        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1]), common_items([1, 2, 2, 4], [3, 4, 1, 4])
+        ((1, 0), (2, 2))
     """
     ours, others = set(mine), set(theirs)
-    common = len(ours & others)
-    repeats = len(mine) - len(ours) + len(theirs) - len(others)
-    are_all = common == min(len(ours), len(others)) > 1 and not repeats
-    return common if are_all or common > ranks - 1 + 2 * repeats else 0
+    return len(ours & others), len(mine) - len(ours) + len(theirs) - len(others)
+
+
+def bits_against_chance(common: int, repeats: int) -> float:
+    """Return how unlikely it is, in bits, that so many items are the same by chance.
+
+    Of parts that are drawn with replacement, or from data with duplicates, two items that are the same are as likely
+    within one rank's part as on two ranks.
+
+    Source: Chernoff's bound of the binomial distribution.
+
+    Examples:
+        >>> bits_against_chance(12, 0), bits_against_chance(9, 10), round(bits_against_chance(220, 60))
+        (12.0, 0.0, 70)
+    """
+    if common <= repeats:
+        return 0.0
+    both = common + repeats
+    return both - sum(count * log2(both / count) for count in (common, repeats) if count)
 
 
 class FirstItems:
@@ -53,10 +65,14 @@ class FirstItems:
         self._pass = -1
         self._hashes: list[int] = []
         self._is_done = True
+        # How many items were common and repeated, beyond padding: in this pass, by rank; and in all before.
+        self._found: dict[int, tuple[int, int]] = {}
+        self._before = 0, 0
 
     def begin(self) -> None:
         """Record that a pass begins."""
         self._pass, self._hashes, self._is_done = self._pass + 1, [], False
+        self._before, self._found = self._in_all(), {}
 
     def add(self, batch: Any) -> None:
         """Record a batch that this rank has read."""
@@ -80,13 +96,26 @@ class FirstItems:
         for rank, text in self._mailbox.read().items():
             try:
                 number, *theirs = json.loads(text)
-                found = common_items(self._hashes, theirs, len(self._peers.members)) if number == self._pass else 0
+                if number != self._pass or not (found := self._too_many(rank, theirs)):
+                    continue
             except (ValueError, TypeError):  # junk
                 continue
-            if found:
-                told = (
-                    f"Iterating the {name}: {found} of the first {len(self._hashes)} items of rank {self._peers.rank} "
-                    f"are also {ranks_text([rank])}'s, though each rank should have a part of its own. {self._why()}"
-                )
-                self._mailbox.tell(told)
-                raise RankMismatchError(told)
+            told = (
+                f"Iterating the {name}: {found} of the first {len(self._hashes)} items of rank "
+                f"{self._peers.rank} are also {ranks_text([rank])}'s, though each rank should have a part of its own. "
+                f"{self._why()}"
+            )
+            self._mailbox.tell(told)
+            raise RankMismatchError(told)
+
+    def _too_many(self, rank: int, theirs: Sequence[int]) -> int:
+        """Return how many items of this rank another one has, if they are too many, in this pass and all before."""
+        common, repeats = common_items(self._hashes, theirs)
+        padding = len(self._peers.members) - 1  # it repeats an item on each of the other ranks at most
+        self._found[rank] = max(0, common - padding), repeats
+        is_chance = common <= padding or bits_against_chance(*self._in_all()) <= _BITS
+        return 0 if is_chance else common
+
+    def _in_all(self) -> tuple[int, int]:
+        common, repeats = zip(self._before, *self._found.values(), strict=True)
+        return sum(common), sum(repeats)
