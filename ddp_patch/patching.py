@@ -435,11 +435,19 @@ def watched(
     monitor = PassMonitor(agreed.peers)
     monitor.let_epochs_be_alike()
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
-    monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
+    monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__), are_even=agreed.options.uneven != "keep")
+    monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)
     make_mover, on_device = _mover_of(facts, Options(device=device))
     clone = place(loader, **on_device)
     OwnMethods(clone, None, make_mover=make_mover, monitor=monitor)
     return clone
+
+
+def _why_parts_are_uneven(name: str) -> str:
+    return (
+        f"The loader counts as sharded already by {name}. Ranks that synchronise in each step would wait for each other "
+        "forever. Give every rank equally many batches; or pass uneven='keep', if ranks may make unequal steps."
+    )
 
 
 def _why_parts_overlap(name: str) -> str:

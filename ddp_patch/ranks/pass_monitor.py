@@ -46,6 +46,7 @@ class PassMonitor:
         slack: How many batches more one rank may have in a pass.
 
     Attributes:
+        has_own_lengths: Whether ranks may have any number of batches in a pass.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
     """
 
@@ -67,6 +68,7 @@ class PassMonitor:
         if (made := self._made_by_all) is not None:
             self._made_before = made[self._group]
         self._batches_in_epoch: Callable[[], int | None] = lambda: None
+        self.has_own_lengths: bool = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -85,12 +87,14 @@ class PassMonitor:
         """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
         self._log.has_one_order = True
 
-    def expect_parts(self, why: Callable[[], str]) -> None:
+    def expect_parts(self, why: Callable[[], str], *, are_even: bool = True) -> None:
         """Let ranks have nothing in common among their first samples: each has a part of the data.
 
         Args:
             why: Says why samples may be the same, and what to do.
+            are_even: Whether the parts have equally many batches.
         """
+        self.has_own_lengths = not are_even
         if self._peers is not None:
             self._first_items = FirstItems(self._peers, why)
 

@@ -1,0 +1,35 @@
+"""How many first items two ranks may have in common by chance."""
+
+import random
+
+import pytest
+
+from ddp_patch.ranks.first_items import bits_against_chance, common_items
+
+BITS = 10
+
+
+def bits(of_ranks: tuple[list[int], list[int]], passes: int = 1) -> float:
+    common, repeats = common_items(*of_ranks)
+    return bits_against_chance(passes * common, passes * repeats)
+
+
+@pytest.mark.parametrize("drawn", [16, 64, 256])
+@pytest.mark.parametrize("n", [100, 1000, 10000])
+def test_what_is_drawn_with_replacement_is_hardly_ever_unlikely(n: int, drawn: int) -> None:
+    rng = random.Random(n + drawn)
+    found = [bits((rng.choices(range(n), k=drawn), rng.choices(range(n), k=drawn))) for _ in range(500)]
+    assert sum(one > BITS for one in found) == 0
+
+
+def test_the_same_items_are_unlikely_and_so_are_two_shuffles_of_one_dataset() -> None:
+    rng = random.Random(1)
+    assert bits((list(range(12)), list(range(12)))) > BITS
+    shuffles = (rng.sample(range(1000), 256), rng.sample(range(1000), 256))
+    assert bits(shuffles) > 5 * BITS
+    few = (rng.sample(range(10000), 256), rng.sample(range(10000), 256))
+    assert bits(few, passes=3) > BITS
+
+
+def test_items_that_all_are_alike_show_nothing() -> None:
+    assert bits(([7] * 9, [7] * 9)) == 0
