@@ -445,8 +445,8 @@ def watched(
 
 def _why_parts_are_uneven(name: str) -> str:
     return (
-        f"The loader counts as sharded already by {name}. Ranks that synchronise in each step would wait for each other "
-        "forever. Give every rank equally many batches; or pass uneven='keep', if ranks may make unequal steps."
+        f"The loader counts as sharded already by {name}. Ranks that synchronise in each step would wait for each "
+        "other forever. Give every rank equally many batches; or pass uneven='keep', if ranks may make unequal steps."
     )
 
 
