@@ -45,17 +45,14 @@ class PassMonitor:
         peers: Who they are; None if there are none.
         name: What errors call the loader.
         slack: How many batches more one rank may have in a pass.
-        are_own: Whether ranks may have any number of batches, each its own.
 
     Attributes:
+        has_own_lengths: Whether ranks may have any number of batches in a pass.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
     """
 
-    def __init__(
-        self, peers: Peers | None = None, name: str = "loader", *, slack: int = 0, are_own: bool = False
-    ) -> None:
+    def __init__(self, peers: Peers | None = None, name: str = "loader", *, slack: int = 0) -> None:
         self._peers, self._name, self._slack = peers, name, slack
-        self._are_own = are_own
         self._group = "" if peers is None else peers.group
         self._mailbox = None if peers is None else Mailbox(peers)
         self._open_end = None if peers is None or self._mailbox is None else OpenEnd(self._mailbox, peers)
@@ -73,6 +70,7 @@ class PassMonitor:
         if (made := self._made_by_all) is not None:
             self._made_before = made[self._group]
         self._batches_in_epoch: Callable[[], int | None] = lambda: None
+        self.has_own_lengths: bool = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -152,7 +150,9 @@ class PassMonitor:
         if not self.is_on:
             return None
         self._batches_in_epoch = batches_in_epoch
-        is_own = self._are_own or get_ident() != self._thread  # something reads ahead, by as much as there was time for
+        is_own = (
+            self.has_own_lengths or get_ident() != self._thread
+        )  # something reads ahead, by as much as there was time for
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
         others = None if is_own or made is None else made[self._group] - self._made - self._made_before
@@ -203,7 +203,7 @@ class PassMonitor:
     def _settle(self) -> None:
         if more := self._log.settle():
             self._made += more
-            if not (self._slack or self._are_own) and (made := self._made_by_all) is not None:
+            if not (self._slack or self.has_own_lengths) and (made := self._made_by_all) is not None:
                 made[self._group] += more
 
     def _exchange(self, mailbox: Mailbox, peers: Peers) -> None:
