@@ -430,7 +430,8 @@ def one_rank_shuffles_the_end_of_a_stream(me: Me) -> None:
 
 @case("told")
 def one_rank_leaves_each_epoch_of_what_is_sharded_already(me: Me) -> None:
-    train = me.patch(loader(sampler=DistributedSampler(range(N))))
+    data: Any = range(N)
+    train = me.patch(loader(sampler=DistributedSampler(data)))
     for epoch in range(3):
         train.sampler.set_epoch(epoch)
         for number, _ in enumerate(me.step(me.begin(), train), 1):

@@ -390,7 +390,7 @@ def a_sampler_of_each_rank_draws_with_replacement(me: Me, n: int) -> None:
 
 @right(of={"eight": 8, "more": 20})
 def samples_that_come_several_times_are_sharded_already(me: Me, n: int) -> None:
-    data = ConcatDataset([users.Rows(range(n))] * 3)
+    data: ConcatDataset[int] = ConcatDataset([users.Rows(range(n))] * 3)
     train = me.patch(loader(data, sampler=DistributedSampler(data)))
     for epoch in range(4):
         train.sampler.set_epoch(epoch)
