@@ -65,7 +65,7 @@ class FirstItems:
         self._pass = -1
         self._hashes: list[int] = []
         self._is_done = True
-        # How many items were common and repeated, beyond padding: in this pass, by rank; and in all before.
+        # How many items were common and repeated: in this pass, by rank; and in all before, without padding.
         self._found: dict[int, tuple[int, int]] = {}
         self._before = 0, 0
 
@@ -110,12 +110,11 @@ class FirstItems:
 
     def _too_many(self, rank: int, theirs: Sequence[int]) -> int:
         """Return how many items of this rank another one has, if they are too many, in this pass and all before."""
-        common, repeats = common_items(self._hashes, theirs)
-        padding = len(self._peers.members) - 1  # it repeats an item on each of the other ranks at most
-        self._found[rank] = max(0, common - padding), repeats
-        is_chance = common <= padding or bits_against_chance(*self._in_all()) <= _BITS
-        return 0 if is_chance else common
+        found = self._found[rank] = common_items(self._hashes, theirs)
+        return found[0] if bits_against_chance(*self._in_all()) > _BITS else 0
 
     def _in_all(self) -> tuple[int, int]:
-        common, repeats = zip(self._before, *self._found.values(), strict=True)
-        return sum(common), sum(repeats)
+        """Return how many items were common and repeated, in this pass and all before, without padding."""
+        common, repeats = (sum(numbers) for numbers in zip((0, 0), *self._found.values(), strict=True))
+        padding = len(self._peers.members) - 1  # all of it repeats an item on each of the other ranks at most
+        return self._before[0] + max(0, common - padding), self._before[1] + repeats
