@@ -65,19 +65,22 @@ class FirstItems:
         self._pass = -1
         self._hashes: list[int] = []
         self._is_done = True
-        # How many items were common and repeated: in this pass, by rank; and in all before, without padding.
+        # Those of the batch that came last: it may be padding, an item or all of it.
+        self._last: list[int] = []
+        # How many items were common and repeated: in this pass, by rank; and in all before.
         self._found: dict[int, tuple[int, int]] = {}
         self._before = 0, 0
 
     def begin(self) -> None:
         """Record that a pass begins."""
-        self._pass, self._hashes, self._is_done = self._pass + 1, [], False
+        self._pass, self._hashes, self._last, self._is_done = self._pass + 1, [], [], False
         self._before, self._found = self._in_all(), {}
 
     def add(self, batch: Any) -> None:
         """Record a batch that this rank has read."""
         if len(self._hashes) < _MOST:
-            self._hashes += row_hashes(batch, _MOST - len(self._hashes))
+            self._hashes += self._last
+            self._last = row_hashes(batch, _MOST - len(self._hashes))
 
     def compare(self, name: str, *, at_end: bool) -> None:
         """Leave what came, and compare it with what others have left.
@@ -100,9 +103,10 @@ class FirstItems:
                     continue
             except (ValueError, TypeError):  # junk
                 continue
+            earlier = f", after {self._before[0]} in earlier passes" if self._before[0] else ""
             told = (
-                f"Iterating the {name}: {found} of the first {len(self._hashes)} items of rank "
-                f"{self._peers.rank} are also {ranks_text([rank])}'s, though each rank should have a part of its own. "
+                f"Iterating the {name}: {found} of the first {len(self._hashes)} items of rank {self._peers.rank} "
+                f"are also {ranks_text([rank])}'s{earlier}, though each rank should have a part of its own. "
                 f"{self._why()}"
             )
             self._mailbox.tell(told)
@@ -114,7 +118,6 @@ class FirstItems:
         return found[0] if bits_against_chance(*self._in_all()) > _BITS else 0
 
     def _in_all(self) -> tuple[int, int]:
-        """Return how many items were common and repeated, in this pass and all before, without padding."""
-        common, repeats = (sum(numbers) for numbers in zip((0, 0), *self._found.values(), strict=True))
-        padding = len(self._peers.members) - 1  # all of it repeats an item on each of the other ranks at most
-        return self._before[0] + max(0, common - padding), self._before[1] + repeats
+        """Return how many items were common and repeated, in this pass and all before."""
+        common, repeats = (sum(numbers) for numbers in zip(self._before, *self._found.values(), strict=True))
+        return common, repeats
