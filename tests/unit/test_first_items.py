@@ -1,9 +1,12 @@
-"""How many first items two ranks may have in common by chance."""
+"""What the first items of two ranks are, and how many they may have in common by chance."""
 
 import random
 
+import numpy as np
 import pytest
+import torch
 
+from ddp_patch.loaders.rows import row_hashes
 from ddp_patch.ranks.first_items import bits_against_chance, common_items
 
 BITS = 10
@@ -33,3 +36,10 @@ def test_the_same_items_are_unlikely_and_so_are_two_shuffles_of_one_dataset() ->
 
 def test_items_that_all_are_alike_show_nothing() -> None:
     assert bits(([7] * 9, [7] * 9)) == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0), (4,), (4, 2)])
+def test_batches_of_any_shape_have_hashes(shape: tuple[int, ...]) -> None:
+    assert len(row_hashes(torch.zeros(shape), most=9)) == shape[0]
+    assert len(row_hashes(np.zeros(shape), most=9)) == shape[0]
+    assert row_hashes(torch.zeros(shape), most=0) == []
