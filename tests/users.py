@@ -417,6 +417,21 @@ class DrawsItsPart(Sampler[int]):
         return iter(drawn[self.rank :: self.world_size])
 
 
+class TakesBatches(Sampler[list[int]]):
+    """Its rank's part of so many batches; ranks that would have none in the end take the first ones once more."""
+
+    def __init__(self, batches: int, rank: int, world_size: int) -> None:
+        self.batches, self.rank, self.world_size = batches, rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.batches // self.world_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self.rank, len(self) * self.world_size, self.world_size):
+            start = 16 * (number % self.batches)
+            yield list(range(start, start + 16))
+
+
 class HandedOut(IterableDataset[int]):
     """Its rank's part of what the user has split by hand, which may be longer on one rank."""
 

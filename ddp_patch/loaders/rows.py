@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def _bytes_of(column: Any, count: int) -> Sequence[bytes]:
     first = column[:count]
     plain = first.detach().resolve_conj().resolve_neg().contiguous() if isinstance(first, torch.Tensor) else first
     if isinstance(plain, torch.Tensor):
-        plain = plain.reshape(count, -1).view(torch.uint8).numpy()
+        plain = plain.reshape(count, prod(plain.shape[1:])).view(torch.uint8).numpy()
     else:
-        plain = np.ascontiguousarray(plain).reshape(count, -1).view(np.uint8)
+        plain = np.ascontiguousarray(plain).reshape(count, prod(plain.shape[1:])).view(np.uint8)
     return [row.tobytes() for row in plain[:, :: max(1, plain.shape[1] // _BYTES)]]

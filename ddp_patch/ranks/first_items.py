@@ -16,32 +16,26 @@ MOST = 256
 _BITS = 10.0
 
 
-def common_items(mine: Sequence[int], theirs: Sequence[int], ranks: int) -> int:
-    """Return how many first items two ranks have in common that should have none; 0 if that may be right.
-
-    Padding repeats an item on each of the other ranks at most. Of parts that are drawn with replacement, or from data
-    with duplicates, two items that are the same are as likely within one rank's part as on two ranks.
+def common_items(mine: Sequence[int], theirs: Sequence[int]) -> tuple[int, int]:
+    """Return how many items two ranks have in common, and how many of either are repeated within its own part.
 
     Args:
         mine: Hashes of one rank's.
         theirs: Hashes of the other's.
-        ranks: How many ranks share the data.
 
     Examples:
-        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1], ranks=2), common_items([1, 2, 3, 4], [3, 4, 1, 2], ranks=2)
-        (0, 4)
-        >>> common_items([7, 7, 7, 7], [7, 7, 7, 7], ranks=2)
-        0
+        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1]), common_items([1, 2, 2, 4], [3, 4, 1, 4])
+        ((1, 0), (2, 2))
     """
     ours, others = set(mine), set(theirs)
-    common = len(ours & others)
-    repeats = len(mine) - len(ours) + len(theirs) - len(others)
-    are_all = common == min(len(ours), len(others)) > 1 and not repeats
-    return common if are_all or bits_against_chance(common - ranks + 1, repeats) > _BITS else 0
+    return len(ours & others), len(mine) - len(ours) + len(theirs) - len(others)
 
 
 def bits_against_chance(common: int, repeats: int) -> float:
-    """Return how unlikely it is, in bits, that two ranks have so many in common where these are repeated within one.
+    """Return how unlikely it is, in bits, that so many items are the same by chance.
+
+    Of parts that are drawn with replacement, or from data with duplicates, two items that are the same are as likely
+    within one rank's part as on two ranks.
 
     Source: Chernoff's bound of the binomial distribution.
 
@@ -66,6 +60,10 @@ class FirstItems:
 
     def __init__(self, peers: Peers, mailbox: Mailbox, why: Callable[[], str]) -> None:
         self._peers, self._mailbox, self._why = peers, mailbox, why
+        self._numbers = (-1, -1)
+        # How many items were common and repeated: in this pass, by rank; and in all before.
+        self._found: dict[int, tuple[int, int]] = {}
+        self._before = 0, 0
 
     def compare(self, name: str, numbers: tuple[int, int], hashes: Sequence[int]) -> None:
         """Leave what came in a pass, and compare it with what others have left of the same pass.
@@ -78,20 +76,32 @@ class FirstItems:
         Raises:
             RankMismatchError: Other ranks have the same samples.
         """
+        if numbers != self._numbers:
+            self._before, self._found, self._numbers = self._in_all(), {}, numbers
         # A rank that is a pass ahead leaves what slower ones compare.
         subject = f"first{numbers[-1] % 2}"
         self._mailbox.post(json.dumps([*numbers, *hashes], separators=(",", ":")), subject)
         for rank, text in self._mailbox.read(subject).items():
             try:
                 of_list, number, *theirs = json.loads(text)
-                is_same = (of_list, number) == numbers
-                found = common_items(hashes, theirs, len(self._peers.members)) if is_same else 0
+                if (of_list, number) == numbers:
+                    self._compare(name, hashes, rank, theirs)
             except (ValueError, TypeError):  # junk
                 continue
-            if found:
-                told = (
-                    f"Iterating the {name}: {found} of the first {len(hashes)} items of rank {self._peers.rank} "
-                    f"are also {ranks_text([rank])}'s, though each rank should have a part of its own. {self._why()}"
-                )
-                self._mailbox.tell(told)
-                raise RankMismatchError(told)
+
+    def _compare(self, name: str, hashes: Sequence[int], rank: int, theirs: Sequence[int]) -> None:
+        found, _ = self._found[rank] = common_items(hashes, theirs)
+        if not found or bits_against_chance(*self._in_all()) <= _BITS:
+            return
+        earlier = f", after {self._before[0]} in earlier passes" if self._before[0] else ""
+        told = (
+            f"Iterating the {name}: {found} of the first {len(hashes)} items of rank {self._peers.rank} are also "
+            f"{ranks_text([rank])}'s{earlier}, though each rank should have a part of its own. {self._why()}"
+        )
+        self._mailbox.tell(told)
+        raise RankMismatchError(told)
+
+    def _in_all(self) -> tuple[int, int]:
+        """Return how many items were common and repeated, in this pass and all before."""
+        common, repeats = (sum(numbers) for numbers in zip(self._before, *self._found.values(), strict=True))
+        return common, repeats

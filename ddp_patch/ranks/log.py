@@ -24,7 +24,8 @@ __all__ = ["MORE_THAN_A_LOOK", "Difference", "Log", "LoggedPass", "Marks", "Prog
 
 # So many passes before the latest one are kept whole; of earlier ones a hash.
 _KEPT = 16
-_TOLD = 8  # of so many of these, others are told the length: a rank may be passes ahead where passes are short
+# Others are told the length of the pass before, and if passes are short, of so many: a rank may be that far ahead.
+_TOLD, _SHORT = 4, 99
 _A_LOOK = 1  # batch
 # A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
 MORE_THAN_A_LOOK = 2
@@ -72,6 +73,7 @@ class LoggedPass:
     Attributes:
         held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
         first: Hashes of its first samples, where each rank has a part of the data.
+        last: Those of the batch that came last.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class LoggedPass:
         self.digest: Marks | None = digest
         self.held: str = ""
         self.first: list[int] = []
+        self.last: list[int] = []
         self.is_told: bool = False  # whether it no longer asks
         self._is_left = False
         self._progress = progress
@@ -167,7 +170,7 @@ class Log:
         for number in range(before, self.settled):
             made = self._passes[number - self._first]
             name = ("" if self.has_one_order else made.epoch, made.begins_at, made.others)
-            self._chains.append(blake2b(repr((self._chains[-1], name)).encode(), digest_size=5).hexdigest())
+            self._chains.append(blake2b(repr((self._chains[-1], name)).encode(), digest_size=4).hexdigest())
         surplus = max(0, self.settled - self._first - _KEPT)
         self._first += surplus
         del self._passes[:surplus]
@@ -204,6 +207,7 @@ class Log:
         """Return what the others are told."""
         latest = self.settled - 1
         before = tuple(map(self._length_if_over, reversed(range(latest)[-_TOLD:])))
+        before = before if max(before, default=0) <= _SHORT else before[:1]
         entry = self.entry(latest) if self.settled else None
         return Record(self.lists, self._closed, self._chains[max(0, latest)], before, entry)
 

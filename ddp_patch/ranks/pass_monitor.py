@@ -102,7 +102,9 @@ class PassMonitor:
         """Record a batch of this rank's part of the data, in a pass; in the latest one by default."""
         made = self._latest if begun is None else begun
         if self._first_items is not None and made is not None and len(made.first) < MOST:
-            made.first += row_hashes(batch, MOST - len(made.first))
+            # What comes last in a pass is no first item: it may be padding, an item or a whole batch.
+            made.first += made.last
+            made.last = row_hashes(batch, MOST - len(made.first))
 
     @property
     def mailbox(self) -> Mailbox | None:

@@ -397,6 +397,14 @@ def samples_that_come_several_times_are_sharded_already(me: Me, n: int) -> None:
         me.train(train, list(range(n)) * 3, padding=2)
 
 
+@right(of={"few": 5, "more": 7})
+def whole_batches_are_padding(me: Me, batches: int) -> None:
+    data = users.Rows(range(16 * batches))
+    train = me.patch(loader(data, batch_sampler=users.TakesBatches(batches, me.rank, me.world)))
+    for _ in range(3):
+        me.train(train, range(16 * batches), padding=32)
+
+
 @right(together="epochs")
 def parts_of_other_lengths_are_kept(me: Me) -> None:
     train = me.patch(loader(users.HandedOut(me.rank, me.world)), uneven="keep")

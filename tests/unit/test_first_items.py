@@ -1,27 +1,45 @@
-"""How many first items two ranks may have in common."""
+"""What the first items of two ranks are, and how many they may have in common by chance."""
 
 import random
 
+import numpy as np
 import pytest
+import torch
 
-from ddp_patch.ranks.first_items import common_items
+from ddp_patch.loaders.rows import row_hashes
+from ddp_patch.ranks.first_items import bits_against_chance, common_items
+
+BITS = 10
+
+
+def bits(of_ranks: tuple[list[int], list[int]], passes: int = 1) -> float:
+    common, repeats = common_items(*of_ranks)
+    return bits_against_chance(passes * common, passes * repeats)
 
 
 @pytest.mark.parametrize("drawn", [16, 64, 256])
 @pytest.mark.parametrize("n", [100, 1000, 10000])
-def test_what_is_drawn_with_replacement_may_be_on_two_ranks(n: int, drawn: int) -> None:
+def test_what_is_drawn_with_replacement_is_hardly_ever_unlikely(n: int, drawn: int) -> None:
     rng = random.Random(n + drawn)
-    ranks = [(rng.choices(range(n), k=drawn), rng.choices(range(n), k=drawn)) for _ in range(500)]
-    assert sum(common_items(*of_ranks, ranks=2) > 0 for of_ranks in ranks) == 0
+    found = [bits((rng.choices(range(n), k=drawn), rng.choices(range(n), k=drawn))) for _ in range(500)]
+    assert sum(one > BITS for one in found) == 0
 
 
-def test_the_same_items_are_told_and_so_are_two_shuffles_of_one_dataset() -> None:
+def test_the_same_items_are_unlikely_and_so_are_two_shuffles_of_one_dataset() -> None:
     rng = random.Random(1)
-    assert common_items(range(2), range(2), ranks=2) == 2
-    assert common_items(range(12), range(12), ranks=8) == 12
-    assert common_items(rng.sample(range(1000), 256), rng.sample(range(1000), 256), ranks=2) > 50
+    assert bits((list(range(12)), list(range(12)))) > BITS
+    shuffles = (rng.sample(range(1000), 256), rng.sample(range(1000), 256))
+    assert bits(shuffles) > 5 * BITS
+    few = (rng.sample(range(10000), 256), rng.sample(range(10000), 256))
+    assert bits(few, passes=3) > BITS
 
 
-def test_padding_and_items_that_all_are_alike_show_nothing() -> None:
-    assert common_items([0, 4, 8], [2, 6, 0], ranks=4) == 0
-    assert common_items([7] * 9, [7] * 9, ranks=2) == 0
+def test_items_that_all_are_alike_show_nothing() -> None:
+    assert bits(([7] * 9, [7] * 9)) == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0), (4,), (4, 2)])
+def test_batches_of_any_shape_have_hashes(shape: tuple[int, ...]) -> None:
+    assert len(row_hashes(torch.zeros(shape), most=9)) == shape[0]
+    assert len(row_hashes(np.zeros(shape), most=9)) == shape[0]
+    assert row_hashes(torch.zeros(shape), most=0) == []
