@@ -158,8 +158,8 @@ class Plan:
         """Return a random one."""
         numbers = random.Random(f"{seed}/{number}/{is_honest}")
         ranks, epochs = numbers.choice([2, 3]), numbers.randint(2, 4)
-        own = [CLAIMS, OF_WORKERS] if is_honest else [CLAIMS, OF_WORKERS, WRONG_CLAIMS, WRONG_OF_WORKERS]
-        kind = numbers.choice([*numbers.choice(own)] if numbers.random() < 0.3 else KINDS)
+        own = [CLAIMS, OF_WORKERS, FAILING, *([] if is_honest else [WRONG_CLAIMS, WRONG_OF_WORKERS])]
+        kind = numbers.choice([*numbers.choice(own)] if numbers.random() < 0.4 else KINDS)
         workers = int(numbers.random() < 0.2 and kind != "split by its rank")  # a worker has no process group
         persistent = bool(workers) and numbers.random() < 0.5
         options: dict[str, Any] = {}
@@ -177,6 +177,8 @@ class Plan:
         plan = cls(number, ranks, kind, workers, persistent, *loops, options, together, epochs, ())
         may = [what for what, how in ACTS.items() if how.fits(plan) and not (is_honest and how.loses)]
         loses = [what for what in may if ACTS[what].loses]
+        if kind in FAILING and numbers.random() < 0.5:
+            loses = [what for what in loses if ACTS[what].does is fail] or loses
         chosen = [numbers.choice(may) for _ in range(numbers.randint(1, 4))]
         if not is_honest and kind not in WRONG:
             chosen[0] = numbers.choice(loses if numbers.random() < 0.7 else may)
