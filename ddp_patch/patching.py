@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import ACCELERATE_PREPARED
+from ddp_patch.compat.packages import ACCELERATE_PREPARED, repeats_over_ranks
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     has_own_iteration,
@@ -435,13 +435,23 @@ def watched(
     if agreed.peers is None or is_compared or not is_torchs:
         return only_moved(facts, device, place)
     monitor = PassMonitor(agreed.peers)
+    monitor.has_own_lengths = agreed.options.uneven == "keep"
     monitor.let_epochs_be_alike()
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
-    monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
+    monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)
+    if not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
+        monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
     make_mover, on_device = _mover_of(facts, Options(device=device))
     clone = place(loader, **on_device)
     OwnMethods(clone, None, make_mover=make_mover, monitor=monitor)
     return clone
+
+
+def _why_parts_are_uneven(name: str) -> str:
+    return (
+        f"The loader counts as sharded already by {name}. Ranks that synchronise in each step would wait for each "
+        "other forever. Give every rank equally many batches; or pass uneven='keep', if ranks may make unequal steps."
+    )
 
 
 def _why_parts_overlap(name: str) -> str:

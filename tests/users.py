@@ -402,6 +402,34 @@ class Curriculum(Shuffles):
         self.n = limit
 
 
+class DrawsItsPart(Sampler[int]):
+    """Draws with replacement, alike on every rank, and takes its rank's part of that."""
+
+    def __init__(self, n: int, rank: int, world_size: int) -> None:
+        self.n, self.rank, self.world_size, self.passes = n, rank, world_size, 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        drawn = random.Random(self.passes).choices(range(self.n), k=N * self.world_size)
+        return iter(drawn[self.rank :: self.world_size])
+
+
+class HandedOut(IterableDataset[int]):
+    """Its rank's part of what the user has split by hand, which may be longer on one rank."""
+
+    is_ddp_aware = True
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        split = 2 * N // 3
+        self.part = range(split) if rank == 0 else range(split, N)[rank - 1 :: world_size - 1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.part)
+
+
 class Stream(IterableDataset[Any]):
     """Numbers in order, or shuffled by an epoch that ``set_epoch`` sets; each worker reads its part.
 

@@ -221,7 +221,7 @@ def tell_if_assumed(holder: object, *, in_vain: bool = False, stacklevel: int = 
     rank, size = world
     text = (
         f"{type(holder).__name__} stores that it is for rank {rank} of {size}, so it counts as sharded, and its loader "
-        "is returned unchanged. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
+        "is left as it is. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
         "shards."
     )
     if in_vain or (isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)):

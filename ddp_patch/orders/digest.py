@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ddp_patch.orders.fingerprint import number_of
+from ddp_patch.orders.fingerprint import number_of, say_if_unseen
 
 __all__ = ["END", "Digest", "Mark", "mark_counts", "next_mark"]
 
@@ -140,6 +140,7 @@ def _hash_of(items: Sequence[Any]) -> int:
             items = [item.tolist() for item in items]
         return _bytes_hash(marshal.dumps(items, 0))  # type: ignore[arg-type]  # it refuses what has no plain value
     except (TypeError, ValueError, AttributeError):
+        say_if_unseen(first)
         return number_of(items)
 
 

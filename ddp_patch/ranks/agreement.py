@@ -421,7 +421,7 @@ def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[N
         raise
 
 
-_MARK = "say is_ddp_aware = True in {name}, and its loader is returned unchanged"
+_MARK = "say is_ddp_aware = True in {name}, and its loader is left as it is"
 _LEADS = (
     "From now on rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
     "epoch's start. "
@@ -476,7 +476,7 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
         f"in {names}. Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of "
         "the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
         "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
-        "have its own part, say is_ddp_aware = True in the dataset's class, and its loader is returned unchanged. If "
+        "have its own part, say is_ddp_aware = True in the dataset's class, and its loader is left as it is. If "
         "only the content differs, order='seeded' does not compare it.",
         [parties],
     )

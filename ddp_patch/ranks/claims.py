@@ -55,7 +55,7 @@ def require_same_held(doing: str, claims: Mapping[int, Claim]) -> None:
             f"{doing}: {name} holds other files or numbers on {listed}. With share='by_worker', it takes parts of what "
             "it holds by the workers of all ranks, so samples would be lost or repeated. Give it everything on every "
             "rank, listed in sorted order; or, if each rank has a part of its own, say is_ddp_aware = True in its "
-            "class, and its loader is returned unchanged. Say is_ddp_aware = False if ranks differ for another reason."
+            "class, and its loader is left as it is. Say is_ddp_aware = False if ranks differ for another reason."
         )
 
 

@@ -492,7 +492,7 @@ class _Meeting:
         """Return the error of a rank to which the first one did not answer."""
         first = self.members[0]
         if self.store.add(f"{self.base}/count/{first}", 0) < self.number:
-            return self._not_here([first], seconds, f"It compares the ranks, and {ranks_text([self.rank])} waits. ")
+            return self._not_here([first], seconds, f"it compares the ranks, and {ranks_text([self.rank])} waits. ")
         return MissingRanksError(
             f"{self.doing}: rank {first}, which compares the ranks, arrived but did not answer within {seconds:g} s. "
             "It is gone or stuck, or came late and waits for others: look for its error and start all ranks again."

@@ -2,22 +2,25 @@
 
 import json
 from collections.abc import Callable, Sequence
+from math import log2
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.mailbox import Mailbox, Peers
 
-__all__ = ["MOST", "FirstItems", "common_items"]
+__all__ = ["MOST", "FirstItems", "bits_against_chance", "common_items"]
 
 # So many first samples of each pass are compared.
 MOST = 256
+# How unlikely chance must be, in bits, before ranks' samples count as the same.
+_BITS = 10.0
 
 
 def common_items(mine: Sequence[int], theirs: Sequence[int], ranks: int) -> int:
     """Return how many first items two ranks have in common that should have none; 0 if that may be right.
 
-    Padding repeats an item on each of the other ranks at most. What one rank repeats within its own part, such as what
-    is drawn with replacement, may be repeated on another as well.
+    Padding repeats an item on each of the other ranks at most. Of parts that are drawn with replacement, or from data
+    with duplicates, two items that are the same are as likely within one rank's part as on two ranks.
 
     Args:
         mine: Hashes of one rank's.
@@ -34,7 +37,22 @@ def common_items(mine: Sequence[int], theirs: Sequence[int], ranks: int) -> int:
     common = len(ours & others)
     repeats = len(mine) - len(ours) + len(theirs) - len(others)
     are_all = common == min(len(ours), len(others)) > 1 and not repeats
-    return common if are_all or common > ranks - 1 + 2 * repeats else 0
+    return common if are_all or bits_against_chance(common - ranks + 1, repeats) > _BITS else 0
+
+
+def bits_against_chance(common: int, repeats: int) -> float:
+    """Return how unlikely it is, in bits, that two ranks have so many in common where these are repeated within one.
+
+    Source: Chernoff's bound of the binomial distribution.
+
+    Examples:
+        >>> bits_against_chance(12, 0), bits_against_chance(9, 10), round(bits_against_chance(220, 60))
+        (12.0, 0.0, 70)
+    """
+    if common <= repeats:
+        return 0.0
+    both = common + repeats
+    return both - sum(count * log2(both / count) for count in (common, repeats) if count)
 
 
 class FirstItems:

@@ -24,6 +24,7 @@ __all__ = ["MORE_THAN_A_LOOK", "Difference", "Log", "LoggedPass", "Marks", "Prog
 
 # So many passes before the latest one are kept whole; of earlier ones a hash.
 _KEPT = 16
+_TOLD = 8  # of so many of these, others are told the length: a rank may be passes ahead where passes are short
 _A_LOOK = 1  # batch
 # A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
 MORE_THAN_A_LOOK = 2
@@ -202,11 +203,15 @@ class Log:
     def record(self) -> Record:
         """Return what the others are told."""
         latest = self.settled - 1
-        before = self.entry(latest - 1) if latest > 0 else None
-        is_over = before is not None and not before.is_own and before.state in {State.LEFT, State.ENDED}
-        left = before.batches if before is not None and is_over else -1
+        before = tuple(map(self._length_if_over, reversed(range(latest)[-_TOLD:])))
         entry = self.entry(latest) if self.settled else None
-        return Record(self.lists, self._closed, self._chains[max(0, latest)], left, entry)
+        return Record(self.lists, self._closed, self._chains[max(0, latest)], before, entry)
+
+    def _length_if_over(self, number: int) -> int:
+        """Return how many batches a pass had; -1 if that says nothing of another rank's."""
+        made = self.entry(number)
+        is_over = made is not None and not made.is_own and made.state in {State.LEFT, State.ENDED}
+        return made.batches if made is not None and is_over else -1
 
     def differs_from(self, theirs: Record, slack: int = 0) -> "Difference | None":
         """Return how another rank's record contradicts this log; None if one rank may only be faster than the other.
@@ -224,18 +229,19 @@ class Log:
             )
             return Difference(Rule.RESTORED, record.entry, theirs.entry) if is_outgrown else None
         other = theirs.entry
-        if other is None or other.number > self.settled:
+        if other is None:
             return None
         own = self.entry(other.number) if other.number < self.settled else None
         if other.number < self.settled and theirs.chain != self._chains[other.number]:
             return Difference(Rule.BEFORE, own, other)
-        if (found := self._before_differs(other.number - 1, theirs.before, slack)) is not None:
-            return found
+        for back, batches in enumerate(theirs.before, 1):
+            if (found := self._length_differs(other.number - back, batches, slack)) is not None:
+                return found
         rule = None if own is None else self._rule_broken(own, other, slack)
         return None if rule is None else Difference(rule, own, other)
 
-    def _before_differs(self, number: int, batches: int, slack: int) -> "Difference | None":
-        """Return how a pass that another rank left or ended after so many batches contradicts this rank's.
+    def _length_differs(self, number: int, batches: int, slack: int) -> "Difference | None":
+        """Return how a pass that is over on another rank, after so many batches, contradicts this rank's.
 
         This rank may be in it still; or has left it as well, and missed what the other said of it meanwhile.
         """

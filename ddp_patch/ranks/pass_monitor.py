@@ -47,6 +47,7 @@ class PassMonitor:
         slack: How many batches more one rank may have in a pass.
 
     Attributes:
+        has_own_lengths: Whether ranks may have any number of batches in a pass.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
     """
 
@@ -69,6 +70,7 @@ class PassMonitor:
         if (made := self._made_by_all) is not None:
             self._made_before = made[self._group]
         self._batches_in_epoch: Callable[[], int | None] = lambda: None
+        self.has_own_lengths: bool = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -148,7 +150,9 @@ class PassMonitor:
         if not self.is_on:
             return None
         self._batches_in_epoch = batches_in_epoch
-        is_own = get_ident() != self._thread  # something reads ahead, by as much as there was time for
+        is_own = (
+            self.has_own_lengths or get_ident() != self._thread
+        )  # something reads ahead, by as much as there was time for
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
         others = None if is_own or made is None else made[self._group] - self._made - self._made_before
@@ -199,7 +203,7 @@ class PassMonitor:
     def _settle(self) -> None:
         if more := self._log.settle():
             self._made += more
-            if not self._slack and (made := self._made_by_all) is not None:
+            if not (self._slack or self.has_own_lengths) and (made := self._made_by_all) is not None:
                 made[self._group] += more
 
     def _exchange(self, mailbox: Mailbox, peers: Peers) -> None:

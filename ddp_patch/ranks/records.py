@@ -42,16 +42,15 @@ class Record(NamedTuple):
         lists: How many lists of passes it has closed, by restoring a position.
         closed: How many passes the last of them had.
         chain: A hash of all passes before the latest one.
-        before: How many batches the pass before the latest one had, so that a rank that is still in that one hears of
-            its end; -1 if there is
-            none, or others may have had more.
+        before: How many batches the passes before the latest one had, the last of them first, so that a rank that is
+            still in one of these hears of its end; -1 of one of which others may have had more.
         entry: The latest pass that is more than a look; None before the first.
     """
 
     lists: int = 0
     closed: int = 0
     chain: str = ""
-    before: int = -1
+    before: tuple[int, ...] = ()
     entry: Entry | None = None
 
     def to_text(self) -> str:
@@ -64,15 +63,15 @@ class Record(NamedTuple):
         """Return what ``to_text`` made text of; None if it is anything else, or of another version."""
         try:
             version, lists, closed, chain, before, *entry = json.loads(text)
-            if version != VERSION or not _are_whole(lists, closed, before):
+            if version != VERSION or not _are_whole(lists, closed, *before):
                 return None
             if not entry:
-                return cls(lists, closed, str(chain), before)
+                return cls(lists, closed, str(chain), tuple(before))
             number, epoch, begins_at, others, batches, state, is_own, held, *mark = entry
             digest = Mark(*mark) if mark else None
             made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), str(held), digest)
             is_known = _are_whole(number, epoch, batches, others or 0, *mark)
-            return cls(lists, closed, str(chain), before, made) if is_known else None
+            return cls(lists, closed, str(chain), tuple(before), made) if is_known else None
         except (ValueError, TypeError):
             return None
 

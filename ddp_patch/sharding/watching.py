@@ -12,15 +12,20 @@ __all__ = ["WatchedPasses"]
 
 
 class _Given:
-    """What the loop was given of one pass."""
+    """What the loop was given of one pass.
 
-    def __init__(self) -> None:
+    Args:
+        is_own: Whether the number of batches is this rank's own.
+    """
+
+    def __init__(self, *, is_own: bool) -> None:
+        self._is_own = is_own
         self.batches: int = 0
         self.state: State = State.RUNNING
 
     def progress(self) -> Progress:
         """Return how far the pass has come."""
-        return Progress(self.batches, self.batches, self.state)
+        return Progress(self.batches, self.batches, self.state, self._is_own)
 
 
 class WatchedPasses:
@@ -32,13 +37,13 @@ class WatchedPasses:
     """
 
     def __init__(self, monitor: PassMonitor, *, is_open_ended: bool) -> None:
-        self._monitor, self._is_open_ended = monitor, is_open_ended
+        self._monitor, self._is_open_ended = monitor, is_open_ended and not monitor.has_own_lengths
         self.begin()
 
     def begin(self) -> None:
         """Record that a pass begins, as soon as a batch is asked for."""
         self._logged: LoggedPass | None = None
-        self._given, self._next_comparison = _Given(), 2
+        self._given, self._next_comparison = _Given(is_own=self._monitor.has_own_lengths), 2
 
     def next(self, read: Callable[[], Any]) -> Any:
         """Return the iterator's next batch, and record it.

@@ -136,7 +136,7 @@ def require_split_by_worker(dataset: object, name: str, *, asked: bool, asked_ra
         raise UnsupportedLoaderError(
             f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is sharded "
             "already, and sharding it by workers again would lose samples. Let its class say is_ddp_aware = True, and "
-            "its loader is returned unchanged; or False, if it asks for another reason, such as a log."
+            "its loader is left as it is; or False, if it asks for another reason, such as a log."
         )
     if not asked:
         raise UnsupportedLoaderError(

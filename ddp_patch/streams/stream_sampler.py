@@ -237,7 +237,7 @@ class StreamSampler(EpochSampler[None]):
         if seen:
             seen += (
                 "Set is_ddp_aware = True in its class if it is sharded already, and gives each rank other samples: its "
-                "loader is then returned unchanged. Or let it give every rank everything. If it only shuffles: "
+                "loader is then left as it is. Or let it give every rank everything. If it only shuffles: "
             )
         by_worker = ""
         if current is not None and current.is_in_parts:  # it asks for its worker

@@ -52,7 +52,9 @@ def streamed() -> DataLoader[Any]:
 
 
 def left_alone(loader: Any) -> bool:
-    return patch_dataloader_to_ddp(loader) is loader and check_loaders_is_patched({"train": [loader]})
+    patched = patch_dataloader_to_ddp(loader)
+    is_same = patched.sampler is loader.sampler and patched.dataset is loader.dataset
+    return is_same and check_loaders_is_patched({"train": [loader, patched]})
 
 
 def refusal(loader: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from quick import run_ranks, soaked
-from torch.utils.data import ConcatDataset, DataLoader, Subset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
 from users import SHUFFLERS, SIZE, N, loader
 
 CASES: dict[str, Case] = {}
@@ -426,6 +426,24 @@ def one_rank_reads_a_longer_stream(me: Me) -> None:
 @case("told")
 def one_rank_shuffles_the_end_of_a_stream(me: Me) -> None:
     streamed(me, 1, 0, shuffled_from=300)
+
+
+@case("told")
+def one_rank_leaves_each_epoch_of_what_is_sharded_already(me: Me) -> None:
+    data: Any = range(N)
+    train = me.patch(loader(sampler=DistributedSampler(data)))
+    for epoch in range(3):
+        train.sampler.set_epoch(epoch)
+        for number, _ in enumerate(me.step(me.begin(), train), 1):
+            if me.rank == 1 and number == 2:
+                break
+
+
+@case("told", together="epochs")
+def parts_of_other_lengths(me: Me) -> None:
+    train = me.patch(loader(users.HandedOut(me.rank, me.world)))
+    for _ in range(3):
+        me.train(train)
 
 
 @case_not_yet("right or told", of={"lists": False, "iterates": True})

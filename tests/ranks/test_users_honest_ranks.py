@@ -16,7 +16,7 @@ import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from iterables import ShardPerWorker
 from quick import run_ranks, soaked
-from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
 from users import REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
@@ -379,6 +379,29 @@ def a_shuffled_loader_of_many_epochs(me: Me) -> None:
     train = me.patch(loader(shuffle=True))
     for _ in range(30):
         me.train(train)
+
+
+@right(of={"often the same": 1000, "seldom": 10000})
+def a_sampler_of_each_rank_draws_with_replacement(me: Me, n: int) -> None:
+    train = me.patch(loader(range(n), sampler=users.DrawsItsPart(n, me.rank, me.world)))
+    for _ in range(12):
+        me.train(train, range(n), most=N, padding=N * me.world)
+
+
+@right(of={"eight": 8, "more": 20})
+def samples_that_come_several_times_are_sharded_already(me: Me, n: int) -> None:
+    data: ConcatDataset[int] = ConcatDataset([users.Rows(range(n))] * 3)
+    train = me.patch(loader(data, sampler=DistributedSampler(data)))
+    for epoch in range(4):
+        train.sampler.set_epoch(epoch)
+        me.train(train, list(range(n)) * 3, padding=2)
+
+
+@right(together="epochs")
+def parts_of_other_lengths_are_kept(me: Me) -> None:
+    train = me.patch(loader(users.HandedOut(me.rank, me.world)), uneven="keep")
+    for _ in range(3):
+        me.train(train, is_uneven=True)
 
 
 def on_rank(rank: int, world_size: int) -> dict[str, Run]:

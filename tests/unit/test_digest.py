@@ -13,6 +13,10 @@ import torch
 from ddp_patch.orders.digest import END, Digest, mark_counts, next_mark
 
 
+class Opaque:
+    """Has no value that is the same in every process."""
+
+
 def digest_of(items: Sequence[Any], *parts: int) -> Digest:
     """Return the digest of items that come in parts of these sizes, and then the rest."""
     digest, start = Digest(), 0
@@ -107,3 +111,10 @@ def test_names_are_the_same_on_every_version_of_python() -> None:
     for name in (b"cat.jpg", b"dog.jpg"):
         digest.add_name(name)
     assert digest.marks == {1: 4503124891344858597, 2: -7058520789730333242}
+
+
+def test_items_without_a_value_are_told_once_and_count_alike(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "ddp_patch"):
+        assert digest_of([Opaque(), Opaque()]).marks == digest_of([Opaque(), Opaque()]).marks
+    assert [record.getMessage() for record in caplog.records if "Opaque" in record.getMessage()]
+    assert len(caplog.records) == 1

@@ -144,6 +144,15 @@ def test_a_rank_hears_that_others_left_the_pass_that_it_is_in() -> None:
     assert Rank().takes(0, 3).log.differs_from(further.log.record()) is None
 
 
+def test_a_rank_hears_that_others_left_a_pass_and_the_next_ones_too() -> None:
+    further = Rank().takes(0, 3).takes(1, 2).takes(2, 2)
+    found = Rank().takes(0, 5).log.differs_from(further.log.record())
+    assert found is not None
+    assert found.theirs is not None
+    assert (found.rule, found.theirs.batches) == (Rule.LENGTH, 3)
+    assert Rank().takes(0, 3).log.differs_from(further.log.record()) is None
+
+
 def test_one_rank_may_have_as_many_batches_more_as_it_has_readers() -> None:
     mine, theirs = Rank().all_of(0, 5), Rank().all_of(0, 7)
     assert mine.log.differs_from(theirs.log.record(), slack=2) is None
@@ -205,7 +214,7 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
 RECORDS = [
     Record(),
     Record(2, 7, "c0ffee"),
-    Record(0, 0, "", 12, Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None)),
+    Record(0, 0, "", (12, 12, -1), Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None)),
     Rank().takes(0, 5).log.record(),
 ]
 

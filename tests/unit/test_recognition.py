@@ -350,7 +350,7 @@ def test_a_map_style_dataset_that_holds_a_world_counts_and_is_warned_of(caplog: 
     with pytest.warns(AssumedShardedWarning) as warned:
         assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
     assert warned[0].filename == __file__
-    said = ("Logging", "rank 1 of 4", "returned unchanged", "is_ddp_aware = False", "True")
+    said = ("Logging", "rank 1 of 4", "left as it is", "is_ddp_aware = False", "True")
     assert not missing(str(warned[0].message), said)
     with caplog.at_level(logging.INFO, logger="ddp_patch"):
         assert patch_dataloader_to_ddp(over(OfMMEngine(1, 4)), rank=1, num_replicas=4) is not None
