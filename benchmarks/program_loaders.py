@@ -168,7 +168,7 @@ WRONG_CLAIMS: dict[str, Callable[..., Any]] = {
     ),
     "all on purpose": lambda rank, ranks, **how: users.loader(Part(range(N)), shuffle=True, **how),
     "parts that overlap": lambda rank, ranks, **how: users.loader(
-        Part(range(rank * 8, rank * 8 + N // ranks)), shuffle=True, **how
+        Part(range(rank * 3, rank * 3 + N // ranks)), shuffle=True, **how
     ),
     "unequal parts": lambda rank, ranks, **how: users.loader(Part(_fewer(rank, ranks)), **how),
     "all of a stream": lambda rank, ranks, **how: users.loader(PartStream(range(N)), **how),

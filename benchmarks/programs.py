@@ -158,8 +158,8 @@ class Plan:
         """Return a random one."""
         numbers = random.Random(f"{seed}/{number}/{is_honest}")
         ranks, epochs = numbers.choice([2, 3]), numbers.randint(2, 4)
-        own = [CLAIMS, OF_WORKERS] if is_honest else [CLAIMS, OF_WORKERS, WRONG_CLAIMS, WRONG_OF_WORKERS]
-        kind = numbers.choice([*numbers.choice(own)] if numbers.random() < 0.3 else KINDS)
+        own = [CLAIMS, OF_WORKERS, FAILING, *([] if is_honest else [WRONG_CLAIMS, WRONG_OF_WORKERS])]
+        kind = numbers.choice([*numbers.choice(own)] if numbers.random() < 0.4 else KINDS)
         workers = int(numbers.random() < 0.2 and kind != "split by its rank")  # a worker has no process group
         persistent = bool(workers) and numbers.random() < 0.5
         options: dict[str, Any] = {}
@@ -177,6 +177,8 @@ class Plan:
         plan = cls(number, ranks, kind, workers, persistent, *loops, options, together, epochs, ())
         may = [what for what, how in ACTS.items() if how.fits(plan) and not (is_honest and how.loses)]
         loses = [what for what in may if ACTS[what].loses]
+        if kind in FAILING and numbers.random() < 0.5:
+            loses = [what for what in loses if ACTS[what].does is fail] or loses
         chosen = [numbers.choice(may) for _ in range(numbers.randint(1, 4))]
         if not is_honest and kind not in WRONG:
             chosen[0] = numbers.choice(loses if numbers.random() < 0.7 else may)
@@ -191,6 +193,7 @@ def _together(acts: Sequence[Act]) -> Iterator[Act]:
     """
     ended: set[int] = set()
     left: set[int] = set()
+    failed: set[int] = set()
     chosen: set[int] = set()
     changes = any(ACTS[act.what].is_not_saved for act in acts)
     # Who validates alone is found in the next epoch.
@@ -204,6 +207,10 @@ def _together(acts: Sequence[Act]) -> Iterator[Act]:
                 continue
             ended.add(act.epoch)
             left |= {act.epoch} if act.what == "breaks off alone" else set()
+        if ACTS[act.what].does is fail:
+            if act.epoch in failed:  # on one rank alone
+                continue
+            failed.add(act.epoch)
         if ACTS[act.what].does is set_epoch or ACTS[act.what].then is set_epoch:
             if act.epoch in chosen:
                 continue
@@ -217,7 +224,7 @@ class Training:
     def __init__(self, me: Me, plan: Plan) -> None:
         self.me, self.plan = me, plan
         self.dataset: Any = None
-        self.upcoming = self.strays = 0
+        self.upcoming = 0
         self.kept: list[Any] = []
         self.raw = self.made()
         self.train = me.patch(self.raw, **plan.options)
@@ -317,8 +324,7 @@ class Training:
         )
         most = self.steps_to(end) if end is not None and end.rank in {-1, self.me.rank} else None
         if self.plan.kind in WITH_EPOCH:
-            self.sampler.set_epoch(self.upcoming + self.strays)
-            self.strays = 0
+            self.sampler.set_epoch(self.upcoming)
         catches = any(act.what == "catches an error alone" and act.rank == self.me.rank for act in acts)
         with suppress(*[OSError] * catches):
             for step, _ in enumerate(self.me.step(epoch, self.loop(), most), 1):
@@ -498,11 +504,6 @@ def fail(training: Training, act: Act) -> None:
     training.raw.dataset.fail_after(SIZE * act.amount - 1, stops="StopIteration" in act.what)
 
 
-def stray(training: Training, act: Act) -> None:
-    """Let the next epoch be another for this rank's sampler."""
-    training.strays = 50 + act.amount
-
-
 def all_look(training: Training, act: Act) -> None:
     """Look at batches on every rank."""
     look(training, act)
@@ -621,7 +622,6 @@ LOSING: dict[str, How] = {
     "validates alone": How(validate_alone, also=BOTH, in_steps=True, in_last=False),
     "StopIteration in the dataset alone": How(fail, STOPPING),
     "catches an error alone": How(fail, FAILING, in_last=False),
-    "sets another epoch of its sampler alone": How(stray, WITH_EPOCH),
     "seeds the generator alone": How(lambda training, act: seed_rng(training, 99 + act.amount), SEEDABLE),
     "learns alone": How(
         lambda training, act: learn(training, mine(training, act)), LEARNERS, in_steps=True, is_not_saved=True

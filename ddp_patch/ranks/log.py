@@ -206,16 +206,12 @@ class Log:
     def record(self) -> Record:
         """Return what the others are told."""
         latest = self.settled - 1
-        before = tuple(map(self._length_if_over, reversed(range(latest)[-_TOLD:])))
+        earlier = [self.entry(number) for number in reversed(range(latest)[-_TOLD:])]
+        before = tuple(map(_length_if_over, earlier))
         before = before if max(before, default=0) <= _SHORT else before[:1]
+        ended = sum(1 << place for place, made in enumerate(earlier) if made and made.state is State.ENDED)
         entry = self.entry(latest) if self.settled else None
-        return Record(self.lists, self._closed, self._chains[max(0, latest)], before, entry)
-
-    def _length_if_over(self, number: int) -> int:
-        """Return how many batches a pass had; -1 if that says nothing of another rank's."""
-        made = self.entry(number)
-        is_over = made is not None and not made.is_own and made.state in {State.LEFT, State.ENDED}
-        return made.batches if made is not None and is_over else -1
+        return Record(self.lists, self._closed, self._chains[max(0, latest)], before, ended, entry)
 
     def differs_from(self, theirs: Record, slack: int = 0) -> "Difference | None":
         """Return how another rank's record contradicts this log; None if one rank may only be faster than the other.
@@ -239,12 +235,13 @@ class Log:
         if other.number < self.settled and theirs.chain != self._chains[other.number]:
             return Difference(Rule.BEFORE, own, other)
         for back, batches in enumerate(theirs.before, 1):
-            if (found := self._length_differs(other.number - back, batches, slack)) is not None:
+            state = State.ENDED if theirs.ended >> (back - 1) & 1 else State.LEFT
+            if (found := self._length_differs(other.number - back, batches, state, slack)) is not None:
                 return found
         rule = None if own is None else self._rule_broken(own, other, slack)
         return None if rule is None else Difference(rule, own, other)
 
-    def _length_differs(self, number: int, batches: int, slack: int) -> "Difference | None":
+    def _length_differs(self, number: int, batches: int, state: State, slack: int) -> "Difference | None":
         """Return how a pass that is over on another rank, after so many batches, contradicts this rank's.
 
         This rank may be in it still; or has left it as well, and missed what the other said of it meanwhile.
@@ -252,7 +249,7 @@ class Log:
         mine = self.entry(number) if 0 <= number < self.settled and batches >= 0 else None
         if mine is None:
             return None
-        theirs = mine._replace(batches=batches, state=State.LEFT, mark=None)
+        theirs = mine._replace(batches=batches, state=state, mark=None)
         is_outgrown = _is_outgrown(theirs, mine, slack) or _is_outgrown(mine, theirs, slack)
         return Difference(Rule.LENGTH, mine, theirs) if is_outgrown else None
 
@@ -295,6 +292,12 @@ class Difference(NamedTuple):
     rule: Rule
     mine: Entry | None
     theirs: Entry | None
+
+
+def _length_if_over(made: Entry | None) -> int:
+    """Return how many batches a pass had; -1 if that says nothing of another rank's."""
+    is_over = made is not None and not made.is_own and made.state in {State.LEFT, State.ENDED}
+    return made.batches if made is not None and is_over else -1
 
 
 def _is_outgrown(behind: Entry, further: Entry, slack: int) -> bool:

@@ -44,6 +44,7 @@ class Record(NamedTuple):
         chain: A hash of all passes before the latest one.
         before: How many batches the passes before the latest one had, the last of them first, so that a rank that is
             still in one of these hears of its end; -1 of one of which others may have had more.
+        ended: Which of these have ended, one bit each: the others were left.
         entry: The latest pass that is more than a look; None before the first.
     """
 
@@ -51,6 +52,7 @@ class Record(NamedTuple):
     closed: int = 0
     chain: str = ""
     before: tuple[int, ...] = ()
+    ended: int = 0
     entry: Entry | None = None
 
     def to_text(self) -> str:
@@ -62,16 +64,16 @@ class Record(NamedTuple):
     def of_text(cls, text: bytes | str) -> "Record | None":
         """Return what ``to_text`` made text of; None if it is anything else, or of another version."""
         try:
-            version, lists, closed, chain, before, *entry = json.loads(text)
-            if version != VERSION or not _are_whole(lists, closed, *before):
+            version, lists, closed, chain, before, ended, *entry = json.loads(text)
+            if version != VERSION or not _are_whole(lists, closed, ended, *before):
                 return None
             if not entry:
-                return cls(lists, closed, str(chain), tuple(before))
+                return cls(lists, closed, str(chain), tuple(before), ended)
             number, epoch, begins_at, others, batches, state, is_own, held, *mark = entry
             digest = Mark(*mark) if mark else None
             made = Entry(number, epoch, str(begins_at), others, batches, State(state), bool(is_own), str(held), digest)
             is_known = _are_whole(number, epoch, batches, others or 0, *mark)
-            return cls(lists, closed, str(chain), tuple(before), made) if is_known else None
+            return cls(lists, closed, str(chain), tuple(before), ended, made) if is_known else None
         except (ValueError, TypeError):
             return None
 

@@ -294,12 +294,15 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         return True
 
     def _finish_latest(self) -> None:
-        """Draw to its end a pass whose every batch was taken: a loop that takes ``len()`` batches asks for no end."""
+        """Draw to its end a pass whose every batch was given: a loop that takes ``len()`` batches asks for no end.
+
+        What workers fetch ahead was not: ranks that looked at another pass since would have fetched less of that.
+        """
         current = self.latest
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
         count, share = self._batching.count, self.plan.smallest_share(length)
-        if not current.items_taken or count(current.items_taken - current.skip) < count(max(0, share - current.skip)):
+        if not current.items_taken or current.batches < count(max(0, share - current.skip)):
             return
         if current.state is IterationState.NOT_BEGUN:  # it resumed where nothing was left
             current.draw_to_end()

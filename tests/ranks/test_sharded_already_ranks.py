@@ -189,16 +189,16 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
 class Turning(Made):
     """Every epoch has another order, which ``set_epoch`` chooses."""
 
-    epoch = 0
+    n, epoch = 48, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return 24
+        return self.n // self.world_size
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(48, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist()
         return iter(order[self.rank :: self.world_size])
 
 
@@ -227,12 +227,14 @@ def test_a_look_of_one_rank_is_no_pass_and_its_samples_are_not_compared() -> Non
 
 def astray(rank: int, ranks: int) -> str:
     """Rank 1's sampler is in another epoch, once; rank 0 is an epoch ahead by then."""
-    train: Any = patch_dataloader_to_ddp(DataLoader(Indices(48), 4, sampler=Turning(rank, ranks)))
+    sampler = Turning(rank, ranks)
+    sampler.n = 400  # so many that it is not by chance
+    train: Any = patch_dataloader_to_ddp(DataLoader(Indices(sampler.n), 4, sampler=sampler))
     try:
         for epoch in range(3):
             train.sampler.set_epoch(7 if rank and epoch == 1 else epoch)
             for step, _ in enumerate(train):
-                if (epoch, step) == ((1, 0) if rank else (2, 3)):
+                if (epoch, step) == ((1, 0) if rank else (2, 4)):
                     dist.barrier()
     except DDPPatchError as error:
         return str(error)

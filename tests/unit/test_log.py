@@ -88,6 +88,16 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
         Rank().all_of(0),
         Rule.LENGTH,
     ),
+    "failed, and the others went through to the next": (
+        Rank().takes(0, 3, State.FAILED).takes(1, 2),
+        Rank().all_of(0).takes(1, 2),
+        Rule.LENGTH,
+    ),
+    "failed, and the others heard of it late": (
+        Rank().takes(0, 3, State.FAILED).takes(1, 2),
+        Rank().takes(0, 6).takes(1, 2),
+        None,
+    ),
     "failed in the last batch": (Rank().takes(0, 7, State.FAILED).takes(1, 2), Rank().all_of(0), None),
     "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
     # (d) looks
@@ -214,7 +224,7 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
 RECORDS = [
     Record(),
     Record(2, 7, "c0ffee"),
-    Record(0, 0, "", (12, 12, -1), Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None)),
+    Record(0, 0, "", (12, 12, -1), 3, Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None)),
     Rank().takes(0, 5).log.record(),
 ]
 
@@ -227,9 +237,9 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
     assert len(text) < 100
 
 
-JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},0,0,"",-1]'.encode()]
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},0,0,"",[],0]'.encode()]
 JUNK += [
-    f'[{VERSION},0,0,"",-1,{rest}]'.encode()
+    f'[{VERSION},0,0,"",[],0,{rest}]'.encode()
     for rest in ("0", '0,0,"",0,0,9,0,""', '0,"x","",0,0,0,0,""', '0,0,"",0,0,0,0,"",1')
 ]
 

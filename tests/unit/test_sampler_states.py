@@ -296,6 +296,21 @@ def test_who_chooses_each_epoch_gets_what_follows_by_itself(name: str) -> None:
     assert list(loader) == followed[1]
 
 
+def test_what_workers_fetch_ahead_of_a_loop_that_breaks_off_does_not_count() -> None:
+    """Of four batches, two are given and two are fetched; whoever then looks has fetched less of the next epoch."""
+    taken = []
+    for looks in range(2):
+        given = DataLoader(range(N), 4, sampler=Drawing(random.Random(3)), num_workers=1)
+        loader: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=3)
+        list(loader)
+        list(islice(loader, 2))
+        for _ in range(looks):
+            next(iter(loader))
+        loader.set_epoch(2)
+        taken.append([int(index) for batch in loader for index in batch])
+    assert taken[0] == taken[1]
+
+
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 def test_an_epoch_that_is_broken_off_leaves_a_sampler_that_draws_lazily_alike_on_all_ranks(layout: Any) -> None:
     taken: list[int] = []
