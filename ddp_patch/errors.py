@@ -218,7 +218,7 @@ class AssumedShardedWarning(DDPPatchWarning):
 
 
 class StreamLengthWarning(DDPPatchWarning):
-    """A sampler's ``__len__``, or a loader's own after the patch, is wrong; all items that come are sharded."""
+    """A sampler's ``__len__``, or a loader's own after the patch, is wrong; or ranks that say so have unequal steps."""
 
 
 class StreamOrderWarning(DDPPatchWarning):

@@ -436,6 +436,7 @@ def watched(
         return only_moved(facts, device, place)
     monitor = PassMonitor(agreed.peers)
     monitor.has_own_lengths = agreed.options.uneven == "keep"
+    monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
     monitor.let_epochs_be_alike()
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
     monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)

@@ -1,26 +1,17 @@
-"""The log: the passes that a rank makes over a loader, and the five rules by which two ranks' logs contradict.
+"""The log: the passes that a rank makes over a loader, and what it tells the others of them.
 
-Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
-pass can only grow. Passes are numbered, looks apart; ``n`` is such a number.
-
-    (a) Pass n has one epoch and one beginning on all ranks.
-    (b) Where two ranks have come as far in pass n, they have the same digest.
-    (c) A pass that one rank has left, or that has ended there, is not longer on another.
-    (d) Looks, of at most one batch, do not count if an epoch is chosen after them, or if all epochs have one order.
-    (e) When pass n began, all ranks had made equally many passes over their other loaders.
-
-A pass is left when the next one takes its second batch, or ends. A restored position begins a new list of passes.
+Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. A restored position
+begins a new list of passes. ``ranks/rules.py`` compares two ranks' logs.
 """
 
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from ddp_patch.orders.digest import Mark
 from ddp_patch.ranks.records import Entry, Record, State
 
-__all__ = ["MORE_THAN_A_LOOK", "Difference", "Log", "LoggedPass", "Marks", "Progress", "Rule"]
+__all__ = ["MORE_THAN_A_LOOK", "Log", "LoggedPass", "Marks", "Progress"]
 
 # So many passes before the latest one are kept whole; of earlier ones a hash.
 _KEPT = 16
@@ -192,6 +183,14 @@ class Log:
         """The latest pass that is more than a look; None before the first."""
         return self._passes[self.settled - self._first - 1] if self.settled else None
 
+    def chain(self, number: int) -> str:
+        """Return the hash of all passes before one."""
+        return self._chains[number]
+
+    def digest(self, number: int) -> Marks | None:
+        """Return the digests of what a pass that is kept draws; None if nobody compares that."""
+        return self._passes[number - self._first].digest
+
     def number_of(self, known: LoggedPass) -> int:
         """Return which pass of this list it is; -1 if it is no longer kept."""
         found = (place for place, made in enumerate(self._passes, self._first) if made is known)
@@ -213,98 +212,8 @@ class Log:
         entry = self.entry(latest) if self.settled else None
         return Record(self.lists, self._closed, self._chains[max(0, latest)], before, ended, entry)
 
-    def differs_from(self, theirs: Record, slack: int = 0) -> "Difference | None":
-        """Return how another rank's record contradicts this log; None if one rank may only be faster than the other.
-
-        Args:
-            theirs: The other rank's record.
-            slack: How many batches more one rank may have in a pass.
-        """
-        if theirs.lists != self.lists:
-            record = self.record()
-            both = ((record, theirs), (theirs, record))
-            is_outgrown = any(
-                new.lists == old.lists + 1 and old.entry is not None and old.entry.number >= new.closed
-                for new, old in both
-            )
-            return Difference(Rule.RESTORED, record.entry, theirs.entry) if is_outgrown else None
-        other = theirs.entry
-        if other is None:
-            return None
-        own = self.entry(other.number) if other.number < self.settled else None
-        if other.number < self.settled and theirs.chain != self._chains[other.number]:
-            return Difference(Rule.BEFORE, own, other)
-        for back, batches in enumerate(theirs.before, 1):
-            state = State.ENDED if theirs.ended >> (back - 1) & 1 else State.LEFT
-            if (found := self._length_differs(other.number - back, batches, state, slack)) is not None:
-                return found
-        rule = None if own is None else self._rule_broken(own, other, slack)
-        return None if rule is None else Difference(rule, own, other)
-
-    def _length_differs(self, number: int, batches: int, state: State, slack: int) -> "Difference | None":
-        """Return how a pass that is over on another rank, after so many batches, contradicts this rank's.
-
-        This rank may be in it still; or has left it as well, and missed what the other said of it meanwhile.
-        """
-        mine = self.entry(number) if 0 <= number < self.settled and batches >= 0 else None
-        if mine is None:
-            return None
-        theirs = mine._replace(batches=batches, state=state, mark=None)
-        is_outgrown = _is_outgrown(theirs, mine, slack) or _is_outgrown(mine, theirs, slack)
-        return Difference(Rule.LENGTH, mine, theirs) if is_outgrown else None
-
-    def _rule_broken(self, own: Entry, other: Entry, slack: int) -> "Rule | None":
-        if own.begins_at != other.begins_at or (own.epoch != other.epoch and not self.has_one_order):
-            return Rule.EPOCH
-        if None not in {own.others, other.others} and own.others != other.others:
-            return Rule.OTHERS
-        digest = self._passes[own.number - self._first].digest
-        if digest is not None and other.mark is not None:
-            at_their_count = digest.marks.get(other.mark.at, other.mark.value)
-            if at_their_count != other.mark.value:
-                return Rule.ORDER
-        if _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack):
-            return Rule.LENGTH
-        return Rule.HELD if own.held != other.held else None
-
-
-class Rule(IntEnum):
-    """Which rule two logs break, in the order in which they are looked at."""
-
-    RESTORED = 0  # one rank has restored a position, and another went on
-    BEFORE = 1  # an earlier pass differs
-    EPOCH = 2  # (a)
-    OTHERS = 3  # (e)
-    ORDER = 4  # (b)
-    LENGTH = 5  # (c)
-    HELD = 6  # the datasets may hold other samples: whoever finds that asks what they hold
-
-
-class Difference(NamedTuple):
-    """How two ranks' logs contradict each other.
-
-    Attributes:
-        rule: The rule that they break.
-        mine: This rank's pass; None if it is no longer kept.
-        theirs: The other rank's.
-    """
-
-    rule: Rule
-    mine: Entry | None
-    theirs: Entry | None
-
 
 def _length_if_over(made: Entry | None) -> int:
     """Return how many batches a pass had; -1 if that says nothing of another rank's."""
     is_over = made is not None and not made.is_own and made.state in {State.LEFT, State.ENDED}
     return made.batches if made is not None and is_over else -1
-
-
-def _is_outgrown(behind: Entry, further: Entry, slack: int) -> bool:
-    """Return whether a pass is over on one rank, and longer on another."""
-    if behind.is_own or further.is_own or behind.state is State.RUNNING:
-        return False
-    if behind.state is State.FAILED:
-        # The others may have been given the batch in place of which the error came; they leave when they hear of it.
-        return further.state is State.ENDED and further.batches > behind.batches + 1 + slack
-    return further.batches > behind.batches + slack

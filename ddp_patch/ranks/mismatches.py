@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from ddp_patch.orders.digest import END
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.log import Difference, Rule
 from ddp_patch.ranks.records import Entry, State
+from ddp_patch.ranks.rules import Difference, Rule
 
 __all__ = ["Parties", "held_text", "mismatch_text"]
 

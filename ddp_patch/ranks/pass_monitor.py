@@ -1,6 +1,7 @@
 """Compare the ranks' logs of a loader: always on, and without waiting."""
 
 import json
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from threading import get_ident
@@ -9,15 +10,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ddp_patch.compat.private_torch import default_store
-from ddp_patch.errors import RankMismatchError
+from ddp_patch.errors import RankMismatchError, StreamLengthWarning
 from ddp_patch.loaders.contents import HeldData
 from ddp_patch.loaders.rows import row_hashes
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.first_items import MOST, FirstItems
-from ddp_patch.ranks.log import Difference, Log, LoggedPass, Marks, Progress, Rule
+from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress
 from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
 from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
 from ddp_patch.ranks.records import Record
+from ddp_patch.ranks.rules import Difference, Rule, difference
 
 __all__ = ["PassMonitor"]
 
@@ -48,6 +50,7 @@ class PassMonitor:
 
     Attributes:
         has_own_lengths: Whether ranks may have any number of batches in a pass.
+        only_warns_of_lengths: Whether the user says that the loader is sharded, so that unequal steps are a warning.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
     """
 
@@ -71,6 +74,8 @@ class PassMonitor:
             self._made_before = made[self._group]
         self._batches_in_epoch: Callable[[], int | None] = lambda: None
         self.has_own_lengths: bool = False
+        self.only_warns_of_lengths: bool = False
+        self._has_warned = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
@@ -220,7 +225,7 @@ class PassMonitor:
                     heard.append(record)
         for rank, records in self._heard.items():
             for record in records:
-                found = self._log.differs_from(record, self._slack)
+                found = difference(self._log, record, self._slack)
                 if found is not None and found.rule is Rule.HELD:
                     self._compare_held(mailbox, peers, rank, found)
                 elif found is not None:
@@ -240,13 +245,21 @@ class PassMonitor:
             other
             for other, record in records.items()
             if record is not None
-            and (theirs := self._log.differs_from(record, self._slack)) is not None
+            and (theirs := difference(self._log, record, self._slack)) is not None
             and theirs.rule is found.rule
         ]
         parties = Parties(peers.rank, sorted([rank, *alike]))
         text = mismatch_text(self._name, parties, found, self._batches_in_epoch(), self.why_orders_differ)
-        mailbox.tell(text)
-        raise RankMismatchError(text)
+        self._raise(mailbox, text, is_length=found.rule is Rule.LENGTH)
+
+    def _raise(self, mailbox: Mailbox, text: str, *, is_length: bool = False) -> None:
+        """Raise a mismatch, and leave it for all; or only warn, once, where the user says that lengths are right."""
+        if not (is_length and self.only_warns_of_lengths):
+            mailbox.tell(text)
+            raise RankMismatchError(text)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(text, StreamLengthWarning, stacklevel=2)
 
     def _compare_held(self, mailbox: Mailbox, peers: Peers, rank: int, found: Difference) -> None:
         """Raise if the user has changed two ranks' datasets in other ways; they may hold what is their own as well."""
@@ -257,8 +270,7 @@ class PassMonitor:
             return
         if names and found.mine is not None:
             text = held_text(self._name, (peers.rank, rank), found.mine.epoch, names)
-            mailbox.tell(text)
-            raise RankMismatchError(text)
+            self._raise(mailbox, text)
 
     # ---- passes whose end nobody knows before ----
 
@@ -288,8 +300,7 @@ class PassMonitor:
                 f"Iterating the {self._name}: epoch {begun.epoch} ended after {batches} batches on rank "
                 f"{self._peers.rank}, and others were given more. {self.why_orders_differ()}"
             )
-            self._mailbox.tell(text)
-            raise RankMismatchError(text)
+            self._raise(self._mailbox, text, is_length=True)
 
     def _name_of(self, begun: LoggedPass) -> str:
         return f"{self._log.lists}.{self._log.number_of(begun)}.{begun.epoch} from {begun.begins_at}"

@@ -5,8 +5,9 @@ from typing import Self
 import pytest
 
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks.log import Log, LoggedPass, Progress, Rule
+from ddp_patch.ranks.log import Log, LoggedPass, Progress
 from ddp_patch.ranks.records import VERSION, Entry, Record, State
+from ddp_patch.ranks.rules import Rule, difference
 
 
 class Rank:
@@ -140,33 +141,33 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_contradicts_what(name: str) -> None:
     mine, theirs, rule = CASES[name]
-    told = [one.log.differs_from(other.log.record()) for one, other in ((mine, theirs), (theirs, mine))]
+    told = [difference(one.log, other.log.record()) for one, other in ((mine, theirs), (theirs, mine))]
     rules = {found.rule for found in told if found is not None}
     assert rules == (set() if rule is None else {rule})
 
 
 def test_a_rank_hears_that_others_left_the_pass_that_it_is_in() -> None:
     behind, further = Rank().takes(0, 5), Rank().takes(0, 3).takes(1, 2)
-    found = behind.log.differs_from(further.log.record())
+    found = difference(behind.log, further.log.record())
     assert found is not None
     assert found.theirs is not None
     assert (found.rule, found.theirs.batches) == (Rule.LENGTH, 3)
-    assert Rank().takes(0, 3).log.differs_from(further.log.record()) is None
+    assert difference(Rank().takes(0, 3).log, further.log.record()) is None
 
 
 def test_a_rank_hears_that_others_left_a_pass_and_the_next_ones_too() -> None:
     further = Rank().takes(0, 3).takes(1, 2).takes(2, 2)
-    found = Rank().takes(0, 5).log.differs_from(further.log.record())
+    found = difference(Rank().takes(0, 5).log, further.log.record())
     assert found is not None
     assert found.theirs is not None
     assert (found.rule, found.theirs.batches) == (Rule.LENGTH, 3)
-    assert Rank().takes(0, 3).log.differs_from(further.log.record()) is None
+    assert difference(Rank().takes(0, 3).log, further.log.record()) is None
 
 
 def test_one_rank_may_have_as_many_batches_more_as_it_has_readers() -> None:
     mine, theirs = Rank().all_of(0, 5), Rank().all_of(0, 7)
-    assert mine.log.differs_from(theirs.log.record(), slack=2) is None
-    found = mine.log.differs_from(theirs.log.record(), slack=1)
+    assert difference(mine.log, theirs.log.record(), slack=2) is None
+    found = difference(mine.log, theirs.log.record(), slack=1)
     assert found is not None
     assert found.rule is Rule.LENGTH
 
@@ -215,8 +216,8 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
         alike.all_of(epoch)
         other.all_of(epoch if epoch != 5 else 6)
     assert alike.log.entry(980) is None
-    assert alike.log.differs_from(late.log.record()) is None
-    found = alike.log.differs_from(other.log.record())
+    assert difference(alike.log, late.log.record()) is None
+    found = difference(alike.log, other.log.record())
     assert found is not None
     assert found.rule is Rule.BEFORE
 

@@ -1,0 +1,114 @@
+"""The five rules by which the logs of two ranks contradict each other.
+
+Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
+pass can only grow. Passes are numbered, looks apart; ``n`` is such a number.
+
+    (a) Pass n has one epoch and one beginning on all ranks.
+    (b) Where two ranks have come as far in pass n, they have the same digest.
+    (c) A pass that one rank has left, or that has ended there, is not longer on another.
+    (d) Looks, of at most one batch, do not count if an epoch is chosen after them, or if all epochs have one order.
+    (e) When pass n began, all ranks had made equally many passes over their other loaders.
+
+A pass is left when the next one takes its second batch, or ends. A restored position begins a new list of passes.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from ddp_patch.ranks.log import Log
+from ddp_patch.ranks.records import Entry, Record, State
+
+__all__ = ["Difference", "Rule", "difference"]
+
+
+class Rule(IntEnum):
+    """Which rule two logs break, in the order in which they are looked at."""
+
+    RESTORED = 0  # one rank has restored a position, and another went on
+    BEFORE = 1  # an earlier pass differs
+    EPOCH = 2  # (a)
+    OTHERS = 3  # (e)
+    ORDER = 4  # (b)
+    LENGTH = 5  # (c)
+    HELD = 6  # the datasets may hold other samples: whoever finds that asks what they hold
+
+
+class Difference(NamedTuple):
+    """How two ranks' logs contradict each other.
+
+    Attributes:
+        rule: The rule that they break.
+        mine: This rank's pass; None if it is no longer kept.
+        theirs: The other rank's.
+    """
+
+    rule: Rule
+    mine: Entry | None
+    theirs: Entry | None
+
+
+def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
+    """Return how another rank's record contradicts a log; None if one rank may only be faster than the other.
+
+    Args:
+        log: This rank's log.
+        theirs: The other rank's record.
+        slack: How many batches more one rank may have in a pass.
+    """
+    if theirs.lists != log.lists:
+        record = log.record()
+        both = ((record, theirs), (theirs, record))
+        is_outgrown = any(
+            new.lists == old.lists + 1 and old.entry is not None and old.entry.number >= new.closed for new, old in both
+        )
+        return Difference(Rule.RESTORED, record.entry, theirs.entry) if is_outgrown else None
+    other = theirs.entry
+    if other is None:
+        return None
+    own = log.entry(other.number) if other.number < log.settled else None
+    if other.number < log.settled and theirs.chain != log.chain(other.number):
+        return Difference(Rule.BEFORE, own, other)
+    for back, batches in enumerate(theirs.before, 1):
+        state = State.ENDED if theirs.ended >> (back - 1) & 1 else State.LEFT
+        if (found := _length_differs(log, other.number - back, batches, state, slack)) is not None:
+            return found
+    rule = None if own is None else _rule_broken(log, own, other, slack)
+    return None if rule is None else Difference(rule, own, other)
+
+
+def _length_differs(log: Log, number: int, batches: int, state: State, slack: int) -> Difference | None:
+    """Return how a pass that is over on another rank, after so many batches, contradicts this rank's.
+
+    This rank may be in it still; or has left it as well, and missed what the other said of it meanwhile.
+    """
+    mine = log.entry(number) if 0 <= number < log.settled and batches >= 0 else None
+    if mine is None:
+        return None
+    theirs = mine._replace(batches=batches, state=state, mark=None)
+    is_outgrown = _is_outgrown(theirs, mine, slack) or _is_outgrown(mine, theirs, slack)
+    return Difference(Rule.LENGTH, mine, theirs) if is_outgrown else None
+
+
+def _rule_broken(log: Log, own: Entry, other: Entry, slack: int) -> Rule | None:
+    if own.begins_at != other.begins_at or (own.epoch != other.epoch and not log.has_one_order):
+        return Rule.EPOCH
+    if None not in {own.others, other.others} and own.others != other.others:
+        return Rule.OTHERS
+    digest = log.digest(own.number)
+    if digest is not None and other.mark is not None:
+        at_their_count = digest.marks.get(other.mark.at, other.mark.value)
+        if at_their_count != other.mark.value:
+            return Rule.ORDER
+    if _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack):
+        return Rule.LENGTH
+    return Rule.HELD if own.held != other.held else None
+
+
+def _is_outgrown(behind: Entry, further: Entry, slack: int) -> bool:
+    """Return whether a pass is over on one rank, and longer on another."""
+    if behind.is_own or further.is_own or behind.state is State.RUNNING:
+        return False
+    if behind.state is State.FAILED:
+        # The others may have been given the batch in place of which the error came; they leave when they hear of it.
+        return further.state is State.ENDED and further.batches > behind.batches + 1 + slack
+    return further.batches > behind.batches + slack
