@@ -445,7 +445,7 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
         f"{AGREEING}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
         f"{who_has_what(parties)}, so some samples would be lost or repeated. Build each rank's sampler or dataset for "
         "its own rank, or pass the process_group= or device_mesh= that it was made for.",
-        [parties],
+        parties,
     )
 
 
@@ -478,7 +478,7 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
         "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
         "have its own part, say is_ddp_aware = True in the dataset's class, and its loader is left as it is. If "
         "only the content differs, order='seeded' does not compare it.",
-        [parties],
+        parties,
     )
 
 
@@ -507,7 +507,7 @@ def why_orders_differ(
             f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
             f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
             f"or, if you want each rank to have its own part, {mark}.",
-            [parties],
+            parties,
         )
     own = (
         "has a random generator of its own that is seeded by rank, holds data (weights, indices) that differ, or "
