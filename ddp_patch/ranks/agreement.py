@@ -28,16 +28,7 @@ from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
 from ddp_patch.ranks.world import World
 
-__all__ = [
-    "ONE",
-    "Agreed",
-    "Subject",
-    "agree",
-    "failures_broadcast",
-    "require_all_shares",
-    "require_same_samples",
-    "why_orders_differ",
-]
+__all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
 
 
 AGREEING = "Agreeing on how data is sharded"
@@ -163,17 +154,11 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for label, why in whys.items() if is_first else ():
         text = f"{label}: {why}" if label else why
         warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
-    return [
-        _agreed(
-            world,
-            options,
-            agreed_peers(members, decision["number"]),
-            leads=subject.label in whys,
-            seed=decision["seed"],
-            number=decision["number"],
-        )
-        for subject, decision in zip(subjects, decisions, strict=True)
-    ]
+    agreed = []
+    for subject, decision in zip(subjects, decisions, strict=True):
+        peers = agreed_peers(members, decision["number"])
+        agreed.append(_agreed(world, options, peers, decision, leads=subject.label in whys))
+    return agreed
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
@@ -187,19 +172,17 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     for subject in subjects:
         with error_context(subject.label):
             peers = peers_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(_agreed(world, options, peers))
+        agreed.append(_agreed(world, options, peers, {"seed": 0, "number": 0}))
     return agreed
 
 
-def _agreed(
-    world: World, options: Options, peers: Peers | None, *, leads: bool = False, seed: int = 0, number: int = 0
-) -> Agreed:
+def _agreed(world: World, options: Options, peers: Peers | None, decision: Report, *, leads: bool = False) -> Agreed:
     """Return an agreement: with the user's seed, if one was chosen, and ``order="auto"`` resolved."""
     if options.order == "auto":
         options = replace(options, order="leader" if leads else "seeded")
     leader = Leader([*(world.share_of_rank or ())], options.timeout) if options.order == "leader" else None
-    chosen = Seed(seed if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, chosen, leader, number, peers)
+    seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
+    return Agreed(world, options, seed, leader, decision["number"], peers)
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -329,6 +312,10 @@ def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[N
 
 
 _MARK = "say is_ddp_aware = True in {name}, and its loader is left as it is"
+_OWN = (
+    "has a random generator of its own that is seeded by rank, holds data (weights, indices) that differ, or follows "
+    "the order of a set or of files"
+)
 _LEADS = (
     "From now on rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
     "epoch's start. "
@@ -343,9 +330,8 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     """
     by_place = dict(held.values())
     taken, ranks = Counter(by_place.values()), next(iter(by_place.values()))[1]
-    is_alike = all(by_place[place] == world for place, world in held.values())
     is_covered = taken.keys() == {(rank, ranks) for rank in range(ranks)} and len(set(taken.values())) == 1
-    if is_alike and is_covered:
+    if is_covered and all(by_place[place] == world for place, world in held.values()):
         return
     parties = by_value({member: f"rank {rank} of {ranks}" for member, (_, (rank, ranks)) in held.items()})
     raise mismatch(
@@ -367,17 +353,14 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     """
     named = {rank: {content.name: content for content in contents} for rank, contents in reported.items()}
     common = [name for name in next(iter(named.values())) if all(name in contents for contents in named.values())]
-    known = [{rank: named[rank][name] for rank in named} for name in common]
-    differing = [contents for contents in known if len({content.fingerprint for content in contents.values()}) > 1]
-    held = [contents for contents in known if all(content.is_held for content in contents.values())]
-    same = [contents for contents in held if contents not in differing]
-    if any(all(content.identifies for content in contents.values()) for contents in same):
-        differing = [contents for contents in differing if contents not in held]
+    differing = [name for name in common if len({contents[name].fingerprint for contents in named.values()}) > 1]
+    held = {name for name in common if all(contents[name].is_held for contents in named.values())}
+    if any(all(contents[name].identifies for contents in named.values()) for name in held.difference(differing)):
+        differing = [name for name in differing if name not in held]
     if not differing:
         return
-    prints = {rank: tuple(contents[rank].fingerprint for contents in differing) for rank in named}
-    parties = by_value(prints)
-    names = ", ".join(next(iter(contents.values())).name for contents in differing)
+    prints = {rank: tuple(contents[name].fingerprint for name in differing) for rank, contents in named.items()}
+    parties, names = by_value(prints), ", ".join(differing)
     raise mismatch(
         f"{AGREEING}: the datasets of {parties_text(parties)} have different samples at the same indices: they differ "
         f"in {names}. Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of "
@@ -403,12 +386,11 @@ def why_orders_differ(
     Raises:
         RankMismatchError: The streams are parts already.
     """
-    parties = by_value(orders)
-    listed = parties_text(parties)
-    known = [report for members in parties.values() if (report := reported[members[0]]) is not None]
-    firsts = [first for _, first in known]
-    relation = relation_of(firsts, known[0][0], ranks) if len(known) == len(parties) else "unclear"
-    mark = _MARK.format(name=name)
+    parties, mark = by_value(orders), _MARK.format(name=name)
+    listed, firsts = parties_text(parties), [reported[members[0]] for members in parties.values()]
+    known = [first for first in firsts if first is not None]
+    is_known = len(known) == len(firsts)
+    relation = relation_of([first for _, first in known], known[0][0], ranks) if is_known else "unclear"
     if relation == "parts":
         raise mismatch(
             f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
@@ -416,15 +398,11 @@ def why_orders_differ(
             f"or, if you want each rank to have its own part, {mark}.",
             parties,
         )
-    own = (
-        "has a random generator of its own that is seeded by rank, holds data (weights, indices) that differ, or "
-        "follows the order of a set or of files"
-    )
     if relation == "overlapping":
-        cause = f"the sampler {own}. {_LEADS}Make the sampler's order the same on every rank to do without."
+        cause = f"the sampler {_OWN}. {_LEADS}Make the sampler's order the same on every rank to do without."
     else:
         cause = (
-            f"{name} either {own}, or is sharded already, and then most samples are lost from now on. Its first "
+            f"{name} either {_OWN}, or is sharded already, and then most samples are lost from now on. Its first "
             f"samples do not show which. {_LEADS}Make the sampler's order the same on every rank; or, if it is "
             f"sharded, {mark}."
         )
