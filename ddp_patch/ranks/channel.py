@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -74,9 +74,6 @@ def _cut(group: Any, count: int, index: int) -> None:
             # gloo breaks all connections when a time is over.
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
-
-
-ExitKind: TypeAlias = Literal["left", "failed", "missing"]
 
 
 # The first message of a value, which has it whole where that is small. Of a larger one, up to so much is in one more:
@@ -272,7 +269,7 @@ class Channel:
                 _lingering.append((self._work, partial(_cut, self._group, len(self._members), self.index)))
         self.close()
 
-    def _note(self, kind: ExitKind, why: str) -> None:
+    def _note(self, kind: Literal["left", "failed", "missing"], why: str) -> None:
         """Write why this rank leaves, unless another has written already, or the store is gone.
 
         Args:

@@ -178,14 +178,11 @@ def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, time
     meeting = _Meeting(members, doing, timeout)
     with store_reached(doing):
         meeting.bring(record)
-        failure, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
-    if failure is None:
-        return answer
-    # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
-    try:
-        raise failure.with_traceback(None)
-    finally:
-        del failure
+        failures, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
+    if failures:
+        # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
+        raise failures.pop().with_traceback(None)
+    return answer
 
 
 def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
@@ -312,8 +309,8 @@ class _Meeting:
         if not self.leads:  # who reads its own record from here
             self._leave(self.own, "record", self.rank)
 
-    def judged(self, judge: Judge) -> tuple[DDPPatchError | None, Any]:
-        """Answer all members, on the first of them; return the error to raise, or its own answer."""
+    def judged(self, judge: Judge) -> tuple[list[DDPPatchError], Any]:
+        """Answer all members, on the first of them; return the error to raise, if any, and its own answer."""
         elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
         try:
             came = self._records()
@@ -338,9 +335,9 @@ class _Meeting:
             # Each of the others deletes its own.
             self._put(ChainMap(*(each.written(self._key("answer", rank)) for rank, each in messages.items())))
             self._leave(for_all, "answer")
-            return None, own.taken(self._key("answer"))
+            return [], own.taken(self._key("answer"))
         self.announce(failure)
-        return failure, None
+        return [failure], None
 
     def _told(self, error: Exception, elsewhere: Mapping[int, str]) -> DDPPatchError:
         """Return the error to raise; what ranks do elsewhere says more than how their records differ."""
@@ -360,10 +357,9 @@ class _Meeting:
         error = (kind.__name__, message_of(failure), getattr(failure, "told_on", ()))
         self._leave(_Message.of(None, error=error), "answer")
 
-    def answered(self) -> tuple[DDPPatchError | None, Any]:
-        """Wait for the first member's answer; return the error to raise, or the answer."""
-        key = self._key("answer")
-        seconds = self.timeout + MARGIN_S
+    def answered(self) -> tuple[list[DDPPatchError], Any]:
+        """Wait for the first member's answer; return the error to raise, if any, and the answer."""
+        key, seconds = self._key("answer"), self.timeout + MARGIN_S
         # One value decides who gives up, so either all ranks get an answer or none does, however late one arrives.
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
         if not came:
@@ -371,25 +367,20 @@ class _Meeting:
         (message,) = self._read([key])
         self._require_one_version({self.members[0]: message, self.rank: self.own})
         if message.is_per_rank:
-            key = self._key("answer", self.rank)
-            (message,) = self._read([key])
+            (message,) = self._read([key := self._key("answer", self.rank)])
             self.past.unread += message.written(key)
         self._clear()
         with _read_from(key):
-            return self._failure(message), message.taken(key)
+            return [self._failure(*message.error)] if message.error else [], message.taken(key)
 
-    def _failure(self, message: _Message) -> DDPPatchError | None:
+    def _failure(self, name: str, text: str, told_on: Sequence[int]) -> DDPPatchError:
         """Return the error that the answer is; of many ranks, only some tell all of it."""
-        if message.error is None:
-            return None
-        name, text, told_on = message.error
-        kind = getattr(errors, name)
-        if not issubclass(kind, DDPPatchError):
+        kind: type[DDPPatchError] = getattr(errors, name)
+        if DDPPatchError not in kind.__mro__:
             raise TypeError
         if len(self.members) > FEW and told_on and self.rank not in told_on:
             text = f"{self.doing}: the ranks differ. Look at the error of {ranks_text(told_on)}, which says in what."
-        failure: DDPPatchError = kind(text)
-        return failure
+        return kind(text)
 
     def _records(self) -> dict[int, _Message]:
         """Return every rank's record, on the first rank."""
@@ -430,8 +421,7 @@ class _Meeting:
         key = self._key("decision")
         if self.leads:
             self.past.unread.append(key)
-        decided: str = self.store.compare_set(key, "", outcome).decode()
-        return decided
+        return str(self.store.compare_set(key, "", outcome).decode())
 
     def refusal(self, refused: Mapping[int, str]) -> RankMismatchError:
         listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
