@@ -187,9 +187,8 @@ def _agreed(world: World, options: Options, peers: Peers | None, decision: Repor
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
     """Return the options that must be alike, and which rank takes which share: of many ranks a fingerprint of it."""
-    given = {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")}
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
-    return given | {
+    return {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")} | {
         "seed": "default" if options.seed is None else options.seed,
         "shares": shares if len(members) <= FEW else fingerprint([shares]),
     }
@@ -387,10 +386,8 @@ def why_orders_differ(
         RankMismatchError: The streams are parts already.
     """
     parties, mark = by_value(orders), _MARK.format(name=name)
-    listed, firsts = parties_text(parties), [reported[members[0]] for members in parties.values()]
-    known = [first for first in firsts if first is not None]
-    is_known = len(known) == len(firsts)
-    relation = relation_of([first for _, first in known], known[0][0], ranks) if is_known else "unclear"
+    listed, known = parties_text(parties), [told for one, *_ in parties.values() if (told := reported[one])]
+    relation = relation_of([one for _, one in known], known[0][0], ranks) if len(known) == len(parties) else "unclear"
     if relation == "parts":
         raise mismatch(
             f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "

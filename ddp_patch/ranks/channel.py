@@ -351,32 +351,32 @@ class Channel:
 
 
 class StepSums:
-    """Sums over the ranks, one a step. Ranks may make different numbers of steps."""
+    """Sums over the ranks, one a step. Ranks may make different numbers of steps.
+
+    Attributes:
+        go_on: Whether a rank may have another step.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self.go_on: bool = True
 
-    def sum_over_ranks(self, value: float) -> float:
+    def sum_over_ranks(self, value: float, *, is_step: bool = True) -> float:
         """Return the sum of all ranks' values of this step.
+
+        Args:
+            value: This rank's.
+            is_step: Whether this rank has a step, or takes part in the others'.
 
         Raises:
             RankMismatchError: A rank broke off or failed.
             MissingRanksError: A rank did not come to this step in time.
         """
-        total, _ = self._next(value, has_step=True)
-        self._channel.count_batch()
-        return total
-
-    def finish(self) -> None:
-        """Take part in the other ranks' steps until no rank has one."""
-        while self._next(0.0, has_step=False)[1]:
-            pass
-
-    def _next(self, value: float, *, has_step: bool) -> tuple[float, bool]:
-        """Return the sum of all ranks' values, and whether a rank still had a step."""
-        self._channel.begin_gather([value, has_step], torch.float64)
-        values, have_steps = zip(*self._channel.gathered(), strict=True)
-        return sum(values), any(have_steps)
+        self._channel.begin_gather([value, is_step], torch.float64)
+        values, are_steps = zip(*self._channel.gathered(), strict=True)
+        self.go_on = any(are_steps)
+        self._channel.batches_delivered += is_step
+        return float(sum(values))
 
 
 @contextmanager
@@ -387,4 +387,5 @@ def opened_sums(
     with opened(members, doing, number, facts, timeout) as channel:
         sums = StepSums(channel)
         yield sums
-        sums.finish()
+        while sums.go_on:
+            sums.sum_over_ranks(0.0, is_step=False)

@@ -275,7 +275,7 @@ class _Message(NamedTuple):
             if said["version"] != _version():
                 return cls(str(said["version"]))
             message = cls(**said, content=content)
-            types = [type(said) for said in (message.doing, message.refusal, message.slices)]
+            types = [*map(type, (message.doing, message.refusal, message.slices))]
             if types != [str, str, int] or message.slices not in range(_MOST_SLICES):
                 raise TypeError
             return message
@@ -319,8 +319,8 @@ class _Meeting:
             records = {rank: message.taken(self._key("record", rank)) for rank, message in came.items()}
             elsewhere = {rank: message.doing for rank, message in came.items() if message.doing != self.doing}
             answer = judge(records)
-            each = answer if isinstance(answer, PerRank) else {}
-            messages = {rank: _Message.of(own) for rank, own in each.items()}
+            each = answer.items() if isinstance(answer, PerRank) else ()
+            messages = {rank: _Message.of(own) for rank, own in each}
             for_all = _Message.of(None if messages else answer, is_per_rank=bool(messages))
             if self._decide("judged") != "judged":
                 raise MissingRanksError(
@@ -333,7 +333,7 @@ class _Meeting:
         else:
             own = messages.pop(self.rank, for_all)
             # Each of the others deletes its own.
-            self._put(ChainMap(*(each.written(self._key("answer", rank)) for rank, each in messages.items())))
+            self._put(ChainMap(*(one.written(self._key("answer", rank)) for rank, one in messages.items())))
             self._leave(for_all, "answer")
             return [], own.taken(self._key("answer"))
         self.announce(failure)
