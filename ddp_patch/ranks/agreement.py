@@ -1,13 +1,13 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
 import warnings
-from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import count
-from typing import Any, TypedDict
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,33 +23,12 @@ from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.claims import require_apart, require_same_held
-from ddp_patch.ranks.exchange import (
-    FEW,
-    by_value,
-    exchange,
-    mismatch,
-    parties_text,
-    refuse,
-    require_same,
-    who_has_what,
-)
+from ddp_patch.ranks.exchange import FEW, by_value, exchange, mismatch, parties_text, refuse, require_same, who_has_what
 from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
 from ddp_patch.ranks.world import World
 
-__all__ = [
-    "AGREEING",
-    "ONE",
-    "TELLING_APART",
-    "Agreed",
-    "Subject",
-    "agree",
-    "failures_broadcast",
-    "judge_reports",
-    "require_all_shares",
-    "require_same_samples",
-    "why_orders_differ",
-]
+__all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
 
 
 AGREEING = "Agreeing on how data is sharded"
@@ -106,11 +85,7 @@ class Agreed:
         if self.world.share_of_rank is None:
             return
         record = {"meeting": doing, "patched as": f"number {self.number}", **facts}
-
-        def confirm(records: Mapping[int, Mapping[str, object]]) -> None:
-            require_same(doing, records)
-
-        exchange(list(self.world.share_of_rank), doing, record, confirm, self.options.timeout)
+        exchange(list(self.world.share_of_rank), doing, record, partial(require_same, doing), self.options.timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,66 +110,8 @@ class Subject:
     claim: Claim | None = None
 
 
-class LoaderReport(TypedDict):
-    """What a rank reports about one loader, as JSON can have it.
-
-    Attributes:
-        label: Its name among several loaders; empty for a single one.
-        compared: What must be the same on every rank, by name.
-        order: A fingerprint of the stream's first items; None if unknown.
-        samples: Fingerprints of the samples that the dataset holds, as far as they are known: fields of ``Content``.
-        stream: A fingerprint of what distinguishes the loader's stream from others.
-        generators: On the first rank, the states of the user's generators, in base64.
-        ahead: How many batches the loader's workers prefetch.
-        made_for: For which rank of how many the loader is sharded already; None if unknown.
-        claim: What it shows of that; None if there is nothing to compare.
-    """
-
-    label: str
-    compared: Mapping[str, object]
-    order: str | None
-    samples: Sequence[dict[str, Any]]
-    stream: str
-    generators: Sequence[str]
-    ahead: int
-    made_for: Sequence[int] | None
-    claim: Claim | None
-
-
-class RankReport(TypedDict):
-    """What a rank reports.
-
-    Attributes:
-        nest: A description of its loaders.
-        common: What must be the same on every rank for all of its loaders, by name.
-        seed: The seed that was chosen, if one was.
-        base_seed: What the seeds follow from if none was chosen.
-        share: Which shard this rank takes.
-        loaders: One report for each loader.
-    """
-
-    nest: str
-    common: Mapping[str, object]
-    seed: int | None
-    base_seed: int
-    share: int
-    loaders: Sequence[LoaderReport]
-
-
-class Decision(TypedDict):
-    """What the first rank concludes about one loader.
-
-    Attributes:
-        seed: The loader's own seed.
-        generators: The states of the first rank's generators, in base64.
-        orders_differ: Whether the ranks' orders do.
-        number: The number of this agreement.
-    """
-
-    seed: int
-    generators: Sequence[str]
-    orders_differ: bool
-    number: int
+# What a rank reports of all its loaders, or of one; what the first rank decides on one. As JSON has it.
+Report: TypeAlias = Mapping[str, Any]
 
 
 def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str = ONE) -> list[Agreed]:
@@ -220,29 +137,28 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     members = list(world.share_of_rank)
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
     is_first = dist.get_rank() == members[0]  # whose states all others take
-    loaders = [_loader_report(options, *each, is_first) for each in zip(subjects, generators, strict=True)]
-    report = RankReport(
-        nest=nest,
-        common=_common_facts(options, world.share_of_rank),
-        seed=options.seed,
+    report = {
+        "nest": nest,
+        "common": _common_facts(options, world.share_of_rank),
+        "seed": options.seed,
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
-        base_seed=torch.initial_seed() if len(members) == dist.get_world_size() else 0,
-        share=world.rank,
-        loaders=loaders,
-    )
-    decisions: list[Decision] = exchange(members, AGREEING, report, judge_reports, options.timeout)
+        "base_seed": torch.initial_seed() if len(members) == dist.get_world_size() else 0,
+        "share": world.rank,
+        "loaders": [_report(options, *each, is_first) for each in zip(subjects, generators, strict=True)],
+    }
+    decisions = exchange(members, AGREEING, report, judge_reports, options.timeout)
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision["generators"], strict=True):
-            generator.set_state(torch.frombuffer(bytearray(b64decode(state)), dtype=torch.uint8))
+            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
     whys = _why_orders_differ(world, options, subjects, decisions)
-    for label, why in whys.items():
-        if is_first:
-            text = f"{label}: {why}" if label else why
-            warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
-    return [
-        _agreed(world, _settled(options, orders_differ=subject.label in whys), decision)
-        for subject, decision in zip(subjects, decisions, strict=True)
-    ]
+    for label, why in whys.items() if is_first else ():
+        text = f"{label}: {why}" if label else why
+        warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
+    agreed = []
+    for subject, decision in zip(subjects, decisions, strict=True):
+        peers = agreed_peers(members, decision["number"])
+        agreed.append(_agreed(world, options, peers, decision, leads=subject.label in whys))
+    return agreed
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
@@ -252,161 +168,134 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
             "order='leader' needs ranks that communicate, and with rank= and num_replicas= they never do. Leave these "
             "out, after torch.distributed.init_process_group(), or leave that out."
         )
-    settled, agreed = _settled(options, orders_differ=False), []
+    agreed = []
     for subject in subjects:
         with error_context(subject.label):
             peers = peers_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(Agreed(world, settled, _seed(options, 0), peers=peers))
+        agreed.append(_agreed(world, options, peers, {"seed": 0, "number": 0}))
     return agreed
 
 
-def _agreed(world: World, options: Options, decision: Decision) -> Agreed:
-    members, number = list(world.share_of_rank or ()), decision["number"]
-    leader = Leader(members, options.timeout) if options.order == "leader" else None
-    return Agreed(world, options, _seed(options, decision["seed"]), leader, number, agreed_peers(members, number))
-
-
-def _seed(options: Options, default: int) -> Seed:
-    return Seed(default if options.seed is None else options.seed, is_chosen=options.seed is not None)
-
-
-def _settled(options: Options, *, orders_differ: bool) -> Options:
-    """Return the options, with ``order="auto"`` resolved."""
-    if options.order != "auto":
-        return options
-    return replace(options, order="leader" if orders_differ else "seeded")
+def _agreed(world: World, options: Options, peers: Peers | None, decision: Report, *, leads: bool = False) -> Agreed:
+    """Return an agreement: with the user's seed, if one was chosen, and ``order="auto"`` resolved."""
+    if options.order == "auto":
+        options = replace(options, order="leader" if leads else "seeded")
+    leader = Leader([*(world.share_of_rank or ())], options.timeout) if options.order == "leader" else None
+    seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
+    return Agreed(world, options, seed, leader, decision["number"], peers)
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
     """Return the options that must be alike, and which rank takes which share: of many ranks a fingerprint of it."""
-    given = {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")}
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
-    return given | {
+    return {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")} | {
         "seed": "default" if options.seed is None else options.seed,
         "shares": shares if len(members) <= FEW else fingerprint([shares]),
     }
 
 
-def _loader_report(
-    options: Options, subject: Subject, generators: Sequence[torch.Generator], is_first: bool
-) -> LoaderReport:
+def _report(options: Options, subject: Subject, generators: Sequence[torch.Generator], is_first: bool) -> Report:
+    """Return what a rank reports of one loader.
+
+    It has fingerprints of the order of the stream's first items, of the samples that the dataset holds, and of what
+    distinguishes the stream from others; and the first rank's states of the user's generators.
+    """
     stream = subject.stream
     # A computed order cannot be led: where the samples to shuffle differ, nobody can draw for all.
     samples = stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else ()
     computed = {"samples to shuffle": stream.order} if stream is not None and options.is_scalable else {}
-    return LoaderReport(
-        label=subject.label,
-        compared={**subject.compared, "generators": len(generators), **computed},
-        order=stream.order if stream is not None and options.order == "auto" else None,
-        samples=[asdict(content) for content in samples],
-        stream=fingerprint([] if stream is None else [stream.described]),
-        generators=[_base64(generator.get_state()) for generator in generators] if is_first else [],
-        ahead=subject.batches_ahead,
-        made_for=subject.made_for,
-        claim=subject.claim,
-    )
+    return {
+        "label": subject.label,
+        "compared": {**subject.compared, "generators": len(generators), **computed},
+        "order": stream.order if stream is not None and options.order == "auto" else None,
+        "samples": [astuple(content) for content in samples],
+        "stream": fingerprint([] if stream is None else [stream.described]),
+        "generators": [each.get_state().numpy().tobytes().hex() for each in generators] if is_first else [],
+        "ahead": subject.batches_ahead,
+        "made_for": subject.made_for,
+        "claim": subject.claim,
+    }
 
 
-def _base64(state: torch.Tensor) -> str:
-    return b64encode(state.numpy().tobytes()).decode()
-
-
-def judge_reports(reported: Mapping[int, RankReport]) -> list[Decision]:
-    """Compare the ranks' loaders, and decide for each what is used on all ranks.
+def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
+    """Compare the ranks' loaders, and decide for each what is used on all ranks: seed, generators, order, number.
 
     Raises:
         RankMismatchError: They differ. No seed counts as given then.
     """
+    first = next(iter(reported.values()))
     require_same(AGREEING, {rank: {"loaders": report["nest"]} for rank, report in reported.items()})
-    by_rank = (report["loaders"] for report in reported.values())
-    loaders = [dict(zip(reported, of_ranks, strict=True)) for of_ranks in zip(*by_rank, strict=True)]
-    for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values()))["label"]):
-            require_same_samples(
-                {rank: [Content(**content) for content in loader["samples"]] for rank, loader in of_ranks.items()}
-            )
-    facts: dict[int, dict[str, object]] = {
-        rank: {
-            f"{loader['label']} {name}".strip(): value
-            for loader in report["loaders"]
-            for name, value in loader["compared"].items()
-        }
-        | dict(report["common"])
-        for rank, report in reported.items()
-    }
-    require_same(AGREEING, facts)
-    for of_ranks in loaders:
-        with error_context(next(iter(of_ranks.values()))["label"]):
-            _require_that_fit(reported, of_ranks)
-    return [_decide(reported, of_ranks) for of_ranks in loaders]
+    by_loader = zip(*(report["loaders"] for report in reported.values()), strict=True)
+    loaders = [(of_ranks[0]["label"], dict(zip(reported, of_ranks, strict=True))) for of_ranks in by_loader]
+    for label, of_ranks in loaders:
+        with error_context(label):
+            require_same_samples({rank: [Content(*told) for told in one["samples"]] for rank, one in of_ranks.items()})
+    facts: dict[int, dict[str, object]] = {rank: {} for rank in reported}
+    for label, of_ranks in loaders:
+        for rank, loader in of_ranks.items():
+            facts[rank] |= {f"{label} {name}".strip(): value for name, value in loader["compared"].items()}
+    require_same(AGREEING, {rank: facts[rank] | report["common"] for rank, report in reported.items()})
+    shares = {rank: report["share"] for rank, report in reported.items()}
+    for label, of_ranks in loaders:
+        with error_context(label):
+            _require_that_fit(shares, first["common"], of_ranks)
+    return [_decide(first, of_ranks) for _, of_ranks in loaders]
 
 
-def _require_that_fit(reported: Mapping[int, RankReport], of_ranks: Mapping[int, LoaderReport]) -> None:
+def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
     """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or prefetch differently."""
-    made_for = {rank: loader["made_for"] for rank, loader in of_ranks.items()}
-    held = {
-        rank: (reported[rank]["share"], (world[0], world[1])) for rank, world in made_for.items() if world is not None
-    }
-    if len(held) == len(of_ranks):
-        require_all_shares(held)
-    common = next(iter(reported.values()))["common"]  # the same on all, by now
-    claims = {rank: (reported[rank]["share"], loader["claim"]) for rank, loader in of_ranks.items() if loader["claim"]}
-    if len(claims) == len(of_ranks) and all("held" in claim for _, claim in claims.values()):
-        require_same_held(AGREEING, {rank: claim for rank, (_, claim) in claims.items()})
+    if all(loader["made_for"] for loader in of_ranks.values()):
+        require_all_shares({rank: (shares[rank], (*loader["made_for"],)) for rank, loader in of_ranks.items()})
+    claims: dict[int, Claim] = {rank: loader["claim"] for rank, loader in of_ranks.items() if loader["claim"]}
+    if len(claims) == len(of_ranks) and all("held" in claim for claim in claims.values()):
+        require_same_held(AGREEING, claims)
     elif len(claims) == len(of_ranks):
-        require_apart(AGREEING, claims, even=common["uneven"] != "keep")
+        of_shares = {rank: (shares[rank], claim) for rank, claim in claims.items()}
+        require_apart(AGREEING, of_shares, even=common["uneven"] != "keep")
     if _orders_differ(of_ranks) or common["order"] == "leader":
         require_same(AGREEING, {rank: {"batches fetched ahead": loader["ahead"]} for rank, loader in of_ranks.items()})
 
 
-def _decide(reported: Mapping[int, RankReport], of_ranks: Mapping[int, LoaderReport]) -> Decision:
-    first, loader = next(iter(reported.values())), next(iter(of_ranks.values()))
-    seed = first["seed"]
+def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
+    seed, loader = first["seed"], next(iter(of_ranks.values()))
     if seed is None:
         # No two loaders of these ranks may have the same order. Count per group and stream: tensor-parallel ranks in
         # another group must come to the same seed, even if only one of the groups has patched another loader before.
-        like: tuple[int | str, ...] = (*of_ranks, loader["stream"])
+        like = (*of_ranks, loader["stream"])
         _numbers_of_like[like] += 1
         seed = loader_seed(first["base_seed"], loader["stream"], _numbers_of_like[like])
-    return Decision(
-        seed=seed,
-        generators=loader["generators"],
-        orders_differ=_orders_differ(of_ranks),
-        number=next(_numbers),
-    )
+    differ = _orders_differ(of_ranks)
+    return {"seed": seed, "generators": loader["generators"], "orders_differ": differ, "number": next(_numbers)}
 
 
-def _orders_differ(of_ranks: Mapping[int, LoaderReport]) -> bool:
+def _orders_differ(of_ranks: Mapping[int, Report]) -> bool:
     orders = {loader["order"] for loader in of_ranks.values()}
     return None not in orders and len(orders) > 1
 
 
 def _why_orders_differ(
-    world: World, options: Options, subjects: Sequence[Subject], decisions: Sequence[Decision]
-) -> dict[str, str]:
+    world: World, options: Options, subjects: Sequence[Subject], decisions: Sequence[Report]
+) -> Mapping[str, str]:
     """Return why the ranks' orders of some loaders differ, by their names. Only then ranks exchange a second time."""
-    asked = {
-        subject.label: subject.stream
-        for subject, decision in zip(subjects, decisions, strict=True)
-        if subject.stream is not None and decision["orders_differ"]
-    }
-    if not asked:
-        return {}
-    found = {label: (stream.order, stream.first_samples(world.num_replicas)) for label, stream in asked.items()}
-    record = {label: [order, first and [first[0], asdict(first[1])]] for label, (order, first) in found.items()}
+    both = zip(subjects, decisions, strict=True)
+    asked = {one.label: one.stream for one, decided in both if one.stream is not None and decided["orders_differ"]}
+    record = {}
+    for label, stream in asked.items():
+        first = stream.first_samples(world.num_replicas)
+        record[label] = stream.order, first and (first[0], astuple(first[1]))
 
-    def judge_orders(reported: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    def judge_orders(reported: Mapping[int, Report]) -> dict[str, str]:
         whys = {}
         for label, stream in asked.items():
             orders, firsts = ({rank: told[label][place] for rank, told in reported.items()} for place in (0, 1))
-            samples = {rank: first and (first[0], FirstSamples(**first[1])) for rank, first in firsts.items()}
+            samples = {rank: first and (first[0], FirstSamples(*first[1])) for rank, first in firsts.items()}
             with error_context(label):
                 whys[label] = why_orders_differ(orders, stream.name, world.num_replicas, samples)
         return whys
 
-    whys: dict[str, str] = exchange(
-        list(world.share_of_rank or ()), TELLING_APART, record, judge_orders, options.timeout
-    )
+    whys: dict[str, str] = {}
+    if asked:
+        whys = exchange([*(world.share_of_rank or ())], TELLING_APART, record, judge_orders, options.timeout)
     return whys
 
 
@@ -422,6 +311,10 @@ def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[N
 
 
 _MARK = "say is_ddp_aware = True in {name}, and its loader is left as it is"
+_OWN = (
+    "has a random generator of its own that is seeded by rank, holds data (weights, indices) that differ, or follows "
+    "the order of a set or of files"
+)
 _LEADS = (
     "From now on rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
     "epoch's start. "
@@ -436,16 +329,15 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     """
     by_place = dict(held.values())
     taken, ranks = Counter(by_place.values()), next(iter(by_place.values()))[1]
-    is_alike = all(by_place[place] == world for place, world in held.values())
     is_covered = taken.keys() == {(rank, ranks) for rank in range(ranks)} and len(set(taken.values())) == 1
-    if is_alike and is_covered:
+    if is_covered and all(by_place[place] == world for place, world in held.values()):
         return
     parties = by_value({member: f"rank {rank} of {ranks}" for member, (_, (rank, ranks)) in held.items()})
     raise mismatch(
         f"{AGREEING}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
         f"{who_has_what(parties)}, so some samples would be lost or repeated. Build each rank's sampler or dataset for "
         "its own rank, or pass the process_group= or device_mesh= that it was made for.",
-        [parties],
+        parties,
     )
 
 
@@ -460,17 +352,14 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     """
     named = {rank: {content.name: content for content in contents} for rank, contents in reported.items()}
     common = [name for name in next(iter(named.values())) if all(name in contents for contents in named.values())]
-    known = [{rank: named[rank][name] for rank in named} for name in common]
-    differing = [contents for contents in known if len({content.fingerprint for content in contents.values()}) > 1]
-    held = [contents for contents in known if all(content.is_held for content in contents.values())]
-    same = [contents for contents in held if contents not in differing]
-    if any(all(content.identifies for content in contents.values()) for contents in same):
-        differing = [contents for contents in differing if contents not in held]
+    differing = [name for name in common if len({contents[name].fingerprint for contents in named.values()}) > 1]
+    held = {name for name in common if all(contents[name].is_held for contents in named.values())}
+    if any(all(contents[name].identifies for contents in named.values()) for name in held.difference(differing)):
+        differing = [name for name in differing if name not in held]
     if not differing:
         return
-    prints = {rank: tuple(contents[rank].fingerprint for contents in differing) for rank in named}
-    parties = by_value(prints)
-    names = ", ".join(next(iter(contents.values())).name for contents in differing)
+    prints = {rank: tuple(contents[name].fingerprint for name in differing) for rank, contents in named.items()}
+    parties, names = by_value(prints), ", ".join(differing)
     raise mismatch(
         f"{AGREEING}: the datasets of {parties_text(parties)} have different samples at the same indices: they differ "
         f"in {names}. Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of "
@@ -478,7 +367,7 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
         "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
         "have its own part, say is_ddp_aware = True in the dataset's class, and its loader is left as it is. If "
         "only the content differs, order='seeded' does not compare it.",
-        [parties],
+        parties,
     )
 
 
@@ -496,28 +385,21 @@ def why_orders_differ(
     Raises:
         RankMismatchError: The streams are parts already.
     """
-    parties = by_value(orders)
-    listed = parties_text(parties)
-    known = [report for members in parties.values() if (report := reported[members[0]]) is not None]
-    firsts = [first for _, first in known]
-    relation = relation_of(firsts, known[0][0], ranks) if len(known) == len(parties) else "unclear"
-    mark = _MARK.format(name=name)
+    parties, mark = by_value(orders), _MARK.format(name=name)
+    listed, known = parties_text(parties), [told for one, *_ in parties.values() if (told := reported[one])]
+    relation = relation_of([one for _, one in known], known[0][0], ranks) if len(known) == len(parties) else "unclear"
     if relation == "parts":
         raise mismatch(
             f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
             f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
             f"or, if you want each rank to have its own part, {mark}.",
-            [parties],
+            parties,
         )
-    own = (
-        "has a random generator of its own that is seeded by rank, holds data (weights, indices) that differ, or "
-        "follows the order of a set or of files"
-    )
     if relation == "overlapping":
-        cause = f"the sampler {own}. {_LEADS}Make the sampler's order the same on every rank to do without."
+        cause = f"the sampler {_OWN}. {_LEADS}Make the sampler's order the same on every rank to do without."
     else:
         cause = (
-            f"{name} either {own}, or is sharded already, and then most samples are lost from now on. Its first "
+            f"{name} either {_OWN}, or is sharded already, and then most samples are lost from now on. Its first "
             f"samples do not show which. {_LEADS}Make the sampler's order the same on every rank; or, if it is "
             f"sharded, {mark}."
         )

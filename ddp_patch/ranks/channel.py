@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
@@ -76,83 +76,6 @@ def _cut(group: Any, count: int, index: int) -> None:
                 group.recv([torch.empty(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
-ExitKind: TypeAlias = Literal["left", "failed", "missing"]
-
-
-class ExitNotes:
-    """What the members of a channel write into the store: who left it first, and who waits.
-
-    The first note stays until its writer opens its next channel; the rest goes with the channel.
-
-    Args:
-        name: The channel's name.
-        members: The global ranks that take part.
-        doing: What they are doing, for errors.
-        stale: Keys of earlier channels, which are deleted; this channel's come there.
-    """
-
-    def __init__(self, name: str, members: Sequence[int], doing: str, stale: list[str]) -> None:
-        self.name = name
-        self._members, self._doing, self._stale = members, doing, stale
-        self._index = members.index(dist.get_rank())
-        self._store: Any = default_store()
-        self._first, self._waits = f"ddp_patch/words/{name}", f"ddp_patch/waits/{name}"
-        while stale:
-            self._store.delete_key(stale.pop())
-
-    def leave(self, kind: ExitKind, why: str, gathers: int = 0) -> None:
-        """Write why this rank leaves, unless another has written already, or the store is gone.
-
-        Args:
-            kind: Whether it asks for no more, cannot continue, or misses others.
-            why: After which batch, why, or the whole error.
-            gathers: In how many gathers it took part.
-        """
-        note = json.dumps([self._index, kind, why, gathers])
-        with suppress(RuntimeError):
-            if self._store.compare_set(self._first, "", note).decode() == note:
-                self._stale.append(self._first)
-
-    def require_none(self, gather: int | None = None) -> None:
-        """Raise the error of the member that left first, if one did.
-
-        Args:
-            gather: Which gather this rank waits for. A member that left after its part in that is not to blame.
-        """
-        if not self._store.check([self._first]):
-            return
-        index, kind, why, gathers = json.loads(self._store.get(self._first))
-        if kind == "left" and gather is not None and gather < gathers:
-            return
-        who = ranks_text([self._members[index]])
-        if kind == "missing":
-            raise MissingRanksError(why)
-        if kind == "failed":
-            raise RankMismatchError(
-                f"{self._doing}: {who} could not continue.\n  {who}: {why}\n"
-                "Correct the error above and start all ranks again."
-            )
-        raise RankMismatchError(
-            f"{self._doing}: {who} left this pass after {why}, and others ask for more. The ranks communicate "
-            "during a pass, so it needs all of them. Let every rank take equally many batches: break after the same "
-            "one on all, or iterate to the end."
-        )
-
-    def announce_waiting(self, gather: int) -> None:
-        """Write which gather this rank waits for."""
-        self._store.set(f"{self._waits}/{self._index}", f"{gather}")
-
-    def not_waiting(self, gather: int) -> list[int]:
-        """Return the numbers of the members that do not wait for a gather."""
-        indices = range(len(self._members))
-        waiting = already_in(self._store, {index: f"{self._waits}/{index}" for index in indices})
-        return [index for index in indices if int(waiting.get(index, -1)) != gather]
-
-    def tidy(self) -> None:
-        """Delete what this rank wrote about waiting, if it did."""
-        self._store.delete_key(f"{self._waits}/{self._index}")
-
-
 # The first message of a value, which has it whole where that is small. Of a larger one, up to so much is in one more:
 # to copy that takes less than a message for each part.
 _FIRST_BYTES, _JOINED_BYTES = 4096, 2**20
@@ -191,16 +114,11 @@ def opened(
 
     name: str = exchange(members, doing, {"patched as": f"number {number}", **facts}, named, timeout)
     _lingering[:] = [(work, cut) for work, cut in _lingering if not work.is_completed()]
-    with store_reached(doing):
-        notes = ExitNotes(name, members, doing, _stale[tuple(members), number])
-    channel = Channel(members, doing, notes, timeout)
+    channel = Channel(members, doing, name, _stale[tuple(members), number], timeout)
     try:
         yield channel
-    except GeneratorExit:
-        channel.leave("left", f"{channel.batches_delivered} batches")
-        raise
     except BaseException as error:
-        channel.leave("failed", f"{type(error).__name__}: {message_of(error)}")
+        channel.leave(error)
         raise
     else:
         channel.close()
@@ -212,7 +130,8 @@ class Channel:
     Args:
         members: The global ranks that take part.
         doing: What they are doing, for errors.
-        notes: What a member leaves in the store when it goes.
+        name: A name that no other channel has.
+        stale: Keys of earlier channels, which are deleted; this channel's come there.
         timeout: How many seconds they wait for each other.
 
     Attributes:
@@ -220,16 +139,23 @@ class Channel:
         batches_delivered: How many batches this rank has given, for errors.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, notes: ExitNotes, timeout: float) -> None:
+    def __init__(self, members: Sequence[int], doing: str, name: str, stale: list[str], timeout: float) -> None:
         self.index: int = members.index(dist.get_rank())
         self.batches_delivered: int = 0
         self._begun = self._gathered = 0  # how many gathers
-        self._members, self._doing, self._notes, self._timeout = members, doing, notes, timeout
+        self._members, self._doing, self._stale, self._timeout = members, doing, stale, timeout
         self._work: Any = None
         self._rows = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
+        self._store: Any = default_store()
+        # Who left first, and why: that stays until its writer opens its next channel. Who waits for which gather.
+        self._left = f"ddp_patch/words/{name}"
+        self._waits = [f"ddp_patch/waits/{name}/{index}" for index in range(len(members))]
+        with store_reached(doing):
+            while stale:
+                self._store.delete_key(stale.pop())
         try:
-            self._group: Any = gloo_between(notes.name, self.index, len(members), timeout)
+            self._group: Any = gloo_between(name, self.index, len(members), timeout)
         except RuntimeError as error:  # what gloo and stores raise
             raise self._lost(error, []) from error
 
@@ -260,10 +186,11 @@ class Channel:
                 continue
             looked = now
             with store_reached(self._doing):
-                self._notes.announce_waiting(self._gathered)
-                self._notes.require_none(self._gathered)
+                self._store.set(self._waits[self.index], f"{self._gathered}")
+                self.require_nobody_left(self._gathered)
                 if now > begun + self._timeout:
-                    missing = self._notes.not_waiting(self._gathered)
+                    waiting = already_in(self._store, dict(enumerate(self._waits)))
+                    missing = [at for at in range(len(self._waits)) if int(waiting.get(at, -1)) != self._gathered]
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
         self._gathered += 1
         rows: list[list[Any]] = self._rows.tolist()
@@ -322,27 +249,63 @@ class Channel:
 
     def fail(self, error: BaseException) -> None:
         """Write why this rank cannot continue, before its row tells the others."""
-        self._notes.leave("failed", f"{type(error).__name__}: {message_of(error)}")
-
-    def require_nobody_left(self) -> None:
-        """Raise RankMismatchError if a member has written that it failed, or left."""
-        with store_reached(self._doing):
-            self._notes.require_none()
+        self._note("failed", f"{type(error).__name__}: {message_of(error)}")
 
     def say_goodbye(self, row: Sequence[int]) -> None:
         """Write that this rank breaks off, and send a last row, which the others may have begun to wait for."""
-        self._notes.leave("left", f"{self.batches_delivered} batches", self._begun)
+        self._note("left", f"{self.batches_delivered} batches")
         with suppress(RuntimeError):  # the others may be gone
             self.begin_gather(row)
 
-    def leave(self, kind: ExitKind, why: str) -> None:
-        """Leave before the end, and write why."""
-        self._notes.leave(kind, why, self._begun)
+    def leave(self, error: BaseException) -> None:
+        """Leave before the end, and write why: this rank asks for no more, or cannot continue."""
+        if isinstance(error, GeneratorExit):
+            self._note("left", f"{self.batches_delivered} batches")
+        else:
+            self.fail(error)
         # The others may need what this rank has sent, and who breaks off on all ranks waits for no more than that.
         with suppress(DDPPatchError):
             if self._work is not None and not self._has_come(_SLICE_S):
                 _lingering.append((self._work, partial(_cut, self._group, len(self._members), self.index)))
         self.close()
+
+    def _note(self, kind: Literal["left", "failed", "missing"], why: str) -> None:
+        """Write why this rank leaves, unless another has written already, or the store is gone.
+
+        Args:
+            kind: Whether it asks for no more, cannot continue, or misses others.
+            why: After which batch, why, or the whole error.
+        """
+        note = json.dumps([self.index, kind, why, self._begun])
+        with suppress(RuntimeError):
+            if self._store.compare_set(self._left, "", note).decode() == note:
+                self._stale.append(self._left)
+
+    def require_nobody_left(self, gather: int | None = None) -> None:
+        """Raise the error of the member that left first, if one did.
+
+        Args:
+            gather: Which gather this rank waits for. A member that left after its part in that is not to blame.
+        """
+        with store_reached(self._doing):
+            if not self._store.check([self._left]):
+                return
+            index, kind, why, gathers = json.loads(self._store.get(self._left))
+        if kind == "left" and gather is not None and gather < gathers:
+            return
+        who = ranks_text([self._members[index]])
+        if kind == "missing":
+            raise MissingRanksError(why)
+        if kind == "failed":
+            raise RankMismatchError(
+                f"{self._doing}: {who} could not continue.\n  {who}: {why}\n"
+                "Correct the error above and start all ranks again."
+            )
+        raise RankMismatchError(
+            f"{self._doing}: {who} left this pass after {why}, and others ask for more. The ranks communicate "
+            "during a pass, so it needs all of them. Let every rank take equally many batches: break after the same "
+            "one on all, or iterate to the end."
+        )
 
     def close(self) -> None:
         """Remove this rank's end of the channel."""
@@ -351,7 +314,7 @@ class Channel:
         self._group = self._work = None
         self._sends.clear()
         with suppress(RuntimeError):  # the store may be gone
-            self._notes.tidy()
+            self._store.delete_key(self._waits[self.index])
 
     def _closed(self) -> list[int]:
         """Return the numbers of the members whose connections are closed."""
@@ -368,15 +331,12 @@ class Channel:
     def _connected(self, other: int) -> Iterator[None]:
         try:
             yield
-        except DDPPatchError:
-            raise
         except RuntimeError as error:  # what gloo raises
             raise self._lost(error, [other]) from error
 
     def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
         """Return the error of a lost connection: what a member wrote, or else who is gone."""
-        with store_reached(self._doing):
-            self._notes.require_none()
+        self.require_nobody_left()
         return self._missing(f"ended, or cannot be reached ({error})", suspects)
 
     def _missing(self, what: str, indices: Sequence[int]) -> MissingRanksError:
@@ -386,37 +346,37 @@ class Channel:
             "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
             "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
         )
-        self._notes.leave("missing", text)
+        self._note("missing", text)
         return MissingRanksError(text)
 
 
 class StepSums:
-    """Sums over the ranks, one a step. Ranks may make different numbers of steps."""
+    """Sums over the ranks, one a step. Ranks may make different numbers of steps.
+
+    Attributes:
+        go_on: Whether a rank may have another step.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self.go_on: bool = True
 
-    def sum_over_ranks(self, value: float) -> float:
+    def sum_over_ranks(self, value: float, *, is_step: bool = True) -> float:
         """Return the sum of all ranks' values of this step.
+
+        Args:
+            value: This rank's.
+            is_step: Whether this rank has a step, or takes part in the others'.
 
         Raises:
             RankMismatchError: A rank broke off or failed.
             MissingRanksError: A rank did not come to this step in time.
         """
-        total, _ = self._next(value, has_step=True)
-        self._channel.count_batch()
-        return total
-
-    def finish(self) -> None:
-        """Take part in the other ranks' steps until no rank has one."""
-        while self._next(0.0, has_step=False)[1]:
-            pass
-
-    def _next(self, value: float, *, has_step: bool) -> tuple[float, bool]:
-        """Return the sum of all ranks' values, and whether a rank still had a step."""
-        self._channel.begin_gather([value, has_step], torch.float64)
-        values, have_steps = zip(*self._channel.gathered(), strict=True)
-        return sum(values), any(have_steps)
+        self._channel.begin_gather([value, is_step], torch.float64)
+        values, are_steps = zip(*self._channel.gathered(), strict=True)
+        self.go_on = any(are_steps)
+        self._channel.batches_delivered += is_step
+        return float(sum(values))
 
 
 @contextmanager
@@ -427,4 +387,5 @@ def opened_sums(
     with opened(members, doing, number, facts, timeout) as channel:
         sums = StepSums(channel)
         yield sums
-        sums.finish()
+        while sums.go_on:
+            sums.sum_over_ranks(0.0, is_step=False)

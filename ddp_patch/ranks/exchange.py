@@ -6,14 +6,14 @@ subset of ranks, leaves no group behind, and can name the missing ranks.
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from itertools import accumulate, chain, groupby, islice
-from typing import Any, NamedTuple
+from itertools import accumulate, groupby, islice
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
@@ -87,7 +87,7 @@ def parties_text(holders: Mapping[Any, list[int]]) -> str:
     return " and ".join([*map(ranks_text, parties[:FEW]), *([f"{others} others"] if others else [])])
 
 
-def mismatch(text: str, parties: Sequence[Mapping[Any, list[int]]]) -> RankMismatchError:
+def mismatch(text: str, *parties: Mapping[Any, list[int]]) -> RankMismatchError:
     """Return an error which, of many ranks, one of each party tells.
 
     Args:
@@ -101,17 +101,14 @@ def mismatch(text: str, parties: Sequence[Mapping[Any, list[int]]]) -> RankMisma
 
 def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
     """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same."""
-    differing = {}
-    for name in dict.fromkeys(name for record in records.values() for name in record):
-        holders = by_value({rank: str(record.get(name, "nothing")) for rank, record in records.items()})
-        if len(holders) > 1:
-            differing[name] = holders
-    if differing:
+    names = dict.fromkeys(name for record in records.values() for name in record)
+    told = {name: {rank: str(record.get(name, "nothing")) for rank, record in records.items()} for name in names}
+    if differing := {name: holders for name in names if len(holders := by_value(told[name])) > 1}:
         rows = "\n".join(f"  {name}: {who_has_what(holders)}" for name, holders in differing.items())
         raise mismatch(
             f"{doing}: the ranks differ, so their shards would overlap or their steps would not be equal.\n{rows}\n"
             "Make these the same on every rank, and call and iterate the same loaders on each.",
-            [*differing.values()],
+            *differing.values(),
         )
 
 
@@ -141,12 +138,12 @@ class _Past:
     """A rank's earlier meetings with the same members.
 
     Attributes:
-        unread: What it has left in the store, and a later meeting deletes: the number of the meeting, and the key.
-            Nobody comes to a meeting before leaving the earlier ones.
+        unread: The keys of what it has left in the store, and a later meeting deletes. Nobody comes to a meeting before
+            leaving the earlier ones.
         doing: What they did when they last met.
     """
 
-    unread: list[tuple[int, str]] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     doing: str = ""
 
 
@@ -157,13 +154,10 @@ class PerRank(dict[int, Any]):
     """The answers of a judge that tells each rank something else."""
 
 
-def exchange(
-    members: Sequence[int],
-    doing: str,
-    record: Any,
-    judge: Callable[[Mapping[int, Any]], Any],
-    timeout: float,
-) -> Any:
+Judge: TypeAlias = Callable[[Mapping[int, Any]], Any]
+
+
+def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, timeout: float) -> Any:
     """Send this rank's record to the first member, and return that member's answer.
 
     Records and answers are data, and nothing that comes is run: ``bytes`` come as they are, all else as JSON has it. So
@@ -184,14 +178,11 @@ def exchange(
     meeting = _Meeting(members, doing, timeout)
     with store_reached(doing):
         meeting.bring(record)
-        failure, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
-    if failure is None:
-        return answer
-    # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
-    try:
-        raise failure.with_traceback(None)
-    finally:
-        del failure
+        failures, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
+    if failures:
+        # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
+        raise failures.pop().with_traceback(None)
+    return answer
 
 
 def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
@@ -238,7 +229,7 @@ def _version() -> str:
 
 
 class _Message(NamedTuple):
-    """A record or an answer: a line of JSON with all but the content, then the content, or slices under other keys.
+    """A record or an answer: a line of JSON with all but the content, then the content; slices are under other keys.
 
     Attributes:
         version: Of what wrote it; if another than ours, nothing else of it is read.
@@ -247,7 +238,7 @@ class _Message(NamedTuple):
         error: The error to raise: the name of its class, its text, and ``RankMismatchError.told_on``.
         is_per_rank: Whether each rank has an answer of its own, under another key.
         is_json: Whether the content is JSON.
-        slices: How many slices there are.
+        slices: How many slices of a large content there are.
         content: The content, as bytes.
     """
 
@@ -269,11 +260,11 @@ class _Message(NamedTuple):
 
     def written(self, key: str) -> dict[str, bytes]:
         """Return what to put under which keys; the last says that the others are there."""
-        starts = range(0, len(self.content), _LARGEST_VALUE) if len(self.content) > _LARGEST_VALUE else ()
-        parts = {f"{key}/{number}": self.content[at : at + _LARGEST_VALUE] for number, at in enumerate(starts)}
-        said = self._replace(slices=len(parts))._asdict()
-        del said["content"]
-        return {**parts, key: json.dumps(said).encode() + b"\n" + (b"" if parts else self.content)}
+        starts = range(0, len(self.content) or 1, _LARGEST_VALUE)
+        first, *slices = [self.content[at : at + _LARGEST_VALUE] for at in starts]
+        said = {name: value for name, value in self._asdict().items() if name != "content"}
+        line = json.dumps({**said, "slices": len(slices)}).encode()
+        return {f"{key}/{at}": data for at, data in enumerate(slices)} | {key: line + b"\n" + first}
 
     @classmethod
     def read(cls, key: str, data: bytes) -> "_Message":
@@ -284,9 +275,9 @@ class _Message(NamedTuple):
             if said["version"] != _version():
                 return cls(str(said["version"]))
             message = cls(**said, content=content)
-            texts = isinstance(message.doing, str) and isinstance(message.refusal, str)
-            if not (texts and isinstance(message.slices, int) and message.slices in range(_MOST_SLICES)):
-                raise ValueError
+            types = [*map(type, (message.doing, message.refusal, message.slices))]
+            if types != [str, str, int] or message.slices not in range(_MOST_SLICES):
+                raise TypeError
             return message
 
     def taken(self, key: str) -> Any:
@@ -316,20 +307,20 @@ class _Meeting:
         self.past = _pasts.setdefault((self.base, self.rank), _Past())
         self.own = _Message.of(record, doing=self.doing, refusal=refusal)
         if not self.leads:  # who reads its own record from here
-            self._put(self._left(self.own.written(self._key("record", self.rank))))
+            self._leave(self.own, "record", self.rank)
 
-    def judged(self, judge: Callable[[Mapping[int, Any]], Any]) -> tuple[DDPPatchError | None, Any]:
-        """Answer all members, on the first of them; return the error to raise, or its own answer."""
+    def judged(self, judge: Judge) -> tuple[list[DDPPatchError], Any]:
+        """Answer all members, on the first of them; return the error to raise, if any, and its own answer."""
         elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
         try:
             came = self._records()
-            elsewhere = {rank: message.doing for rank, message in came.items() if message.doing != self.doing}
             if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
                 raise self.refusal(refused)  # caught below, and sent to all
             records = {rank: message.taken(self._key("record", rank)) for rank, message in came.items()}
-            answer = self._judgement(judge, records, elsewhere)
-            each = answer if isinstance(answer, PerRank) else {}
-            messages = {rank: _Message.of(own) for rank, own in each.items()}
+            elsewhere = {rank: message.doing for rank, message in came.items() if message.doing != self.doing}
+            answer = judge(records)
+            each = answer.items() if isinstance(answer, PerRank) else ()
+            messages = {rank: _Message.of(own) for rank, own in each}
             for_all = _Message.of(None if messages else answer, is_per_rank=bool(messages))
             if self._decide("judged") != "judged":
                 raise MissingRanksError(
@@ -337,41 +328,38 @@ class _Meeting:
                     f"{ranks_text(self.members)} had already stopped waiting for it. Look for what delayed it, or pass "
                     "a longer timeout=."
                 )
-        except DDPPatchError as error:
-            failure = error
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            failure = RankMismatchError(f"{self.doing}: {_why_not_compared(error, elsewhere)}")
+            failure = self._told(error, elsewhere)
         else:
             own = messages.pop(self.rank, for_all)
-            of_others = [message.written(self._key("answer", rank)).items() for rank, message in messages.items()]
-            self._put(dict(chain.from_iterable(of_others)))  # each of them deletes its own
-            self._put(self._left(for_all.written(self._key("answer"))))
-            return None, own.taken(self._key("answer"))
+            # Each of the others deletes its own.
+            self._put(ChainMap(*(one.written(self._key("answer", rank)) for rank, one in messages.items())))
+            self._leave(for_all, "answer")
+            return [], own.taken(self._key("answer"))
         self.announce(failure)
-        return failure, None
+        return [failure], None
 
-    def _judgement(self, judge: Callable[[Any], Any], records: Any, elsewhere: Mapping[int, str]) -> Any:
-        """Return what a judge says; what ranks do elsewhere says more than how their records differ."""
+    def _told(self, error: Exception, elsewhere: Mapping[int, str]) -> DDPPatchError:
+        """Return the error to raise; what ranks do elsewhere says more than how their records differ."""
+        if isinstance(error, DDPPatchError) and not (elsewhere and isinstance(error, RankMismatchError)):
+            return error
         if not elsewhere:
-            return judge(records)
-        why = ""
-        try:
-            return judge(records)
-        except RankMismatchError as error:
-            why = _why_not_compared(error, elsewhere)
-        raise RankMismatchError(f"{self.doing}: {why}")  # out here, so that it does not hold the other one's traceback
+            return RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
+        where = "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(elsewhere).items())
+        return RankMismatchError(
+            f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what these "
+            "ranks do instead (an error that was caught, an if rank == 0)."
+        )
 
     def announce(self, failure: DDPPatchError) -> None:
         """Let all others raise an error: of its own kind, as far as that is one of ours."""
         kind = next(kind for kind in type(failure).__mro__ if kind.__module__ == errors.__name__)
-        told_on = failure.told_on if isinstance(failure, RankMismatchError) else ()
-        message = _Message.of(None, error=(kind.__name__, message_of(failure), told_on))
-        self._put(self._left(message.written(self._key("answer"))))
+        error = (kind.__name__, message_of(failure), getattr(failure, "told_on", ()))
+        self._leave(_Message.of(None, error=error), "answer")
 
-    def answered(self) -> tuple[DDPPatchError | None, Any]:
-        """Wait for the first member's answer; return the error to raise, or the answer."""
-        key = self._key("answer")
-        seconds = self.timeout + MARGIN_S
+    def answered(self) -> tuple[list[DDPPatchError], Any]:
+        """Wait for the first member's answer; return the error to raise, if any, and the answer."""
+        key, seconds = self._key("answer"), self.timeout + MARGIN_S
         # One value decides who gives up, so either all ranks get an answer or none does, however late one arrives.
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
         if not came:
@@ -379,34 +367,30 @@ class _Meeting:
         (message,) = self._read([key])
         self._require_one_version({self.members[0]: message, self.rank: self.own})
         if message.is_per_rank:
-            key = self._key("answer", self.rank)
-            (message,) = self._read([key])
-            self._left(message.written(key))
-        self._clear(self.number)
+            (message,) = self._read([key := self._key("answer", self.rank)])
+            self.past.unread += message.written(key)
+        self._clear()
         with _read_from(key):
-            return self._failure(message), message.taken(key)
+            return [self._failure(*message.error)] if message.error else [], message.taken(key)
 
-    def _failure(self, message: _Message) -> DDPPatchError | None:
+    def _failure(self, name: str, text: str, told_on: Sequence[int]) -> DDPPatchError:
         """Return the error that the answer is; of many ranks, only some tell all of it."""
-        if message.error is None:
-            return None
-        name, text, told_on = message.error
-        kind = getattr(errors, name)
-        if not issubclass(kind, DDPPatchError):
+        kind: type[DDPPatchError] = getattr(errors, name)
+        if DDPPatchError not in kind.__mro__:
             raise TypeError
         if len(self.members) > FEW and told_on and self.rank not in told_on:
             text = f"{self.doing}: the ranks differ. Look at the error of {ranks_text(told_on)}, which says in what."
-        failure: DDPPatchError = kind(text)
-        return failure
+        return kind(text)
 
     def _records(self) -> dict[int, _Message]:
         """Return every rank's record, on the first rank."""
-        keys = [self._key("record", rank) for rank in self.members[1:]]
-        if not self._wait(keys, self.timeout) and (missing := self._without_record(self.members[1:])):
-            here = ranks_text([rank for rank in self.members if rank not in set(missing)])
-            raise self._not_here(missing, self.timeout, f"{here} did. ")
-        self._clear(self.number - 1)
-        came = {self.rank: self.own} | dict(zip(self.members[1:], self._read(keys), strict=True))
+        came, others = {self.rank: self.own}, self.members[1:]
+        if keys := [self._key("record", rank) for rank in others]:
+            if not self._wait(keys, self.timeout) and (missing := self._without_record(others)):
+                here = ranks_text([rank for rank in self.members if rank not in set(missing)])
+                raise self._not_here(missing, self.timeout, f"{here} did. ")
+            came.update(zip(others, self._read(keys), strict=True))
+        self._clear()
         self._require_one_version(came)
         return came
 
@@ -417,29 +401,27 @@ class _Meeting:
             raise mismatch(
                 f"{self.doing}: the ranks run different versions of ddp_patch: {who_has_what(versions)}. Make the "
                 "version the same on every rank, and start all again.",
-                [versions],
+                versions,
             )
         self.past.doing = self.doing
 
-    def _clear(self, last: int) -> None:
-        """Delete what this rank left in the meetings up to this one: every member has read it, or never will."""
-        for number, key in self.past.unread:
-            if number <= last:
-                self.store.delete_key(key)
-        self.past.unread = [(number, key) for number, key in self.past.unread if number > last]
+    def _clear(self) -> None:
+        """Delete what this rank left: every member has read it, or never will."""
+        while self.past.unread:
+            self.store.delete_key(self.past.unread.pop())
 
-    def _left(self, written: dict[str, bytes]) -> dict[str, bytes]:
-        """Note that this rank is to delete these keys; return them."""
-        self.past.unread += [(self.number, key) for key in written]
-        return written
+    def _leave(self, message: _Message, what: str, rank: int | None = None) -> None:
+        """Put a message into the store, and note that this rank is to delete it."""
+        written = message.written(self._key(what, rank))
+        self.past.unread += written
+        self._put(written)
 
     def _decide(self, outcome: str) -> str:
         """Set the outcome of this exchange unless a member has set one already; return the outcome."""
         key = self._key("decision")
         if self.leads:
-            self._left({key: b""})
-        decided: str = self.store.compare_set(key, "", outcome).decode()
-        return decided
+            self.past.unread.append(key)
+        return str(self.store.compare_set(key, "", outcome).decode())
 
     def refusal(self, refused: Mapping[int, str]) -> RankMismatchError:
         listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
@@ -459,7 +441,7 @@ class _Meeting:
 
     def _read(self, keys: Sequence[str]) -> list[_Message]:
         """Return what lies under keys that are there; a second time only what is in slices."""
-        messages = list(map(_Message.read, keys, self.store.multi_get(keys))) if keys else []
+        messages = list(map(_Message.read, keys, self.store.multi_get(keys)))
         parts = [f"{key}/{at}" for key, message in zip(keys, messages, strict=True) for at in range(message.slices)]
         if not parts:
             return messages
@@ -471,8 +453,6 @@ class _Meeting:
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Return whether all keys arrive in time."""
-        if not keys:
-            return True
         try:
             self.store.wait(keys, timedelta(seconds=seconds))
         except RuntimeError:  # the only timeout error that all stores have in common
@@ -483,10 +463,8 @@ class _Meeting:
         """Return which of some ranks have none: few requests where few are missing."""
         if not ranks or self.store.check([self._key("record", rank) for rank in ranks]):
             return []
-        if len(ranks) == 1:
-            return list(ranks)
         middle = len(ranks) // 2
-        return [*self._without_record(ranks[:middle]), *self._without_record(ranks[middle:])]
+        return [*self._without_record(ranks[:middle]), *self._without_record(ranks[middle:])] if middle else [*ranks]
 
     def _unanswered(self, seconds: float) -> MissingRanksError:
         """Return the error of a rank to which the first one did not answer."""
@@ -505,13 +483,3 @@ class _Meeting:
             f"{came}{seen}Every rank must get here, at the same point of the script. Look for what the missing ranks "
             "do instead (an error, an if rank == 0, slow preparation), or pass a longer timeout=."
         )
-
-
-def _why_not_compared(error: Exception, elsewhere: Mapping[int, str]) -> str:
-    if not elsewhere:
-        return f"comparing the ranks raised {error!r}."
-    where = "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(elsewhere).items())
-    return (
-        f"{where}. Every rank must get here, at the same point of the script. Look for what these ranks do instead (an "
-        "error that was caught, an if rank == 0)."
-    )
