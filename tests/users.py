@@ -435,9 +435,10 @@ class TakesBatches(Sampler[list[int]]):
 class HandedOut(IterableDataset[int]):
     """Its rank's part of what the user has split by hand, which may be longer on one rank."""
 
-    is_ddp_aware = True
-
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, *, says_so: bool = False) -> None:
+        self.rank, self.world_size = rank, world_size
+        if says_so:  # then unequal steps are a warning
+            self.is_ddp_aware = True
         split = 2 * N // 3
         self.part = range(split) if rank == 0 else range(split, N)[rank - 1 :: world_size - 1]
 

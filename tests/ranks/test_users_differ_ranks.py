@@ -2,10 +2,11 @@
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from quick import run_ranks, soaked
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
 from users import SHUFFLERS, SIZE, N, loader
 
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import StreamLengthWarning
+
 CASES: dict[str, Case] = {}
 case = cases_of(CASES)
 NOT_YET: dict[str, Case] = {}  # docs/reliability.md says so, too
 case_not_yet = cases_of(NOT_YET)
 LONG = 480  # more than the first items that are compared
-
-# The issue's table.
 
 LEARNERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "samples": lambda: loader(sampler=users.Learns()),
@@ -444,6 +446,30 @@ def parts_of_other_lengths(me: Me) -> None:
     train = me.patch(loader(users.HandedOut(me.rank, me.world)))
     for _ in range(3):
         me.train(train)
+
+
+class Warned(NamedTuple):
+    """What a rank was given of parts of other lengths, and warned of."""
+
+    steps: list[int]
+    texts: list[str]
+
+
+def says_that_it_is_sharded(rank: int, world_size: int) -> Warned:
+    train = patch_dataloader_to_ddp(loader(users.HandedOut(rank, world_size, says_so=True)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps = [len(list(train)) for _ in range(3)]
+    return Warned(steps, [str(one.message) for one in caught if one.category is StreamLengthWarning])
+
+
+def test_unequal_parts_of_what_says_that_it_is_sharded_are_a_warning() -> None:
+    ranks = run_ranks(says_that_it_is_sharded, 2)
+    assert [of_rank.steps for of_rank in ranks] == [[8] * 3, [4] * 3]
+    texts = [text for of_rank in ranks for text in of_rank.texts]
+    assert texts
+    assert all("rank 1" in text and "HandedOut" in text for text in texts)
+    assert max(len(of_rank.texts) for of_rank in ranks) == 1
 
 
 @case_not_yet("right or told", of={"lists": False, "iterates": True})
