@@ -468,7 +468,7 @@ def test_unequal_parts_of_what_says_that_it_is_sharded_are_a_warning() -> None:
     assert [of_rank.steps for of_rank in ranks] == [[8] * 3, [4] * 3]
     texts = [text for of_rank in ranks for text in of_rank.texts]
     assert texts
-    assert all("rank 1" in text and "HandedOut" in text for text in texts)
+    assert all("rank 1" in text for text in texts)
     assert max(len(of_rank.texts) for of_rank in ranks) == 1
 
 
