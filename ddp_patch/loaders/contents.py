@@ -7,14 +7,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.packages import is_hugging_face_table
@@ -79,10 +77,8 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
         False
     """
     found: dict[str, list[tuple[_Column, list[Any]]]] = defaultdict(list)
-    for column in _columns(dataset):
-        elements = _described(column, _SAMPLES)
-        if elements and (_are_distinct(elements) or not column.by_name):
-            found[column.name].append((column, elements))
+    for column, elements in _columns(dataset):
+        found[column.name].append((column, elements))
     return tuple(
         Content(
             name,
@@ -159,13 +155,10 @@ class HeldData:
 def _digests(dataset: Any) -> dict[str, str]:
     """Return digests of all masks and of what tells samples apart, by name; a second of one name gets a number."""
     found: dict[str, str] = {}
-    for column in _columns(dataset, in_a_pass=True):
+    for column, elements in _columns(dataset, in_a_pass=True):
         again = sum(name.partition(" (")[0] == column.name for name in found)
-        elements = _described(column, _IN_A_PASS if column.is_held else _SAMPLES)
-        if elements and (not column.is_held or {*map(type, elements)} == {bool} or _are_distinct(elements)):
-            told = _whole_numbers(column.values) + repr(elements).encode()
-            name = f"{column.name} ({again + 1})" if again else column.name
-            found[name] = blake2b(told, key=str(len(column.values)).encode(), digest_size=6).hexdigest()
+        name = f"{column.name} ({again + 1})" if again else column.name
+        found[name] = fingerprint([len(column.values), _whole_numbers(column.values), elements])[:12]
     return found
 
 
@@ -205,38 +198,34 @@ def held_by(dataset: Any) -> str:
     return fingerprint(found)
 
 
-def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[_Column]:
-    """Yield what shows which samples a dataset holds, and masks, where a pass is looked at."""
+def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[tuple[_Column, list[Any]]]:
+    """Yield what shows which samples a dataset holds, and masks, where a pass is looked at; with some elements."""
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            for column in chain(_of_part(part), _attributes(part, in_a_pass=in_a_pass)):
-                yield column
-                yield from _of_objects(column)
+            found = chain(_of_part(part), _attributes(part, in_a_pass=in_a_pass))
+            for column in chain.from_iterable((one, *_of_objects(one)) for one in found):
+                elements = _described(column, _IN_A_PASS if in_a_pass and column.is_held else _SAMPLES)
+                is_mask = in_a_pass and {*map(type, elements)} == {bool}
+                if elements and (is_mask or not column.by_name or _are_distinct(elements)):
+                    yield column, elements
 
 
 def _of_objects(column: _Column) -> Iterator[_Column]:
     """Yield what objects of the user's hold of names and numbers, where a column has such objects."""
-    if (
-        type(column.values) in {list, tuple}
-        and column.values
-        and _told(column.values[0]) == type(column.values[0]).__name__
-    ):
+    first = column.values[0] if type(column.values) in {list, tuple} and column.values else None
+    if not isinstance(first, os.PathLike | torch.Tensor) and (attributes := stored(first)):
         some = [stored(column.values[place]) for place in _spread(len(column.values), _IN_A_PASS)]
-        for attribute, value in islice(some[0].items(), _FEW):
-            if isinstance(value, str | int | os.PathLike):
+        for attribute in [*attributes][:_FEW]:
+            if isinstance(attributes[attribute], str | int | os.PathLike):
                 values = [held.get(attribute) for held in some]
-                yield _Column(
-                    f"{column.name}[].{attribute}", values, is_held=True, by_name=True, is_whole=column.is_whole
-                )
+                yield _Column(f"{column.name}[].{attribute}", values, True, True, column.is_whole)
 
 
 def _of_part(part: Any) -> Iterator[_Column]:
     if isinstance(part, Subset):
         yield _Column("the indices of a Subset", part.indices)
-        base: Any = part.dataset
-        if not isinstance(base, Dataset):  # which nobody else looks at
-            yield from _of_part(base)
-    elif is_hugging_face_table(part):
+        part = None if isinstance(part.dataset, Dataset) else part.dataset  # which nobody else looks at
+    if is_hugging_face_table(part):
         yield _Column("the first and last rows of a Hugging Face dataset", _ends(part))
     elif type(part) in _PLAIN:
         yield _Column(f"the elements of a {type(part).__name__}", part)
@@ -271,7 +260,7 @@ def _nested(name: str, holder: Any, depth: int = 0) -> Iterator[tuple[str, Any, 
         parts = {} if type(holder) in _PLAIN else {f"{name}.{key}": value for key, value in stored(holder).items()}
     for attribute, value in parts.items():
         yield attribute, value, depth
-        is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | nn.Module | DataLoader)
+        is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | torch.nn.Module | DataLoader)
         if depth < _DEPTH and is_plain:
             yield from _nested(attribute, value, depth + 1)
 
