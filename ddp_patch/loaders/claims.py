@@ -61,7 +61,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         first = first_samples(facts.stream.source, dataset, n, ranks, seeded=False)
         length = length_of(facts.stream.source, ()) or 0
         claim["first"] = first and asdict(first)
-        claim["gives_all"] = first is not None and n is not None and first.sizes[0] * length >= n
+        claim["gives_all"] = first is not None and n is not None and min(first.sizes, default=0) * length >= n
     return claim
 
 

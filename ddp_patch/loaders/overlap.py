@@ -33,7 +33,7 @@ class FirstSamples:
         hashes: The smallest hashes of their indices or names, each once, in ascending order.
         drawn: How many there are.
         distinct: How many of them differ.
-        sizes: The fewest and the most in an item: 1 where items are samples, and more where they are batches.
+        sizes: How many are in an item, each number once: 1 where items are samples, and others where they are batches.
         rest: How many follow them before the stream ends, none or one batch; None if it goes on.
         are_chosen: Whether they are indices below the dataset's length, or names.
     """
@@ -80,13 +80,9 @@ def first_samples(
     except Exception:  # noqa: BLE001 - the user's code, run for a better message
         return None
     hashes, places = sorted(set(map(_hashed, samples))), range(n or 0)
+    are_chosen = all(isinstance(one, str) or one in places for one in samples)
     return FirstSamples(
-        hashes=hashes[:_MOST_HASHES],
-        drawn=len(samples),
-        distinct=len(hashes),
-        sizes=(min(sizes, default=1), max(sizes, default=1)),
-        rest=rest if ends else None,
-        are_chosen=all(isinstance(one, str) or one in places for one in samples),
+        hashes[:_MOST_HASHES], len(samples), len(hashes), sorted(sizes), rest if ends else None, are_chosen
     )
 
 
@@ -110,12 +106,14 @@ class Common(NamedTuple):
     Attributes:
         held: Each party's hashes, up to the last that all have sent.
         looked_at: The part of all hashes that lies up to there.
+        largest: The most samples in an item.
         pairs: How many samples each party has in common with the first one that has them.
         padding: So many may be in common because parts are made equally long.
     """
 
     held: Mapping[int, Sequence[int]]
     looked_at: float
+    largest: int
     pairs: Counter[tuple[int, int]]
     padding: int
 
@@ -129,9 +127,9 @@ def in_common(parties: Mapping[int, FirstSamples], ranks: int) -> Common:
         (who, place) for place, own in held.items() for one in own if (who := first.setdefault(one, place)) != place
     )
     # Of batches of one size, the last would be padded, and is not looked at.
-    is_even = all(party.sizes[0] == party.sizes[1] for party in parties.values())
-    largest = max(party.sizes[1] for party in parties.values())
-    return Common(held, (last + 1) / 256**_BYTES, pairs, ranks - 1 if is_even else ranks * largest)
+    is_even = all(len(party.sizes) < 2 for party in parties.values())
+    largest = max((size for party in parties.values() for size in party.sizes), default=1)
+    return Common(held, (last + 1) / 256**_BYTES, largest, pairs, ranks - 1 if is_even else ranks * largest)
 
 
 def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation:
@@ -147,7 +145,7 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation
         ranks: How many ranks share them.
 
     Examples:
-        >>> halves = [FirstSamples([*range(start, 12, 2)], 6, 6, (1, 1), 0, True) for start in (0, 1)]
+        >>> halves = [FirstSamples([*range(start, 12, 2)], 6, 6, [1], 0, True) for start in (0, 1)]
         >>> relation_of(halves, 12, 2), relation_of([halves[0], halves[0]], 12, 2), relation_of(halves, 10**6, 2)
         ('parts', 'overlapping', 'unclear')
     """
@@ -159,7 +157,7 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation
         return "overlapping"
     rests = [party.rest for party in parties if party.rest is not None and not party.is_cut]
     missing = n - (sum(counts) - again) - sum(rests)
-    if len(rests) == len(parties) and abs(missing) <= (ranks - 1) * max(party.sizes[1] for party in parties):
+    if len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest:
         return "parts"
     expected = sum(one * other for one, other in combinations(counts, 2)) / (n * common.looked_at)
     return "parts" if expected >= _EXPECTED else "unclear"

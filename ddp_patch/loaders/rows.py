@@ -50,24 +50,18 @@ def _columns(value: Any) -> Iterator[Any]:
     elif isinstance(value, np.ndarray):
         if value.ndim and not value.dtype.hasobject:
             yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
+    elif isinstance(value, list | tuple) and value and all(isinstance(part, _SCALARS) for part in value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from _columns(part)
-    elif isinstance(value, list | tuple):
-        if value and all(isinstance(part, _SCALARS) for part in value):
-            yield value
-        else:
-            for part in value:
-                yield from _columns(part)
 
 
 def _bytes_of(column: Any, count: int) -> Sequence[bytes]:
     if isinstance(column, list | tuple):
         return [repr(value).encode("utf-8", "surrogatepass") for value in column[:count]]
     first = column[:count]
-    plain = first.detach().resolve_conj().resolve_neg().contiguous() if isinstance(first, torch.Tensor) else first
-    if isinstance(plain, torch.Tensor):
-        plain = plain.reshape(count, -1).view(torch.uint8).numpy()
-    else:
-        plain = np.ascontiguousarray(plain).reshape(count, -1).view(np.uint8)
+    if isinstance(first, torch.Tensor):
+        first = first.detach().resolve_conj().resolve_neg().contiguous().view(count, -1).view(torch.uint8).numpy()
+    plain = np.ascontiguousarray(first).reshape(count, -1).view(np.uint8)
     return [row.tobytes() for row in plain[:, :: max(1, plain.shape[1] // _BYTES)]]
