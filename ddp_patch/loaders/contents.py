@@ -190,11 +190,9 @@ def held_by(dataset: Any) -> str:
         with suppress(Exception):  # the user's lists
             for name, value, _ in islice(_nested(type(part).__name__, part), _IN_ALL):
                 own = any(word in name.rpartition(".")[2].lower() for word in ("seed", "rank", "device"))
-                if not own and type(value) in {int, str, *_PLAIN}:
-                    values = [value] if type(value) in {int, str} else value
-                    found.append(
-                        [name, len(values), [_told(values[place]) for place in _spread(len(values), _SAMPLES)]]
-                    )
+                values = [value] if type(value) in {int, str} else value
+                if not own and type(values) in _PLAIN:
+                    found.append([name, len(values), _described(_Column(name, values), _SAMPLES)])
     return fingerprint(found)
 
 
@@ -269,9 +267,9 @@ def _described(column: _Column, most: int) -> list[Any]:
     """Return descriptions of some elements, evenly spread; none of a cache that fills, nor if one has no name."""
     with suppress(Exception):  # the user's elements
         values, places = column.values, _spread(len(column.values), most)
-        if isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 1 and not getattr(values, "is_cuda", False):
-            values, places = values[places].tolist(), [*range(len(places))]
-        elements = [values[place] for place in places]
+        is_flat = isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 1
+        is_here = is_flat and not getattr(values, "is_cuda", False)
+        elements = values[places].tolist() if is_here else [values[place] for place in places]
         # As few parts of paths as tell them apart.
         tried = ([_told(one, parts, by_name=column.by_name) for one in elements] for parts in (1, 2, 3))
         first = next(tried)

@@ -30,8 +30,10 @@ def row_hashes(batch: Any, most: int) -> list[int]:
         False
         >>> len(row_hashes((torch.eye(3), [1, 2, 3]), most=9)), row_hashes(object(), most=9)
         (3, [])
+        >>> row_hashes(torch.ones(0, 3), most=9)  # an empty batch
+        []
     """
-    columns = list(_columns(batch))
+    columns = [column for column in _columns(batch) if len(column)]
     if not columns:
         return []
     # Most of what a batch holds has one value for each sample.
