@@ -108,36 +108,32 @@ class Common(NamedTuple):
         looked_at: The part of all hashes that lies up to there.
         largest: The most samples in an item.
         pairs: How many samples each party has in common with the first one that has them.
-        padding: So many may be in common because parts are made equally long.
     """
 
     held: Mapping[int, Sequence[int]]
     looked_at: float
     largest: int
     pairs: Counter[tuple[int, int]]
-    padding: int
 
 
-def in_common(parties: Mapping[int, FirstSamples], ranks: int) -> Common:
-    """Return what parties, by number, have in common, where so many ranks share."""
+def in_common(parties: Mapping[int, FirstSamples]) -> Common:
+    """Return what parties, by number, have in common."""
     last = min((party.hashes[-1] for party in parties.values() if party.is_cut), default=256**_BYTES - 1)
     held = {place: [one for one in party.hashes if one <= last] for place, party in parties.items()}
     first: dict[int, int] = {}
     pairs = Counter(
         (who, place) for place, own in held.items() for one in own if (who := first.setdefault(one, place)) != place
     )
-    # Of batches of one size, the last would be padded, and is not looked at.
-    is_even = all(len(party.sizes) < 2 for party in parties.values())
     largest = max((size for party in parties.values() for size in party.sizes), default=1)
-    return Common(held, (last + 1) / 256**_BYTES, largest, pairs, ranks - 1 if is_even else ranks * largest)
+    return Common(held, (last + 1) / 256**_BYTES, largest, pairs)
 
 
 def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation:
     """Return how the streams of several groups of ranks relate; each group has its own order.
 
-    They are parts if they share no more than padding and either hold all samples between them, or would share many if
-    they were drawn independently of each other. Two ranks that shuffle a million samples with a generator each have
-    other samples among their first hundred too, so that alone proves nothing.
+    They are parts if they share no more than padding, or far less than by chance, and either hold all samples between
+    them or would share many if they were drawn independently of each other. Two ranks that shuffle a million samples
+    with a generator each have other samples among their first hundred too, so that alone proves nothing.
 
     Args:
         parties: What each begins with.
@@ -149,15 +145,15 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation
         >>> relation_of(halves, 12, 2), relation_of([halves[0], halves[0]], 12, 2), relation_of(halves, 10**6, 2)
         ('parts', 'overlapping', 'unclear')
     """
-    if not all(party.are_chosen for party in parties):
+    if not (n and all(party.are_chosen for party in parties)):
         return "unclear"  # numbers that mean something else
-    common = in_common(dict(enumerate(parties)), ranks)
+    common = in_common(dict(enumerate(parties)))
     counts, again = [len(own) for own in common.held.values()], common.pairs.total()
-    if again > common.padding or 2 * again >= sum(counts):
+    expected = sum(one * other for one, other in combinations(counts, 2)) / (n * common.looked_at)
+    if again > max(ranks - 1, expected / 2):
         return "overlapping"
     rests = [party.rest for party in parties if party.rest is not None and not party.is_cut]
     missing = n - (sum(counts) - again) - sum(rests)
-    if len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest:
-        return "parts"
-    expected = sum(one * other for one, other in combinations(counts, 2)) / (n * common.looked_at)
-    return "parts" if expected >= _EXPECTED else "unclear"
+    are_all = len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest
+    is_little = again <= max(ranks - 1, expected / 4)
+    return "parts" if is_little and (are_all or expected >= _EXPECTED) else "unclear"

@@ -89,16 +89,19 @@ def _require_nothing_in_common(doing: str, name: str, claims: Mapping[int, Claim
     if any(claim.get("first") is None for claim in claims.values()) or len({c["data"] for c in claims.values()}) > 1:
         return  # indices of other data mean other samples
     firsts = {rank: FirstSamples(**claim["first"]) for rank, claim in claims.items()}
-    common = in_common(firsts, len(claims))
+    common = in_common(firsts)
+    # Of batches of one size, the last would be padded, and is not looked at.
+    is_even = all(len(first.sizes) < 2 for first in firsts.values())
+    padding = len(claims) - 1 if is_even else len(claims) * common.largest
     # Samplers that draw with replacement give two ranks as many in common as either repeats within itself, or twice.
     repeated = sum(first.drawn - first.distinct for first in firsts.values())
     # But all the same samples are no chance, unless they are just the few that a sampler often draws.
     if len({tuple(first.hashes) for first in firsts.values()}) == 1 and all(
-        first.distinct > common.padding and first.drawn < _OFTEN * first.distinct for first in firsts.values()
+        first.distinct > padding and first.drawn < _OFTEN * first.distinct for first in firsts.values()
     ):
         repeated = 0
     chance = _BY_CHANCE if common.looked_at < 1 else 0
-    if common.pairs.total() <= common.padding + chance + 3 * (len(claims) - 1) * repeated:
+    if common.pairs.total() <= padding + chance + 3 * (len(claims) - 1) * repeated:
         return
     ((rank, other), shared) = common.pairs.most_common(1)[0]
     looked = len(common.held[rank])

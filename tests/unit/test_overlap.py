@@ -64,11 +64,23 @@ def test_private_generators_are_no_parts(kind: str, n: int, ranks: int) -> None:
     assert relation(lambda rank: PRIVATE[kind](n, rank), n, ranks) == "overlapping"
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("n", [400, 5000])
+def test_large_batches_of_private_generators_are_no_parts(n: int, share: float) -> None:
+    """Although a batch has as many samples as they have in common."""
+
+    def draw(rank: int) -> list[Any]:
+        drawn = np.random.default_rng(rank).permutation(n)[: int(share * n)]
+        return np.array_split(drawn, [n // 4, n // 2 - 1, 3 * n // 4])
+
+    assert relation(lambda rank: Drawing(lambda: draw(rank)), n, 2) == "overlapping"
+
+
 @pytest.mark.parametrize("n", [8, 12, 16])
-def test_few_batches_of_private_generators_are_no_parts(n: int) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_few_batches_of_private_generators_are_no_parts(n: int, seed: int) -> None:
     """Although their first ones may have nothing in common."""
-    for seed in range(50):
-        assert relation(lambda rank, seed=seed: PRIVATE["batches"](n, 2 * seed + rank), n, 2) != "parts"  # type: ignore[misc]  # it has a default
+    assert relation(lambda rank: PRIVATE["batches"](n, 2 * seed + rank), n, 2) != "parts"
 
 
 def test_a_million_samples_are_told_apart_by_few_hashes() -> None:
