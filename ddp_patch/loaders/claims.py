@@ -52,7 +52,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         # Without a shuffle, the seed is of no account.
         names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
         claim["settings"] = {name: getattr(holder, name, None) for name in names}
-        claim["settings"]["samples"] = length_of(getattr(holder, "dataset", None), ())
+        claim["settings"]["number of samples"] = length_of(getattr(holder, "dataset", None), ())
     samplers = [*samplers_within(facts.iterated)]
     is_known = any(repeats_over_ranks(type(sampler)) for sampler in samplers) or (
         isinstance(holder, DistributedSampler) and type(holder).__iter__ is DistributedSampler.__iter__

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import combinations, islice
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
 
-__all__ = ["Common", "FirstSamples", "Relation", "first_samples", "in_common", "relation_of"]
+__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "relation_of"]
 
 # Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
 _MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
@@ -21,8 +21,6 @@ _MOST_HASHES, _BYTES = 512, 6
 # If streams are drawn independently, how many samples they must be expected to share before sharing none is evidence:
 # by chance that happens once in e**20 cases.
 _EXPECTED = 20.0
-
-Relation: TypeAlias = Literal["parts", "overlapping", "unclear"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ def in_common(parties: Mapping[int, FirstSamples]) -> Common:
     return Common(held, (last + 1) / 256**_BYTES, largest, pairs)
 
 
-def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation:
+def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Literal["parts", "overlapping", "unclear"]:
     """Return how the streams of several groups of ranks relate; each group has its own order.
 
     They are parts if they share no more than padding, or far less than by chance, and either hold all samples between

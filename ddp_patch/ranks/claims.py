@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.claims import Claim
 from ddp_patch.loaders.overlap import FirstSamples, in_common
-from ddp_patch.ranks.exchange import by_value, ranks_text, who_has_what
+from ddp_patch.ranks.exchange import by_value, parties_text, who_has_what
 
 __all__ = ["require_apart", "require_same_held"]
 
@@ -18,7 +18,7 @@ _OFTEN = 4
 _SETTINGS = {
     "seed": ("the shards are of different permutations", "Pass the same {}= to it"),
     "shuffle": ("the shards are of different orders", "Pass the same {}= to it"),
-    "samples": ("the shards are of different data", "Build it over the same data"),
+    "number of samples": ("the shards are of different data", "Build it over the same data"),
     "drop_last": ("the ranks make different numbers of steps", "Pass the same {}= to it"),
 }
 
@@ -61,12 +61,12 @@ def require_same_held(doing: str, claims: Mapping[int, Claim]) -> None:
     parties = by_value({rank: claim["held"] for rank, claim in claims.items()})
     if len(parties) > 1:
         name = next(iter(claims.values()))["name"]
-        listed = " and ".join(map(ranks_text, parties.values()))
         raise RankMismatchError(
-            f"{doing}: {name} holds other files or numbers on {listed}. With share='by_worker', it takes parts of what "
-            "it holds by the workers of all ranks, so samples would be lost or repeated. Give it everything on every "
-            "rank, listed in sorted order; or, if each rank has a part of its own, say is_ddp_aware = True in its "
-            "class, and its loader is left as it is. Say is_ddp_aware = False if ranks differ for another reason."
+            f"{doing}: {name} holds other files or numbers on {parties_text(parties)}. With share='by_worker', it "
+            "takes parts of what it holds by the workers of all ranks, so samples would be lost or repeated. Give "
+            "it everything on every rank, listed in sorted order; or, if each rank has a part of its own, say "
+            "is_ddp_aware = True in its class, and its loader is left as it is. Say is_ddp_aware = False if ranks "
+            "differ for another reason."
         )
 
 
@@ -78,9 +78,9 @@ def _require_same_settings(doing: str, name: str, claims: Mapping[int, Claim]) -
             continue
         follows, pass_it = _SETTINGS[setting]
         raise RankMismatchError(
-            f"{doing}: each rank's {name} has another {'number of ' * (setting == 'samples')}{setting}: "
-            f"{_told(values)}, so {follows}: some samples are lost and others come twice. "
-            f"{pass_it.format(setting)} on every rank; or pass a loader without a {name}, and it is sharded here."
+            f"{doing}: each rank's {name} has another {setting}: {_told(values)}, so {follows}: some samples are lost "
+            f"and others come twice. {pass_it.format(setting)} on every rank; or pass a loader without a {name}, and "
+            "it is sharded here."
         )
 
 
