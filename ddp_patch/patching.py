@@ -277,7 +277,7 @@ def patch_each(
             with error_context(place):
                 subjects.append(_subject(place, facts, options, world))
     for facts, subject in zip(looked.values(), subjects, strict=True):
-        in_vain = subject.claim is not None and subject.claim.get("hashes", ()) is None
+        in_vain = subject.claim is not None and subject.claim.get("first", ()) is None
         tell_if_assumed(facts.sharded_by, in_vain=in_vain, stacklevel=4)
     agreed = agree(world, options, subjects, nest)
     line = script_line(sys._getframe(1))

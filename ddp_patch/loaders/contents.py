@@ -4,17 +4,15 @@ import copy
 import os
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.packages import is_hugging_face_table
@@ -25,13 +23,12 @@ from ddp_patch.walks import LOOKED_AT, stored
 
 __all__ = ["Content", "HeldData", "chosen_samples", "held_by"]
 
-# How many elements are looked at, at the patch and in each pass; and of how many an attribute may tell samples apart.
-_SAMPLES, _IN_A_PASS, _LEAST_HELD = 16, 1024, 8
-# How many attributes are looked at in all, how deep, and how many parts of an element.
-_IN_ALL, _DEPTH, _PARTS = 256, 2, 8
-# A longer text is no path; and what an attribute with such a name holds may differ by rank.
+# How many elements are looked at, at the patch and in each pass; how many attributes in all, and how deep.
+_SAMPLES, _IN_A_PASS, _IN_ALL, _DEPTH = 16, 1024, 256, 2
+# Of how many elements an attribute may tell samples apart, and how many parts of an element count.
+_FEW = 8
+# A longer text is no path.
 _LONGEST_PATH = 1024
-_RANKS_OWN = ("seed", "rank", "device")
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
 _PLAIN = (list, tuple, range, np.ndarray, torch.Tensor, deque, array)
 
@@ -79,16 +76,17 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
         >>> chosen_samples(["a", "b"]) == chosen_samples(["a", "c"])
         False
     """
-    found: dict[tuple[str, bool], list[list[Any]]] = defaultdict(list)
-    whole: set[tuple[str, bool]] = set()
-    for column in _columns(dataset):
-        elements = _described(column, _SAMPLES)
-        if elements and (_are_distinct(elements) or not column.by_name):
-            found[column.name, column.is_held].append(elements)
-            whole |= {(column.name, column.is_held)} if column.is_whole else set()
+    found: dict[str, list[tuple[_Column, list[Any]]]] = defaultdict(list)
+    for column, elements in _columns(dataset):
+        found[column.name].append((column, elements))
     return tuple(
-        Content(name, fingerprint(elements), is_held, (name, is_held) in whole and all(map(_identifies, elements)))
-        for (name, is_held), elements in found.items()
+        Content(
+            name,
+            fingerprint(elements for _, elements in parts),
+            is_held=parts[0][0].is_held,
+            identifies=any(column.is_whole for column, _ in parts) and all(_identifies(told) for _, told in parts),
+        )
+        for name, parts in found.items()
     )
 
 
@@ -157,20 +155,11 @@ class HeldData:
 def _digests(dataset: Any) -> dict[str, str]:
     """Return digests of all masks and of what tells samples apart, by name; a second of one name gets a number."""
     found: dict[str, str] = {}
-    for column in _columns(dataset, in_a_pass=True):
+    for column, elements in _columns(dataset, in_a_pass=True):
         again = sum(name.partition(" (")[0] == column.name for name in found)
-        elements = _described(column, _SAMPLES if not column.is_held else _IN_A_PASS)
-        if elements and (not column.is_held or _is_mask(column.values) or _are_distinct(elements)):
-            told = _whole_numbers(column.values) + repr(elements).encode()
-            name = f"{column.name} ({again + 1})" if again else column.name
-            found[name] = blake2b(told, key=str(len(column.values)).encode(), digest_size=6).hexdigest()
+        name = f"{column.name} ({again + 1})" if again else column.name
+        found[name] = fingerprint([len(column.values), _whole_numbers(column.values), elements])[:12]
     return found
-
-
-def _is_mask(values: Any) -> bool:
-    if isinstance(values, torch.Tensor | np.ndarray):
-        return "bool" in str(values.dtype)
-    return {type(one) for one in islice(values, 9)} == {bool}
 
 
 def _whole_numbers(values: Any) -> bytes:
@@ -200,48 +189,41 @@ def held_by(dataset: Any) -> str:
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's lists
             for name, value, _ in islice(_nested(type(part).__name__, part), _IN_ALL):
-                if any(word in name.rpartition(".")[2].lower() for word in _RANKS_OWN):
-                    continue
-                if type(value) in {int, str}:
-                    found.append([name, _told(value)])
-                elif type(value) in _PLAIN:
-                    elements = [_told(value[place]) for place in _spread(len(value), _SAMPLES)]
-                    found.append([name, len(value), elements])
+                own = any(word in name.rpartition(".")[2].lower() for word in ("seed", "rank", "device"))
+                values = [value] if type(value) in {int, str} else value
+                if not own and type(values) in _PLAIN:
+                    found.append([name, len(values), _described(_Column(name, values), _SAMPLES)])
     return fingerprint(found)
 
 
-def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[_Column]:
-    """Yield what shows which samples a dataset holds, and masks, where a pass is looked at."""
+def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[tuple[_Column, list[Any]]]:
+    """Yield what shows which samples a dataset holds, and masks, where a pass is looked at; with some elements."""
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            for column in _of_part(part):
-                yield column
-                yield from _of_objects(column)
-            if not isinstance(part, IterableDataset | Subset | TensorDataset):
-                for column in _attributes(part, in_a_pass=in_a_pass):
-                    yield column
-                    yield from _of_objects(column)
+            found = chain(_of_part(part), _attributes(part, in_a_pass=in_a_pass))
+            for column in chain.from_iterable((one, *_of_objects(one)) for one in found):
+                elements = _described(column, _IN_A_PASS if in_a_pass and column.is_held else _SAMPLES)
+                is_mask = in_a_pass and {*map(type, elements)} == {bool}
+                if elements and (is_mask or not column.by_name or _are_distinct(elements)):
+                    yield column, elements
 
 
 def _of_objects(column: _Column) -> Iterator[_Column]:
     """Yield what objects of the user's hold of names and numbers, where a column has such objects."""
-    first = column.values[0] if type(column.values) in {list, tuple} and column.values else ""
-    if _has_parts(first) or isinstance(first, str | bytes | int | float | os.PathLike | torch.Tensor | np.ndarray):
-        return
-    some = [stored(column.values[place]) for place in _spread(len(column.values), _IN_A_PASS)]
-    for attribute, value in islice(some[0].items() if some else (), _PARTS):
-        if isinstance(value, str | int | os.PathLike):
-            values = [held.get(attribute) for held in some]
-            yield column._replace(name=f"{column.name}[].{attribute}", values=values, is_held=True, by_name=True)
+    first = column.values[0] if type(column.values) in {list, tuple} and column.values else None
+    if not isinstance(first, os.PathLike | torch.Tensor) and (attributes := stored(first)):
+        some = [stored(column.values[place]) for place in _spread(len(column.values), _IN_A_PASS)]
+        for attribute in [*attributes][:_FEW]:
+            if isinstance(attributes[attribute], str | int | os.PathLike):
+                values = [held.get(attribute) for held in some]
+                yield _Column(f"{column.name}[].{attribute}", values, True, True, column.is_whole)
 
 
 def _of_part(part: Any) -> Iterator[_Column]:
     if isinstance(part, Subset):
         yield _Column("the indices of a Subset", part.indices)
-        base: Any = part.dataset
-        if not isinstance(base, Dataset):  # which nobody else looks at
-            yield from _of_part(base)
-    elif is_hugging_face_table(part):
+        part = None if isinstance(part.dataset, Dataset) else part.dataset  # which nobody else looks at
+    if is_hugging_face_table(part):
         yield _Column("the first and last rows of a Hugging Face dataset", _ends(part))
     elif type(part) in _PLAIN:
         yield _Column(f"the elements of a {type(part).__name__}", part)
@@ -251,18 +233,18 @@ def _of_part(part: Any) -> Iterator[_Column]:
 
 def _attributes(dataset: Any, *, in_a_pass: bool) -> Iterator[_Column]:
     """Yield what a dataset's attributes hold: one value for each sample, or names of some, or of a part of one."""
+    if isinstance(dataset, IterableDataset | Subset | TensorDataset):
+        return
     n = length_of(dataset, ()) or 0
     for name, value, depth in islice(_nested(type(dataset).__name__, dataset), _IN_ALL):
-        if is_hugging_face_table(value):
-            if len(value) == n:
-                yield _Column(f"the first and last rows of {name}", _ends(value), is_held=True)
-            continue
+        if is_hugging_face_table(value) and len(value) == n:
+            yield _Column(f"the first and last rows of {name}", _ends(value), is_held=True)
         values = [*value.values()] if type(value) is dict and 0 in value and len(value) < 2**17 else value
-        if type(values) not in _PLAIN or not getattr(values, "shape", (1,)) or len(values) < _LEAST_HELD:
+        if type(values) not in _PLAIN or not getattr(values, "shape", (1,)) or len(values) < _FEW:
             continue
         if len(values) == n and depth == 0 and not in_a_pass and values is value:
             yield _Column(name, values, is_held=True)
-        elif in_a_pass or (n >= _LEAST_HELD and (n % len(values) == 0 or len(values) % n == 0)):
+        elif in_a_pass or (n >= _FEW and (n % len(values) == 0 or len(values) % n == 0)):
             yield _Column(name, values, is_held=True, by_name=True, is_whole=len(values) == n)
 
 
@@ -270,14 +252,13 @@ def _nested(name: str, holder: Any, depth: int = 0) -> Iterator[tuple[str, Any, 
     """Yield an object's attributes, by name, and those of the plain objects, dicts and short lists that it holds."""
     if type(holder) is dict:
         parts = {f"{name}[{key!r}]": value for key, value in islice(holder.items(), LOOKED_AT) if type(key) is str}
-    elif type(holder) in {list, tuple}:
-        parts = {f"{name}[{place}]": value for place, value in enumerate(holder[:_LEAST_HELD])}
-        parts = {} if len(holder) >= _LEAST_HELD else parts
+    elif type(holder) in {list, tuple} and len(holder) < _FEW:
+        parts = {f"{name}[{place}]": value for place, value in enumerate(holder)}
     else:
         parts = {} if type(holder) in _PLAIN else {f"{name}.{key}": value for key, value in stored(holder).items()}
     for attribute, value in parts.items():
         yield attribute, value, depth
-        is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | nn.Module | DataLoader)
+        is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | torch.nn.Module | DataLoader)
         if depth < _DEPTH and is_plain:
             yield from _nested(attribute, value, depth + 1)
 
@@ -286,15 +267,14 @@ def _described(column: _Column, most: int) -> list[Any]:
     """Return descriptions of some elements, evenly spread; none of a cache that fills, nor if one has no name."""
     with suppress(Exception):  # the user's elements
         values, places = column.values, _spread(len(column.values), most)
-        if isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 1 and not getattr(values, "is_cuda", False):
-            values, places = values[places].tolist(), [*range(len(places))]
-        elements = [values[place] for place in places]
-        described = [_named(one) for one in elements] if column.by_name else elements
-        if all(one is not None for one in described):
-            first = [_told(one) for one in described]
-            # As few parts of paths as tell them apart.
-            more = ([_told(one, parts) for one in described] for parts in (2, 3))
-            return first if _are_distinct(first) else next(filter(_are_distinct, more), first)
+        is_flat = isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 1
+        is_here = is_flat and not getattr(values, "is_cuda", False)
+        elements = values[places].tolist() if is_here else [values[place] for place in places]
+        # As few parts of paths as tell them apart.
+        tried = ([_told(one, parts, by_name=column.by_name) for one in elements] for parts in (1, 2, 3))
+        first = next(tried)
+        if None not in first:
+            return first if _are_distinct(first) else next(filter(_are_distinct, tried), first)
     return []
 
 
@@ -305,7 +285,7 @@ def _identifies(elements: list[Any]) -> bool:
     )
 
 
-def _are_distinct(elements: Sequence[Any]) -> bool:
+def _are_distinct(elements: list[Any]) -> bool:
     return bool(elements) and len({repr(value) for value in elements}) == len(elements)
 
 
@@ -320,36 +300,27 @@ def _ends(table: Any) -> list[Any]:
     return [rows[place].to_pylist() for place in (0, len(table) - 1)] if len(table) else []
 
 
-def _named(value: Any) -> Any:
-    """Return what an element has of texts and whole numbers; None if it has none."""
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = value.item() if not value.ndim and not getattr(value, "is_cuda", False) else None
-    if isinstance(value, str | bytes | int | os.PathLike):
-        return value
-    parts = islice(value.values() if isinstance(value, dict) else value, _PARTS) if _has_parts(value) else ()
-    return [named for part in parts if (named := _named(part)) is not None] or None
-
-
-def _has_parts(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict)
-
-
-def _told(value: Any, parts: int = 1) -> Any:
+def _told(value: Any, parts: int = 1, *, by_name: bool = False) -> Any:
     """Describe an element: enough to tell two samples apart, and nothing in which ranks may differ.
 
     Args:
         value: The element.
         parts: By how many of its last parts a path counts: ranks may keep copies of a file in folders of their own.
+        by_name: Whether it counts by its texts and whole numbers alone. One without any is None.
     """
     if isinstance(value, str | os.PathLike):
-        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        text = os.fspath(value)
         is_path = isinstance(text, str) and len(text) < _LONGEST_PATH
         return "/".join(text.replace("\\", "/").rsplit("/", parts)[-parts:]) if is_path else fingerprint([text])
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        plain = type(value) in _PLAIN or isinstance(value, np.generic)
-        is_here = plain and not getattr(value, "is_cuda", False)
-        return type(value).__name__ if not is_here else value.item() if not value.ndim else fingerprint([value])
-    if _has_parts(value):
-        listed = value.items() if isinstance(value, dict) else value
-        return [len(value), *(_told(part, parts) for part in islice(listed, _PARTS))]
-    return value if isinstance(value, int | float | complex | bytes) else type(value).__name__
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and not getattr(value, "is_cuda", False):
+        if not value.ndim:
+            value = value.item()
+        elif type(value) in _PLAIN and not by_name:
+            return fingerprint([value])
+    if isinstance(value, list | tuple | dict):
+        listed = value if not isinstance(value, dict) else value.values() if by_name else value.items()
+        told = [_told(part, parts, by_name=by_name) for part in islice(listed, _FEW)]
+        return [one for one in told if one is not None] or None if by_name else [len(value), *told]
+    if isinstance(value, int | bytes) or (isinstance(value, float | complex) and not by_name):
+        return value
+    return None if by_name or value is None else type(value).__name__

@@ -1,109 +1,137 @@
-"""Whether ranks' streams are parts of one dataset, or the same samples in other orders, by a few hashes of each."""
+"""The first samples of ranks' streams, by a few hashes of each: what they have in common, and what that shows."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from hashlib import blake2b
+from itertools import combinations, islice
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
-from ddp_patch.orders.fingerprint import number_of
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "relation_of"]
 
-__all__ = ["FirstSamples", "Relation", "first_samples", "hashed", "relation_of"]
-
-
-# Looking stops here, because a sampler may be slow or endless.
-_MOST_SAMPLES, _MOST_SECONDS = 2**18, 1.0
-# How many hashes a rank sends at most: 8 KiB.
-_MOST_HASHES = 1024
+# Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
+_MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
+# How many hashes a rank sends at most, of so many bytes: the smallest, which are of the same samples on every rank.
+_MOST_HASHES, _BYTES = 512, 6
 # If streams are drawn independently, how many samples they must be expected to share before sharing none is evidence:
 # by chance that happens once in e**20 cases.
 _EXPECTED = 20.0
-_HASHES = 2**64
-
-Relation: TypeAlias = Literal["parts", "overlapping", "unclear"]
 
 
 @dataclass(frozen=True, slots=True)
 class FirstSamples:
-    """The first samples of a rank's stream, in no order.
+    """The first samples of a rank's stream, in no order: plain data, as it travels.
 
     Attributes:
         hashes: The smallest hashes of their indices or names, each once, in ascending order.
-        is_cut: Whether there are more.
-        is_whole: Whether the stream ends with these samples.
-        largest: The most samples in an item: 1 where items are indices.
+        drawn: How many there are.
+        distinct: How many of them differ.
+        sizes: How many are in an item, each number once: 1 where items are samples, and others where they are batches.
+        rest: How many follow them before the stream ends, none or one batch; None if it goes on.
+        are_chosen: Whether they are indices below the dataset's length, or names.
     """
 
     hashes: Sequence[int]
-    is_cut: bool
-    is_whole: bool
-    largest: int
+    drawn: int
+    distinct: int
+    sizes: Sequence[int]
+    rest: int | None
+    are_chosen: bool
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more samples differ than there are hashes."""
+        return self.distinct > len(self.hashes)
 
 
-def first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> FirstSamples | None:
-    """Return which samples a stream begins with: as many as one rank's share of the dataset.
-
-    Nothing is known of a dataset without a length, or of items other than its indices or names, and lists of them.
+def first_samples(
+    sampler: Any, dataset: object, n: int | None, ranks: int, *, seeded: bool = True
+) -> FirstSamples | None:
+    """Return which samples a stream begins with, at most one rank's share of the dataset; None if that is unknown.
 
     Args:
         sampler: What the stream comes from. A copy of it is drawn from.
         dataset: What the samples come from. It is not copied.
         n: How many samples the dataset has.
         ranks: How many ranks share them.
+        seeded: Whether to seed all generators alike; otherwise the copy draws what the sampler would draw next.
     """
-    if not n:
-        return None
+    wanted = min(-(-n // ranks), _MOST_SAMPLES) if n else _OF_UNKNOWN
     samples: list[Any] = []
-    largest, wanted, until = 1, min(-(-n // ranks), _MOST_SAMPLES), monotonic() + _MOST_SECONDS
+    sizes, rest = set[int](), 0
     try:
-        with copy_to_draw(sampler, dataset) as drawn:
+        with copy_to_draw(sampler, dataset, seeded=seeded) as drawn:
             items = iter(drawn)
-            batch = _samples_in(next(items, None))
-            while batch and len(samples) < wanted and monotonic() < until:
+            for item in islice(items, wanted):  # a batch may be empty
+                batch = _samples_in(item)
+                if len(samples) + len(batch) > wanted:
+                    rest = len(batch)  # which may be padded
+                    break
                 samples += batch
-                largest = max(largest, len(batch))
-                batch = _samples_in(next(items, None))
+                sizes.add(len(batch))
+            ends = next(items, None) is None
     except Exception:  # noqa: BLE001 - the user's code, run for a better message
         return None
-    if not all(isinstance(index, str) or 0 <= index < n for index in samples):
-        return None  # numbers that mean something else
-    hashes = np.unique(hashed(samples))
-    return FirstSamples(hashes[:_MOST_HASHES].tolist(), len(hashes) > _MOST_HASHES, not batch, largest)
+    hashes, places = sorted(set(map(_hashed, samples))), range(n or 0)
+    are_chosen = all(isinstance(one, str) or one in places for one in samples)
+    return FirstSamples(
+        hashes[:_MOST_HASHES], len(samples), len(hashes), sorted(sizes), rest if ends else None, are_chosen
+    )
 
 
 def _samples_in(item: Any) -> list[Any]:
-    """Return the indices or names that an item of a stream is, or is a list of; none for the end."""
-    if item is None:
-        return []
+    """Return the indices or names that an item of a stream is, or is a list of."""
     listed = item.tolist() if isinstance(item, torch.Tensor | np.ndarray | np.generic) else item
     found = listed if isinstance(listed, list) else [listed]
-    if not all(isinstance(sample, int | str) for sample in found):
+    parts = (part for sample in found for part in (sample if type(sample) is tuple else (sample,)))
+    if not all(isinstance(part, int | str | bytes | np.integer) for part in parts):
         raise TypeError("neither indices nor names")
     return found
 
 
-def hashed(samples: Sequence[Any]) -> "NDArray[np.uint64]":
-    """Return a number below 2**64 for each sample, evenly spread."""
-    numbers = [number_of([one]) if isinstance(one, str) else one for one in samples]
-    mixed = np.array(numbers, dtype=np.uint64)
-    for multiplier in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9):  # splitmix64's
-        mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(multiplier)
-    return mixed ^ (mixed >> np.uint64(31))
+def _hashed(sample: Any) -> int:
+    return int.from_bytes(blake2b(str(sample).encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest(), "big")
 
 
-def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation:
+class Common(NamedTuple):
+    """What several parties have in common.
+
+    Attributes:
+        held: Each party's hashes, up to the last that all have sent.
+        looked_at: The part of all hashes that lies up to there.
+        largest: The most samples in an item.
+        pairs: How many samples each party has in common with the first one that has them.
+    """
+
+    held: Mapping[int, Sequence[int]]
+    looked_at: float
+    largest: int
+    pairs: Counter[tuple[int, int]]
+
+
+def in_common(parties: Mapping[int, FirstSamples]) -> Common:
+    """Return what parties, by number, have in common."""
+    last = min((party.hashes[-1] for party in parties.values() if party.is_cut), default=256**_BYTES - 1)
+    held = {place: [one for one in party.hashes if one <= last] for place, party in parties.items()}
+    first: dict[int, int] = {}
+    pairs = Counter(
+        (who, place) for place, own in held.items() for one in own if (who := first.setdefault(one, place)) != place
+    )
+    largest = max((size for party in parties.values() for size in party.sizes), default=1)
+    return Common(held, (last + 1) / 256**_BYTES, largest, pairs)
+
+
+def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Literal["parts", "overlapping", "unclear"]:
     """Return how the streams of several groups of ranks relate; each group has its own order.
 
-    They are parts if they share no more than padding and either hold all samples between them, or would share many if
-    they were drawn independently of each other. Two ranks that shuffle a million samples with a generator each have
-    other samples among their first hundred too, so that alone proves nothing.
+    They are parts if they share no more than padding, or far less than by chance, and either hold all samples between
+    them or would share many if they were drawn independently of each other. Two ranks that shuffle a million samples
+    with a generator each have other samples among their first hundred too, so that alone proves nothing.
 
     Args:
         parties: What each begins with.
@@ -111,19 +139,19 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Relation
         ranks: How many ranks share them.
 
     Examples:
-        >>> halves = [FirstSamples([*range(start, 12, 2)], False, True, 1) for start in (0, 1)]
+        >>> halves = [FirstSamples([*range(start, 12, 2)], 6, 6, [1], 0, True) for start in (0, 1)]
         >>> relation_of(halves, 12, 2), relation_of([halves[0], halves[0]], 12, 2), relation_of(halves, 10**6, 2)
         ('parts', 'overlapping', 'unclear')
     """
-    # Compare up to the hash that all parties were asked for.
-    last = min((party.hashes[-1] for party in parties if party.is_cut), default=_HASHES - 1)
-    held = [{one for one in party.hashes if one <= last} for party in parties]
-    taken, together = sum(map(len, held)), len(set().union(*held))
-    padding = (ranks - 1) * max(party.largest for party in parties)
-    if taken - together > padding or 2 * (taken - together) >= taken:
+    if not (n and all(party.are_chosen for party in parties)):
+        return "unclear"  # numbers that mean something else
+    common = in_common(dict(enumerate(parties)))
+    counts, again = [len(own) for own in common.held.values()], common.pairs.total()
+    expected = sum(one * other for one, other in combinations(counts, 2)) / (n * common.looked_at)
+    if again > max(ranks - 1, expected / 2):
         return "overlapping"
-    if all(party.is_whole for party in parties) and last == _HASHES - 1 and n - together <= padding:
-        return "parts"
-    looked_at = n * (last + 1) / _HASHES
-    expected = sum(len(one) * len(other) for one, other in combinations(held, 2)) / looked_at
-    return "parts" if expected >= _EXPECTED else "unclear"
+    rests = [party.rest for party in parties if party.rest is not None and not party.is_cut]
+    missing = n - (sum(counts) - again) - sum(rests)
+    are_all = len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest
+    is_little = again <= max(ranks - 1, expected / 4)
+    return "parts" if is_little and (are_all or expected >= _EXPECTED) else "unclear"

@@ -2,12 +2,13 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dis import get_instructions
 from functools import partial
+from itertools import chain, product
 from types import FunctionType
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
@@ -68,39 +69,30 @@ def world_of(holder: object) -> HeldWorld | None:
         return webdataset_world()
     if isinstance(holder, DistributedSampler):  # torch documents these, and ours compute them
         kept |= {name: getattr(holder, name, None) for name in WORLD_NAMES[0]}
-    found = [*_worlds(kept)]
-    for name, value in kept.items():
-        inner = stored(value)
-        if inner and (name in READERS or _is_world(value, inner)):
-            found += _worlds(inner)
-    return min(found, key=lambda world: (world[1] == 1, world[1]), default=None)
+    inner = [stored(value) for name, value in kept.items() if name in READERS or _is_world(value)]
+    places = product((kept, *inner), ("", "_"), WORLD_NAMES)
+    numbers: list[list[Any]] = [[found.get(prefix + name) for name in names] for found, prefix, names in places]
+    worlds = [(int(rank), int(ranks)) for rank, ranks in numbers if _is_whole(rank, ranks) and 0 <= rank < ranks]
+    return min(worlds, key=lambda world: (world[1] == 1, world[1]), default=None)
 
 
 def stores_of_world(holder: object) -> list[str]:
     """Return the attributes in which an object stores its rank and the number of ranks, or an object that does."""
     words = {name for names in WORLD_NAMES for name in names}
     kept = stored(holder).items()
-    return [name for name, value in kept if name.lstrip("_") in words or _is_world(value, stored(value))]
+    return [name for name, value in kept if name.lstrip("_") in words or _is_world(value)]
 
 
-def _worlds(attributes: Mapping[str, Any]) -> Iterator[HeldWorld]:
-    for underscore in ("", "_"):
-        for names in WORLD_NAMES:
-            rank, ranks = (attributes.get(underscore + name) for name in names)
-            if _is_whole(rank) and _is_whole(ranks) and 0 <= rank < ranks:
-                yield int(rank), int(ranks)
-
-
-def _is_world(value: object, inner: Mapping[str, Any]) -> bool:
+def _is_world(value: object) -> bool:
     """Return whether it holds numbers of a world alone, and is neither a dataset nor a sampler: those are asked."""
-    if not inner or not all(any(word in name for word in WORLD_WORDS) for name in inner):
-        return False
+    inner = stored(value)
     gives = any(hasattr(type(value), name) for name in ("__iter__", "__getitem__", "__len__"))
-    return not gives and all(isinstance(number, int) for number in inner.values())
+    is_named = inner and all(any(word in name for word in WORLD_WORDS) for name in inner)
+    return bool(is_named) and not gives and all(isinstance(number, int) for number in inner.values())
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _is_whole(*values: object) -> bool:
+    return all(isinstance(value, int | np.integer) and not isinstance(value, bool) for value in values)
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
@@ -108,8 +100,9 @@ logger: logging.Logger = logging.getLogger("ddp_patch")
 
 def is_loader(value: object) -> bool:
     """Return whether it is a DataLoader, or a framework's wrapper around one that has the same attributes."""
-    names = ("dataset", "sampler", "batch_sampler")
-    return isinstance(value, DataLoader) or all(hasattr(value, name) for name in names)
+    return isinstance(value, DataLoader) or all(
+        hasattr(value, name) for name in ("dataset", "sampler", "batch_sampler")
+    )
 
 
 def require_loader(operation: str, loader: object, wrappers: bool = True) -> None:
@@ -138,13 +131,11 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
 
 def line_for_inner(operation: str, wrapper: object) -> str | None:
     """Return the line of code that passes the loader inside a wrapper to an operation; None if there is none."""
-    inner: object = wrapper
-    place = "outer"
+    inner, place = wrapper, "outer"
     while (found := held_loaders(inner)) is not None:
         several = getattr(inner, LISTED_LOADERS, None)
         if isinstance(several, list) and several and all(map(is_loader, several)):
-            place = f"{place}.{LISTED_LOADERS}"
-            return f"{place} = [{operation}(loader) for loader in {place}]"
+            return f"{place}.{LISTED_LOADERS} = [{operation}(loader) for loader in {place}.{LISTED_LOADERS}]"
         place, inner = f"{place}.{found[0]}", found[1]
         if is_loader(inner):
             return f"{place} = {operation}({place})" if operation.startswith("patch_") else f"{operation}({place}, ...)"
@@ -158,18 +149,14 @@ def samplers_in_use(loader: DataLoader[Any]) -> Iterator[object]:
 
 def sharded_by(loader: DataLoader[Any]) -> object | None:
     """Return what shards the loader already (one of its samplers, its dataset or itself), or None."""
-    found = next(filter(shards_itself, _holders(loader)), None)
+    holders = chain(samplers_within(iterated_by(loader)), _in_dataset(loader.dataset))
+    found = next(filter(shards_itself, holders), None)
     # Numbers in a loader prove nothing: it draws from its sampler, which would have them too.
     return loader if found is None and _says(loader) else found
 
 
-def _holders(loader: DataLoader[Any]) -> Iterator[object]:
-    """Yield what may shard a loader: its samplers, its datasets, and the samplers that iterable datasets draw from."""
-    yield from samplers_within(iterated_by(loader))
-    yield from _in_dataset(loader.dataset)
-
-
 def _in_dataset(dataset: object) -> Iterator[object]:
+    """Yield what may shard a dataset: it, those in it, and the samplers that iterable ones draw from."""
     for nested in nested_datasets(dataset):
         yield nested
         if isinstance(nested, IterableDataset):
@@ -218,11 +205,10 @@ def tell_if_assumed(holder: object, *, in_vain: bool = False, stacklevel: int = 
     """
     if _says(holder) is not None or (world := world_of(holder)) is None:
         return
-    rank, size = world
     text = (
-        f"{type(holder).__name__} stores that it is for rank {rank} of {size}, so it counts as sharded, and its loader "
-        "is left as it is. Say is_ddp_aware = False in its class if it gives every rank the same, or True if it "
-        "shards."
+        f"{type(holder).__name__} stores that it is for rank {world[0]} of {world[1]}, so it counts as sharded, and "
+        "its loader is left as it is. Say is_ddp_aware = False in its class if it gives every rank the same, or True "
+        "if it shards."
     )
     if in_vain or (isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)):
         warnings.warn(text, AssumedShardedWarning, stacklevel=stacklevel)
@@ -260,9 +246,8 @@ def reads_a_stream(dataset: object) -> tuple[object, str] | None:
         if not isinstance(part, IterableDataset) and _ignores_index(type(part)):
             # An iterable dataset first: the remedy is to give the loader that one.
             for kind in (IterableDataset, DataLoader, Iterator):
-                for name, value in stored(part).items():
-                    if isinstance(value, kind):
-                        return part, name
+                if named := [name for name, value in stored(part).items() if isinstance(value, kind)]:
+                    return part, named[0]
     return None
 
 

@@ -31,8 +31,10 @@ def row_hashes(batch: Any, most: int) -> list[int]:
         False
         >>> len(row_hashes((torch.eye(3), [1, 2, 3]), most=9)), row_hashes(object(), most=9)
         (3, [])
+        >>> row_hashes(torch.ones(0, 3), most=9)  # an empty batch
+        []
     """
-    columns = list(_columns(batch))
+    columns = [column for column in _columns(batch) if len(column)]
     if not columns:
         return []
     # Most of what a batch holds has one value for each sample.
@@ -51,24 +53,20 @@ def _columns(value: Any) -> Iterator[Any]:
     elif isinstance(value, np.ndarray):
         if value.ndim and not value.dtype.hasobject:
             yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
+    elif isinstance(value, list | tuple) and value and all(isinstance(part, _SCALARS) for part in value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from _columns(part)
-    elif isinstance(value, list | tuple):
-        if value and all(isinstance(part, _SCALARS) for part in value):
-            yield value
-        else:
-            for part in value:
-                yield from _columns(part)
 
 
 def _bytes_of(column: Any, count: int) -> Sequence[bytes]:
     if isinstance(column, list | tuple):
         return [repr(value).encode("utf-8", "surrogatepass") for value in column[:count]]
     first = column[:count]
-    plain = first.detach().resolve_conj().resolve_neg().contiguous() if isinstance(first, torch.Tensor) else first
-    if isinstance(plain, torch.Tensor):
-        plain = plain.reshape(count, prod(plain.shape[1:])).view(torch.uint8).numpy()
+    width = prod(first.shape[1:])
+    if isinstance(first, torch.Tensor):
+        plain = first.detach().resolve_conj().resolve_neg().reshape(count, width).contiguous().view(torch.uint8).numpy()
     else:
-        plain = np.ascontiguousarray(plain).reshape(count, prod(plain.shape[1:])).view(np.uint8)
+        plain = np.ascontiguousarray(first).reshape(count, width).view(np.uint8)
     return [row.tobytes() for row in plain[:, :: max(1, plain.shape[1] // _BYTES)]]

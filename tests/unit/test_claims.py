@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.claims import SENT, claim_of
+from ddp_patch.loaders.claims import claim_of
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.ranks.claims import require_apart
 
@@ -126,7 +126,7 @@ def test_samples_in_common_are_told(kind: str, ranks: int) -> None:
 
 
 def test_a_stored_rank_that_shards_nothing_is_named() -> None:
-    with raises(RankMismatchError, ("rank and world_size", "shards nothing", "18 of the first 18"), "one process"):
+    with raises(RankMismatchError, ("rank and world_size", "shards nothing", "19 of the first 19"), "one process"):
         judge(over(lambda r, w: range(37), 37, length=37), 2)
 
 
@@ -247,6 +247,6 @@ def test_drawing_a_copy_leaves_all_states_where_they_are_and_sends_little() -> N
     sampler = Stored(lambda r, w: torch.randperm(30_000, generator=generator)[r::w].tolist(), 0, 2, 15_000)
     before = torch.get_rng_state(), generator.get_state()
     claim = claim_of(look_at(DataLoader(Indices(30_000), 4, sampler=sampler)), 2)
-    assert len(claim["hashes"]) == SENT < claim["drawn"]
+    assert len(claim["first"]["hashes"]) == 512 < claim["first"]["drawn"]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])

@@ -1,6 +1,5 @@
 """Whether ranks' streams are parts, or the same samples in other orders: only sound evidence counts."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.utils.data import SubsetRandomSampler
 from zoo import Indices, Own
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders import overlap
 from ddp_patch.loaders.overlap import first_samples, relation_of
 from ddp_patch.ranks.agreement import require_all_shares, why_orders_differ
 
@@ -66,9 +64,27 @@ def test_private_generators_are_no_parts(kind: str, n: int, ranks: int) -> None:
     assert relation(lambda rank: PRIVATE[kind](n, rank), n, ranks) == "overlapping"
 
 
-def test_a_million_samples_are_told_apart_by_few_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("n", [400, 5000])
+def test_large_batches_of_private_generators_are_no_parts(n: int, share: float) -> None:
+    """Although a batch has as many samples as they have in common."""
+
+    def draw(rank: int) -> list[Any]:
+        drawn = np.random.default_rng(rank).permutation(n)[: int(share * n)]
+        return np.array_split(drawn, [n // 4, n // 2 - 1, 3 * n // 4])
+
+    assert relation(lambda rank: Drawing(lambda: draw(rank)), n, 2) == "overlapping"
+
+
+@pytest.mark.parametrize("n", [8, 12, 16])
+@pytest.mark.parametrize("seed", range(20))
+def test_few_batches_of_private_generators_are_no_parts(n: int, seed: int) -> None:
+    """Although their first ones may have nothing in common."""
+    assert relation(lambda rank: PRIVATE["batches"](n, 2 * seed + rank), n, 2) != "parts"
+
+
+def test_a_million_samples_are_told_apart_by_few_hashes() -> None:
     """Although two private generators give each rank other samples among its first hundred."""
-    monkeypatch.setattr(overlap, "_MOST_SECONDS", 600)  # a busy machine may draw fewer in less
     n = 10**6
     assert relation(lambda rank: PRIVATE["a permutation"](n, rank), n, 2) == "overlapping"
 
@@ -89,23 +105,28 @@ def test_what_proves_nothing_is_unclear(kind: str) -> None:
     assert relation(make, n, 2) == "unclear"
 
 
-def test_a_slow_sampler_is_not_waited_for() -> None:
+def test_so_many_samples_are_drawn_at_most() -> None:
     drawn: list[int] = []
 
-    def slow(rank: int) -> Iterator[int]:
-        for index in range(rank, 10**6, 2):
-            time.sleep(0.1)
+    def noting(rank: int) -> Iterator[int]:
+        for index in range(rank, 10**7, 2):
             drawn.append(index)
             yield index
 
-    assert relation(lambda rank: Drawing(lambda: slow(rank)), 10**6, 2) == "unclear"
-    assert len(drawn) < 100
+    assert relation(lambda rank: Drawing(lambda: noting(rank)), 10**7, 2) == "unclear"
+    assert len(drawn) == 2 * (2**16 + 1)
+
+
+def test_batches_without_a_sample_have_an_end() -> None:
+    found = first_samples(Drawing(lambda: iter(list, None)), None, 10, 2)
+    assert found is not None
+    assert (found.drawn, found.rest) == (0, None)
 
 
 def test_what_a_rank_sends_is_bounded() -> None:
     found = first_samples(range(10**6), None, 10**6, 2)
     assert found is not None
-    assert (len(found.hashes), found.is_cut, found.is_whole) == (1024, True, False)
+    assert (len(found.hashes), found.is_cut, found.rest) == (512, True, None)
 
 
 def said(make: Callable[[int], Any], n: int, ranks: int = 2) -> str:
