@@ -6,7 +6,7 @@ from math import log2
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.ranks.mailbox import Mailbox, Peers
+from ddp_patch.ranks.mailbox import Mailbox
 
 __all__ = ["MOST", "FirstItems", "bits_against_chance", "common_items"]
 
@@ -53,13 +53,12 @@ class FirstItems:
     """Compares the first samples of this rank's passes over one loader with the other ranks'.
 
     Args:
-        peers: Who they are.
         mailbox: Where they leave each other what is about the loader.
         why: Says why samples may be the same, and what to do.
     """
 
-    def __init__(self, peers: Peers, mailbox: Mailbox, why: Callable[[], str]) -> None:
-        self._peers, self._mailbox, self._why = peers, mailbox, why
+    def __init__(self, mailbox: Mailbox, why: Callable[[], str]) -> None:
+        self._mailbox, self._why = mailbox, why
         self._numbers = (-1, -1)
         # How many items were common and repeated: in this pass, by rank; and in all before.
         self._found: dict[int, tuple[int, int]] = {}
@@ -95,8 +94,8 @@ class FirstItems:
             return
         earlier = f", after {self._before[0]} in earlier passes" if self._before[0] else ""
         told = (
-            f"Iterating the {name}: {found} of the first {len(hashes)} items of rank {self._peers.rank} are also "
-            f"{ranks_text([rank])}'s{earlier}, though each rank should have a part of its own. {self._why()}"
+            f"Iterating the {name}: {found} of the first {len(hashes)} items of rank {self._mailbox.peers.rank} are "
+            f"also {ranks_text([rank])}'s{earlier}, though each rank should have a part of its own. {self._why()}"
         )
         self._mailbox.tell(told)
         raise RankMismatchError(told)

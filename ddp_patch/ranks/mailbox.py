@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from time import monotonic, sleep
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -15,7 +14,7 @@ from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import digest, ranks_text
 
-__all__ = ["Mailbox", "OpenEnd", "Peers", "agreed_peers", "peers_of_explicit_world", "unwatched"]
+__all__ = ["Mailbox", "Peers", "agreed_peers", "peers_of_explicit_world", "unwatched"]
 
 # Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
 _given: WeakKeyDictionary[Any, tuple[int, Counter[str]]] = WeakKeyDictionary()
@@ -55,7 +54,7 @@ class Peers:
 
 def agreed_peers(members: Sequence[int], number: int) -> Peers:
     """Return who made an agreement with this rank."""
-    group = f"ddp_patch/p{digest(list(members))[:10]}"
+    group = f"ddp_patch/p{digest(list(members))[:8]}"
     return Peers(f"{group}/{number}", group, dist.get_rank(), members)
 
 
@@ -135,10 +134,13 @@ class Mailbox:
 
     Args:
         peers: Who they are.
+
+    Attributes:
+        peers: The same.
     """
 
     def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+        self.peers: Peers = peers
         # No more than a reference: a store that is kept keeps its port, too.
         self._store: ref[Any] | None = ref(default_store())
         self._left: dict[str, str] = {}
@@ -148,7 +150,7 @@ class Mailbox:
         finalize(self, _gone.append, (self._store, self._keys)).atexit = False
 
     def _key(self, subject: str, rank: int) -> str:
-        return f"{self._peers.key}/{subject}/{rank}"
+        return f"{self.peers.key}/{subject}/{rank}"
 
     @property
     def is_open(self) -> bool:
@@ -159,30 +161,30 @@ class Mailbox:
         """Leave a record about a subject, unless it is there already."""
         if record != self._left.get(subject):
             self._left[subject] = record
-            self._put(self._key(subject, self._peers.rank), record)
+            self._put(self._key(subject, self.peers.rank), record)
 
     def leave(self, name: str, value: str) -> None:
         """Leave a value that is all ranks', not this one's."""
-        self._put(f"{self._peers.key}/{name}", value)
+        self._put(f"{self.peers.key}/{name}", value)
 
     def left(self, name: str) -> str | None:
         """Return a value that some rank has left for all; None if none has."""
-        value = self._value(f"{self._peers.key}/{name}")
+        value = self._value(f"{self.peers.key}/{name}")
         return None if value is None else value.decode(errors="replace")
 
     def count(self, name: str, more: int) -> int:
         """Add to a number that is all ranks', and return it."""
         store = self._open_store()
-        self._keys.add(f"{self._peers.key}/{name}")
+        self._keys.add(f"{self.peers.key}/{name}")
         with suppress(*_STORE_ERRORS):
-            return 0 if store is None else int(store.add(f"{self._peers.key}/{name}", more))
+            return 0 if store is None else int(store.add(f"{self.peers.key}/{name}", more))
         return 0
 
     def read(self, subject: str = "passes") -> dict[int, bytes]:
         """Return what rank 0 and another one have left about a subject, as far as they have."""
-        members = self._peers.members
+        members = self.peers.members
         self._turns[subject] = turn = self._turns[subject] % max(1, len(members) - 1) + 1
-        ranks = {members[0], members[(self._place + turn) % len(members)]} - {self._peers.rank}
+        ranks = {members[0], members[(self._place + turn) % len(members)]} - {self.peers.rank}
         return self.read_of(sorted(ranks), subject)
 
     def read_of(self, ranks: Sequence[int], subject: str = "passes") -> dict[int, bytes]:
@@ -195,7 +197,7 @@ class Mailbox:
         store = self._open_store()
         with suppress(*_STORE_ERRORS):
             if store is not None:
-                store.compare_set(f"{self._peers.key}/told", "", text)
+                store.compare_set(f"{self.peers.key}/told", "", text)
 
     def _put(self, key: str, value: str) -> None:
         """Leave a value in the least time: neither the store nor the process group is asked anything."""
@@ -232,52 +234,3 @@ def _delete_gone() -> None:
             store, keys = _gone.popleft()
             for key in keys if dist.is_initialized() and store() is default_store() else ():
                 default_store().delete_key(key)
-
-
-# Whoever comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
-# longer: with DDP the others are a step behind at most, but a step may take long to load.
-_MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 1.0, 2, 60.0, 0.002
-# So many batches may be given on one rank before another sees what the first one left.
-_SLOTS = 8
-
-
-class OpenEnd:
-    """How many batches ranks are given of passes whose end nobody knows before it comes.
-
-    A rank whose stream ends early finds that out only here: the others wait for it in their next collective, and ask
-    for nothing more. All ranks leave the same value where they are given a batch, so what one reads does not grow with
-    the number of ranks; to leave it takes no answer of the store's, so no step waits.
-
-    Args:
-        mailbox: Where the ranks leave records of the loader.
-        peers: Who they are.
-    """
-
-    def __init__(self, mailbox: "Mailbox", peers: Peers) -> None:
-        self._mailbox, self._peers = mailbox, peers
-        self._ends = 0
-
-    def give(self, name: str, batches: int) -> None:
-        """Leave that this rank was given so many batches of the pass with this name."""
-        self._mailbox.leave(f"given/{batches % _SLOTS}", f"{name} {batches}")
-
-    def is_longer(self, name: str, batches: int, step_s: float) -> bool:
-        """Return, at the end of a pass, whether another rank was given more of it; wait a moment for the others.
-
-        Args:
-            name: The pass.
-            batches: How many batches this rank was given, and how many more another may have.
-            step_s: How long a step took, in seconds.
-        """
-        self._ends += 1
-        ended = self._mailbox.count("ended", 1)
-        until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
-        longer = f"{name} {batches + 1}"
-        while True:
-            if self._mailbox.left(f"given/{(batches + 1) % _SLOTS}") == longer:
-                return True
-            # All that have come to their ends: then nobody is given more.
-            if ended >= self._ends * len(self._peers.members) or not self._mailbox.is_open or monotonic() > until_s:
-                return False
-            sleep(_AGAIN_S)
-            ended = self._mailbox.count("ended", 0)

@@ -16,8 +16,9 @@ from ddp_patch.loaders.rows import row_hashes
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.first_items import MOST, FirstItems
 from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress
-from ddp_patch.ranks.mailbox import Mailbox, OpenEnd, Peers
+from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
+from ddp_patch.ranks.open_end import OpenEnd
 from ddp_patch.ranks.records import Record
 from ddp_patch.ranks.rules import Difference, Rule, difference
 
@@ -33,8 +34,6 @@ _TIMES_AT_AN_END = 20
 _LARGEST_GAP = 32
 # Records of a rank that is ahead are kept until this one comes as far: so many of each.
 _HEARD = 8
-# The first steps of a pass whose end nobody knows are all told. Later ones may take one part in so many of the time.
-_TOLD_STEPS, _STEP_TIMES = 1000, 100
 
 # How many passes were made over all loaders of some ranks, by the store in which they compare, and who they are.
 _passes_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -55,16 +54,15 @@ class PassMonitor:
     """
 
     def __init__(self, peers: Peers | None = None, name: str = "loader", *, slack: int = 0) -> None:
-        self._peers, self._name, self._slack = peers, name, slack
+        self._name, self._slack = name, slack
         self._group = "" if peers is None else peers.group
         self._mailbox = None if peers is None else Mailbox(peers)
-        self._open_end = None if peers is None or self._mailbox is None else OpenEnd(self._mailbox, peers)
+        self._open_end = None if self._mailbox is None else OpenEnd(self._mailbox)
         self._log = Log()
         self._made = self._made_before = 0  # how many passes, looks apart; and over other loaders before this one came
         self._heard: dict[int, deque[Record]] = {}
         self._thread = get_ident()
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
-        self._step_due_s = self._first_step_s = 0.0
         self._first_items: FirstItems | None = None
         self._latest: LoggedPass | None = None
         self._held: HeldData | None = None
@@ -100,8 +98,8 @@ class PassMonitor:
         Args:
             why: Says why samples may be the same, and what to do.
         """
-        if self._peers is not None and self._mailbox is not None:
-            self._first_items = FirstItems(self._peers, self._mailbox, why)
+        if self._mailbox is not None:
+            self._first_items = FirstItems(self._mailbox, why)
 
     def note_batch(self, batch: Any, begun: LoggedPass | None = None) -> None:
         """Record a batch of this rank's part of the data, in a pass; in the latest one by default."""
@@ -157,9 +155,8 @@ class PassMonitor:
         if not self.is_on:
             return None
         self._batches_in_epoch = batches_in_epoch
-        is_own = (
-            self.has_own_lengths or get_ident() != self._thread
-        )  # something reads ahead, by as much as there was time for
+        # In another thread something reads ahead, by as much as there was time for.
+        is_own = self.has_own_lengths or get_ident() != self._thread
         told = (lambda: progress()._replace(is_own=True)) if is_own else progress
         made = self._made_by_all
         others = None if is_own or made is None else made[self._group] - self._made - self._made_before
@@ -193,14 +190,14 @@ class PassMonitor:
         Raises:
             RankMismatchError: The ranks' logs contradict each other.
         """
-        if self._mailbox is None or self._peers is None:
+        if self._mailbox is None:
             return
         self._settle()
         times = _TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST
         began_s = perf_counter()
         if self._comparisons >= _FREE and began_s - self._ended_s < times * self._cost_s:
             return
-        self._exchange(self._mailbox, self._peers)
+        self._exchange(self._mailbox)
         if self._first_items is not None and (made := self._log.latest) is not None:
             numbers = self._log.lists, self._log.number_of(made)
             self._first_items.compare(self._name, numbers, made.first)
@@ -213,7 +210,7 @@ class PassMonitor:
             if not (self._slack or self.has_own_lengths) and (made := self._made_by_all) is not None:
                 made[self._group] += more
 
-    def _exchange(self, mailbox: Mailbox, peers: Peers) -> None:
+    def _exchange(self, mailbox: Mailbox) -> None:
         """Leave this rank's record, and compare the log with what others have left by now."""
         mailbox.post(self._log.record().to_text())
         if (told := mailbox.left("told")) is not None:
@@ -227,9 +224,9 @@ class PassMonitor:
             for record in records:
                 found = difference(self._log, record, self._slack)
                 if found is not None and found.rule is Rule.HELD:
-                    self._compare_held(mailbox, peers, rank, found)
+                    self._compare_held(mailbox, rank, found)
                 elif found is not None:
-                    self._tell(mailbox, peers, rank, found)
+                    self._tell(mailbox, rank, found)
         # What is of a pass that this rank has left was judged.
         self._heard = {
             rank: kept
@@ -237,8 +234,9 @@ class PassMonitor:
             if (kept := deque((one for one in records if self._log.may_reach(one)), maxlen=_HEARD))
         }
 
-    def _tell(self, mailbox: Mailbox, peers: Peers, rank: int, found: Difference) -> None:
+    def _tell(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise the mismatch, and leave it for all."""
+        peers = mailbox.peers
         others = [other for other in peers.members if other not in {peers.rank, rank}]
         records = {other: Record.of_text(text) for other, text in mailbox.read_of(others).items()}
         alike = [
@@ -261,7 +259,7 @@ class PassMonitor:
             self._has_warned = True
             warnings.warn(text, StreamLengthWarning, stacklevel=2)
 
-    def _compare_held(self, mailbox: Mailbox, peers: Peers, rank: int, found: Difference) -> None:
+    def _compare_held(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise if the user has changed two ranks' datasets in other ways; they may hold what is their own as well."""
         try:
             theirs = json.loads(mailbox.read_of([rank], "held").get(rank, b"{}"))
@@ -269,22 +267,15 @@ class PassMonitor:
         except (ValueError, TypeError, AttributeError):  # junk
             return
         if names and found.mine is not None:
-            text = held_text(self._name, (peers.rank, rank), found.mine.epoch, names)
+            text = held_text(self._name, (mailbox.peers.rank, rank), found.mine.epoch, names)
             self._raise(mailbox, text)
 
     # ---- passes whose end nobody knows before ----
 
     def give_step(self, begun: LoggedPass, batches: int) -> None:
-        """Leave that this rank was given so many batches of such a pass, if that is due."""
-        now_s = perf_counter()
-        if batches == 1:
-            self._first_step_s = now_s
-        if self._open_end is None or now_s < self._step_due_s:
-            return
-        self._open_end.give(self._name_of(begun), batches)
-        if batches >= _TOLD_STEPS:
-            told_s = perf_counter()
-            self._step_due_s = told_s + _STEP_TIMES * (told_s - now_s)
+        """Leave that this rank was given so many batches of such a pass."""
+        if self._open_end is not None:
+            self._open_end.give(self._name_of(begun), batches)
 
     def end_steps(self, begun: LoggedPass, batches: int) -> None:
         """Compare how many batches such a pass had; wait a moment for ranks that may be given more.
@@ -292,13 +283,12 @@ class PassMonitor:
         Raises:
             RankMismatchError: Another rank was given more.
         """
-        if self._open_end is None or self._mailbox is None or self._peers is None:
+        if self._open_end is None or self._mailbox is None:
             return
-        step_s = (perf_counter() - self._first_step_s) / max(1, batches - 1)
-        if self._open_end.is_longer(self._name_of(begun), batches + self._slack, step_s):
+        if self._open_end.is_longer(self._name_of(begun), batches, self._slack):
             text = (
                 f"Iterating the {self._name}: epoch {begun.epoch} ended after {batches} batches on rank "
-                f"{self._peers.rank}, and others were given more. {self.why_orders_differ()}"
+                f"{self._mailbox.peers.rank}, and others were given more. {self.why_orders_differ()}"
             )
             self._raise(self._mailbox, text, is_length=True)
 

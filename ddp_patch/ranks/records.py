@@ -57,7 +57,10 @@ class Record(NamedTuple):
 
     def to_text(self) -> str:
         """Return it as JSON."""
-        entry = () if self.entry is None else (*self.entry[:-1], *(self.entry.mark or ()))
+        entry: tuple[object, ...] = ()
+        if self.entry is not None:
+            *parts, is_own, held, mark = self.entry
+            entry = (*parts, int(is_own), held, *(mark or ()))  # "false" is four bytes more
         return json.dumps([VERSION, *self[:-1], *entry], separators=(",", ":"))
 
     @classmethod

@@ -300,7 +300,8 @@ def test_what_workers_fetch_ahead_of_a_loop_that_breaks_off_does_not_count() -> 
     """Of four batches, two are given and two are fetched; whoever then looks has fetched less of the next epoch."""
     taken = []
     for looks in range(2):
-        given = DataLoader(range(N), 4, sampler=Drawing(random.Random(3)), num_workers=1)
+        data: Any = range(N)
+        given = DataLoader(data, 4, sampler=Drawing(random.Random(3)), num_workers=1)
         loader: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=3)
         list(loader)
         list(islice(loader, 2))
