@@ -168,7 +168,7 @@ def _whole_numbers(values: Any) -> bytes:
         if isinstance(values, torch.Tensor | np.ndarray):
             there = values[:: max(1, values.nbytes >> 20)]
             return b"" if "float" in str(there.dtype) else np.ascontiguousarray(there).tobytes()
-        return array("q", [*values][:: max(1, len(values) >> 17)]).tobytes()
+        return array("q", values[:: max(1, len(values) >> 17)]).tobytes()
     return b""
 
 
