@@ -75,7 +75,9 @@ class LoggedPass:
         digest: Marks | None = None,
         others: int | None = None,
     ) -> None:
-        self.epoch, self.begins_at, self.others = epoch, begins_at, others
+        self.epoch: int = epoch
+        self.begins_at: str = begins_at
+        self.others: int | None = others
         self.digest: Marks | None = digest
         self.held: str = ""
         self.first: list[int] = []
