@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
-from pages import show_and_put
+from pages import markdown, show_and_put
 from torch.distributed import distributed_c10d
 from torch.utils.data import RandomSampler, Sampler
 
@@ -182,8 +184,8 @@ def main() -> None:
     head = ["", "on a rank", *(f"W = {world}" for world in WORLDS), "formula"]
     rows = [row for name, operation in OPERATIONS.items() for row in rows_of(name, operation)]
     print(markdown(head, rows))
-    shown = [[*row[:2], *row[-2:]] for row in [head, *rows]]  # the formula says the others
-    show_and_put(PAGE, "many-ranks", shown, grouped=True)
+    each = [[name, *(row[-1] for row in of_one)] for name, of_one in groupby(rows, key=itemgetter(0))]
+    show_and_put(PAGE, "many-ranks", [["", *(row[1] for row in rows[: len(each[0]) - 1])], *each])
 
 
 if __name__ == "__main__":
