@@ -151,8 +151,9 @@ OPERATIONS: dict[str, Callable[[int], object]] = {
 
 
 def fitted(counts: Sequence[float]) -> str:
-    """Return the formula in W that fits the counts: a constant, or a line."""
-    slope, start = np.polyfit(WORLDS, counts, 1)
+    """Return the formula in W that fits the counts of more than two ranks: a constant, or a line."""
+    _, *counts = counts
+    slope, start = np.polyfit(WORLDS[1:], counts, 1)
     if max(counts) - min(counts) <= 0.2 * max(counts):
         return f"{round(float(np.mean(counts))):,}"
     return f"{round(float(slope)):,} W" + (f" + {round(float(start)):,}" if round(float(start)) > 0 else "")
