@@ -19,7 +19,7 @@ from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress
 from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
 from ddp_patch.ranks.open_end import OpenEnd
-from ddp_patch.ranks.records import Record
+from ddp_patch.ranks.records import Record, State
 from ddp_patch.ranks.rules import Difference, Rule, difference
 
 __all__ = ["PassMonitor"]
@@ -49,7 +49,7 @@ class PassMonitor:
 
     Attributes:
         has_own_lengths: Whether ranks may have any number of batches in a pass.
-        only_warns_of_lengths: Whether the user says that the loader is sharded, so that unequal steps are a warning.
+        only_warns_of_lengths: Whether the user says that the loader is sharded: parts of unequal length are a warning.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
     """
 
@@ -248,7 +248,10 @@ class PassMonitor:
         ]
         parties = Parties(peers.rank, sorted([rank, *alike]))
         text = mismatch_text(self._name, parties, found, self._batches_in_epoch(), self.why_orders_differ)
-        self._raise(mailbox, text, is_length=found.rule is Rule.LENGTH)
+        ends = [one for one in (found.mine, found.theirs) if one is not None and one.state is not State.RUNNING]
+        shorter = min(ends, key=lambda one: one.batches, default=None)
+        is_unequal = found.rule is Rule.LENGTH and shorter is not None and shorter.state is State.ENDED
+        self._raise(mailbox, text, is_length=is_unequal)
 
     def _raise(self, mailbox: Mailbox, text: str, *, is_length: bool = False) -> None:
         """Raise a mismatch, and leave it for all; or only warn, once, where the user says that lengths are right."""

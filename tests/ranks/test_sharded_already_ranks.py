@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -243,3 +244,52 @@ def astray(rank: int, ranks: int) -> str:
 
 def test_samples_that_another_rank_was_given_in_the_epoch_before_its_latest_are_told() -> None:
     assert any("are also rank" in told for told in run_ranks(astray, 2))
+
+
+class PartOfStream(IterableDataset[int]):
+    """Reads one rank's part on purpose."""
+
+    is_ddp_aware = True
+
+    def __init__(self, data: range) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.data)
+
+
+def in_parts(rank: int, shorter: int, leaves_after: int) -> tuple[str, list[str]]:
+    """Each rank reads a part on purpose; rank 1 has a shorter one, or leaves it early."""
+    part = range(24 * rank, 24 * rank + 24 - shorter * rank)
+    train: Any = patch_dataloader_to_ddp(DataLoader(PartOfStream(part), 4))
+    told = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in range(2):
+                for step, _ in enumerate(train, 1):
+                    if rank and step == leaves_after:
+                        break
+        except DDPPatchError as error:
+            told = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return told, [type(one.message).__name__ for one in caught]
+
+
+def unequal_parts(rank: int, ranks: int) -> tuple[str, list[str]]:
+    return in_parts(rank, shorter=12, leaves_after=0)
+
+
+def left_early(rank: int, ranks: int) -> tuple[str, list[str]]:
+    return in_parts(rank, shorter=0, leaves_after=3)
+
+
+def test_parts_on_purpose_that_are_unequal_are_a_warning() -> None:
+    ranks = run_ranks(unequal_parts, 2)
+    assert not any(told for told, _ in ranks)
+    assert "StreamLengthWarning" in {name for _, names in ranks for name in names}
+
+
+def test_no_rank_may_leave_a_part_on_purpose_alone() -> None:
+    told = [told for told, _ in run_ranks(left_early, 2)]
+    assert any("RankMismatchError" in text and "rank 1 left epoch 0 after 3" in text for text in told)
