@@ -50,7 +50,7 @@ def mismatch_text(
             f"{began}: in epoch {mine.epoch}, {here} and {there} draw different orders, {where}. {why_orders_differ()}"
         )
     if found.rule is Rule.LENGTH:
-        is_mine = _is_over(mine) and not (_is_over(theirs) and theirs.batches < mine.batches)
+        is_mine = found.shorter is mine
         behind, further = (mine, theirs) if is_mine else (theirs, mine)
         who, others = (here, there) if is_mine else (there, here)
         return f"{began}: {_length(behind, who, others, further, total)}"
@@ -90,10 +90,6 @@ _ALIKE = (
     "Look at a batch on every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on "
     "every rank before the epoch."
 )
-
-
-def _is_over(entry: Entry) -> bool:
-    return entry.state is not State.RUNNING
 
 
 def _what(entry: Entry) -> str:

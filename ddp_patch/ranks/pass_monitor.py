@@ -248,8 +248,7 @@ class PassMonitor:
         ]
         parties = Parties(peers.rank, sorted([rank, *alike]))
         text = mismatch_text(self._name, parties, found, self._batches_in_epoch(), self.why_orders_differ)
-        ends = [one for one in (found.mine, found.theirs) if one is not None and one.state is not State.RUNNING]
-        shorter = min(ends, key=lambda one: one.batches, default=None)
+        shorter = found.shorter
         is_unequal = found.rule is Rule.LENGTH and shorter is not None and shorter.state is State.ENDED
         self._raise(mailbox, text, is_length=is_unequal)
 

@@ -46,6 +46,12 @@ class Difference(NamedTuple):
     mine: Entry | None
     theirs: Entry | None
 
+    @property
+    def shorter(self) -> Entry | None:
+        """The pass that is over, after fewer batches if both are; None if neither is, or is kept."""
+        over = [one for one in (self.mine, self.theirs) if one is not None and one.state is not State.RUNNING]
+        return min(over, key=lambda one: one.batches, default=None)
+
 
 def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
     """Return how another rank's record contradicts a log; None if one rank may only be faster than the other.
