@@ -29,7 +29,7 @@ from ddp_patch.errors import (
 from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
-from ddp_patch.loaders.samples import length_of
+from ddp_patch.loaders.samples import steps_of
 from ddp_patch.loaders.to_device import Mover
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.batches import CollateByValue, Tally, describe_share
@@ -182,7 +182,7 @@ class OwnMethods(HeldByLoader):
             tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
             watch_batches(iterator, "tally", tally)
         if self._monitor is not None and isinstance(iterator, RunningLoader):
-            is_open_ended = length_of(loader, ()) is None
+            is_open_ended = steps_of(loader) is None
             watch_batches(iterator, "tally", WatchedPasses(self._monitor, is_open_ended=is_open_ended))
         return iterator
 

@@ -44,6 +44,7 @@ __all__ = [
     "imported_fsdp",
     "is_torch_batch_sampler",
     "lacking",
+    "length_not_noted",
     "made_worker_info",
     "noted_worker_info",
     "pinned_by",
@@ -341,6 +342,18 @@ def pinned_by(iterator: Any, batch: Any) -> Any:
     except TorchVersionError:
         return batch
     return pin_memory(batch, getattr(iterator, "_pin_memory_device", None))
+
+
+@contextmanager
+def length_not_noted(loader: DataLoader[Any]) -> Iterator[None]:
+    """While entered, a loader's ``len()`` may be asked: torch notes that it was, and warns if more batches come."""
+    name = "_IterableDataset_len_called"
+    before = vars(loader).get(name)
+    try:
+        yield
+    finally:
+        if name in vars(loader):
+            setattr(loader, name, before)
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:

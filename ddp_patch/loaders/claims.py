@@ -11,7 +11,7 @@ from ddp_patch.loaders.contents import chosen_samples, held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.overlap import first_samples
 from ddp_patch.loaders.recognition import may_ask_rank, samplers_within, stores_of_world
-from ddp_patch.loaders.samples import length_of
+from ddp_patch.loaders.samples import length_of, steps_of
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.walks import stored
 
@@ -42,7 +42,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
     holder, dataset, n = facts.sharded_by, facts.dataset, facts.dataset_length
     claim: dict[str, Any] = {
         "name": type(holder).__name__,
-        "steps": _steps(facts.loader),
+        "steps": steps_of(facts.loader),
         "settings": {},
         "stored": stores_of_world(holder),
         "seed": next((one for name, one in stored(holder).items() if "seed" in name and type(one) is int), None),
@@ -69,12 +69,3 @@ def split_claim(facts: LoaderFacts[Any]) -> Claim | None:
     """Return what the ranks compare of an iterable dataset that is to split itself by workers: what it holds."""
     dataset = facts.dataset
     return None if may_ask_rank(dataset) else {"name": type(dataset).__name__, "held": held_by(dataset)}
-
-
-def _steps(loader: Any) -> int | None:
-    """Return how many batches a loader says that it has; torch notes that it was asked, and warns of more later."""
-    noted = getattr(loader, "_IterableDataset_len_called", None)
-    steps = length_of(loader, ())
-    if hasattr(loader, "_IterableDataset_len_called"):
-        loader._IterableDataset_len_called = noted
-    return steps

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddp_patch.compat.private_torch import is_torch_batch_sampler
+from ddp_patch.compat.private_torch import is_torch_batch_sampler, length_not_noted
 from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.generators import (
@@ -38,6 +38,7 @@ __all__ = [
     "length_of",
     "nested_samplers",
     "or_unknown",
+    "steps_of",
     "tell_epoch",
 ]
 
@@ -175,6 +176,12 @@ def length_of(source: Any, samplers: Iterable[object]) -> int | None:
             return len(source)
     except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
         return None
+
+
+def steps_of(loader: DataLoader[Any]) -> int | None:
+    """Return how many batches a loader says that it has; None if it does not say."""
+    with length_not_noted(loader):
+        return length_of(loader, ())
 
 
 def or_unknown(length: int | None) -> int | str:

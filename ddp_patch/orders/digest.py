@@ -21,8 +21,8 @@ _GROWTH = 1.25
 # Stands for a count where all items came.
 END = -1
 
-# Python's hashes of these are the same in all processes.
-_NUMBERS = frozenset({int, float, bool, np.int64, np.int32, np.float64})
+# Python's hashes of these are the same in all processes; of floats not, because each NaN has its own.
+_NUMBERS = frozenset({int, bool, np.int64, np.int32})
 
 
 class Mark(NamedTuple):

@@ -14,7 +14,7 @@ from ddp_patch.loaders.copying import OWN_METHODS, HeldByLoader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
-from ddp_patch.loaders.samples import length_of
+from ddp_patch.loaders.samples import length_of, steps_of
 from ddp_patch.loaders.to_device import Mover
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
@@ -77,7 +77,7 @@ def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
 
 
 def _steps(loader: DataLoader[Any]) -> str:
-    steps = length_of(loader, ())
+    steps = steps_of(loader)
     return "steps" if steps is None else f"{steps:,} step{'' if steps == 1 else 's'}"
 
 

@@ -293,3 +293,23 @@ def test_parts_on_purpose_that_are_unequal_are_a_warning() -> None:
 def test_no_rank_may_leave_a_part_on_purpose_alone() -> None:
     told = [told for told, _ in run_ranks(left_early, 2)]
     assert any("RankMismatchError" in text and "rank 1 left epoch 0 after 3" in text for text in told)
+
+
+class Underestimated(PartOfStream):
+    def __len__(self) -> int:
+        return len(self.data) - 1
+
+
+def watched_with_a_low_estimate(rank: int, ranks: int) -> list[str]:
+    part = Underestimated(range(8 * rank, 8 * rank + 8))
+    train: Any = patch_dataloader_to_ddp(DataLoader(part, batch_size=1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # an iterator takes over what was noted before it
+            assert sum(1 for _ in train) == 8  # list() would ask for the length
+        dist.barrier()
+    return [str(one.message) for one in caught if "Length of IterableDataset" in str(one.message)]
+
+
+def test_torch_does_not_warn_of_a_length_that_only_the_watching_asked_for() -> None:
+    assert run_ranks(watched_with_a_low_estimate, 2) == [[], []]

@@ -37,6 +37,12 @@ def test_any_two_neighbours_that_change_places_show_at_the_next_mark() -> None:
             assert (other.marks[count] == value) == (0 < count <= place)
 
 
+def test_nan_is_the_same_whichever_it_is() -> None:
+    first, second = ([(index, float("nan")) for index in range(20)] for _ in range(2))
+    assert digest_of(first).marks == digest_of(second).marks
+    assert digest_of([float("nan"), 1.0]).value == digest_of([float("nan"), 1.0]).value
+
+
 def test_a_mark_comes_when_a_quarter_more_came() -> None:
     counts = mark_counts()
     assert [next(counts) for _ in range(12)] == [1, 2, 3, 4, 6, 8, 11, 14, 18, 23, 29, 37]
