@@ -71,6 +71,13 @@ KINDS: dict[str, list[Any]] = {
     "names": ["a", "b", "c"],
     "indices and names": [(3, "a"), (1, "b")],
     "a name among indices": [3, "a", 2],
+    # The first items are hashed one by one, later ones many at once.
+    "a name among many indices": [*range(200), "a", *range(20)],
+    "nothing among many indices": [*range(200), None, *range(20)],
+    "a name among many pairs": [*((at, 0) for at in range(200)), (1, "a"), *((at, 0) for at in range(20))],
+    "a float among many indices": [*range(200), 0.5, *range(20)],
+    "a tensor among many indices": [*range(200), torch.tensor(1), *range(20)],
+    "large numpy's": [np.int64(2**62)] * 200,
     "large": [2**70, -(2**70)],
     "floats": [0.5, 1.5],
     "tensors": [torch.tensor(3), torch.tensor(1)],
