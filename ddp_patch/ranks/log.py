@@ -93,8 +93,10 @@ class LoggedPass:
 
     @property
     def is_look(self) -> bool:
-        """Whether it may be no more than a look."""
+        """Whether it may be no more than a look; an error stands in the place of a batch."""
         given = self.progress
+        if given.state is State.FAILED:
+            return given.least < _A_LOOK
         return given.least <= _A_LOOK and given.state is State.RUNNING
 
     def tell(self, given: Progress) -> None:
@@ -146,7 +148,8 @@ class Log:
 
     def strike_looks(self) -> None:
         """Strike the looks at the list's end: an epoch is chosen."""
-        del self._passes[self.settled - self._first :]
+        while self._first + len(self._passes) > self.settled and self._passes[-1].is_look:
+            self._passes.pop()
 
     def close(self) -> None:
         """Begin a new list: a position is restored."""

@@ -27,13 +27,15 @@ class Rank:
         order: str = "abcdefgh",
         others: int = 0,
         is_own: bool = False,
+        compares: bool = True,
     ) -> Self:
         """Make a pass of so many batches."""
         digest = Digest()
         digest.add(list(order[:batches]))
         told = Progress(batches, batches, state, is_own)
         self.log.begin(LoggedPass(epoch, begins_at, lambda: told, digest, None if is_own else others))
-        self.log.settle()
+        if compares:
+            self.log.settle()
         return self
 
     def all_of(self, epoch: int, batches: int = 8, **options: object) -> Self:
@@ -101,6 +103,16 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     ),
     "failed in the last batch": (Rank().takes(0, 7, State.FAILED).takes(1, 2), Rank().all_of(0), None),
     "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
+    "failed before the ranks compared, and an epoch set": (
+        Rank().takes(0, 1, State.FAILED, compares=False).sets_an_epoch().takes(1, 2),
+        Rank().takes(0, 2).sets_an_epoch().takes(1, 2),
+        None,
+    ),
+    "failed in the first batch, and an epoch set": (
+        Rank().takes(0, 0, State.FAILED).sets_an_epoch().takes(1, 2),
+        Rank().takes(0, 1).sets_an_epoch().takes(1, 2),
+        None,
+    ),
     # (d) looks
     "a look": (Rank().takes(0, LOOK), Rank().takes(0, 4), None),
     "a look that nobody struck": (Rank().takes(0, LOOK).takes(1, 2), Rank().takes(0, 4), Rule.LENGTH),
