@@ -13,7 +13,7 @@ import torch
 from ddp_patch.errors import MissingRanksError
 from ddp_patch.evaluation.outputs import Form, Leaf, empty_rows, put
 from ddp_patch.evaluation.row_order import Place, Placed, RowKeys, placed
-from ddp_patch.ranks.channel import gloo_between
+from ddp_patch.ranks.group import made_group
 from ddp_patch.ranks.packing import bytes_of, unpacked
 
 __all__ = [
@@ -138,7 +138,7 @@ def _opened(members: Members, name: str) -> Connection:
         return Connection(members, None, name)
     place = members.ranks.index(members.rank)
     with _failures_told(members):
-        return Connection(members, gloo_between(name, place, len(members.ranks), members.timeout), name)
+        return Connection(members, made_group(members.ranks, "Gathering outputs", members.timeout)._gloo, name)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The step that a loop is in: its mask, its weight, and what all ranks have of it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from itertools import chain
@@ -16,6 +16,7 @@ from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.to_device import Mover, device_of, without_device
 from ddp_patch.ranks.channel import opened_sums
+from ddp_patch.ranks.group import closed_at_exit
 from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
@@ -231,13 +232,13 @@ def iter_with_weights(
         weighed = _weighed(steps_alone(_WEIGHING, loader), 1, like, weight_of, sum_of)
     else:
         batches = require_one_stream(_WEIGHING, loader)
-        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, like, weight_of)
+        weighed = closed_at_exit(_shared(steps_of(_WEIGHING, loader, batches), batches, like, weight_of))
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
 
 
-def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:
+def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: WeightOf | None) -> Generator[Any]:
     """Yield the batches of a patched loader, with their weights."""
     sampler, world = batches.sampler, batches.sampler.agreed.world
     ranks = world.num_replicas

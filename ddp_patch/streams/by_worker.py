@@ -15,6 +15,7 @@ from ddp_patch.compat.private_torch import WrappedIterator, pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
+from ddp_patch.ranks.group import closed_at_exit
 from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, RoundPlan
 from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
@@ -94,7 +95,8 @@ class EvenSteps(WrappedIterator, Iterator[Any]):
     def __next__(self) -> Any:
         if self._pass is None:
             # It must not hold this: it ends when this is dropped.
-            self._pass = _handed_out(OwnBatches(self.wrapped, self._maker.sampler.monitor.note_batch), self._maker)
+            own = OwnBatches(self.wrapped, self._maker.sampler.monitor.note_batch)
+            self._pass = closed_at_exit(_handed_out(own, self._maker))
         while (batch := next(self._pass)) is WAITS:
             pass
         return batch
@@ -252,6 +254,8 @@ def even_steps(
             is_fast = clock() - heard_at < _FAST_S * (rounds.count - steps)
             heard = _heard(channel, own, rounds, 2 * plan.wanted)
             plan.hear(heard, is_fast=is_fast, room=own.room)
+            if plan.hands_over:
+                channel.meet()  # one that has reported and then left would be waited for
             # All at once: it takes fewer messages, and in the planned rounds nobody waits for another.
             own.hand_over(plan, channel)
             yield WAITS
