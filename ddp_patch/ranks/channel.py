@@ -57,7 +57,6 @@ def opened(
         RankMismatchError: The facts differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
     """
-
     free = {group.name: group for group in kept_groups(members) if not group.is_lent}
     own = {"groups": {name: group.begun for name, group in free.items()}}
 

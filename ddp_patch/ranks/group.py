@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -22,7 +22,7 @@ from ddp_patch.compat.private_torch import gather_in_background, gloo_group, sum
 from ddp_patch.errors import DDPPatchError, MissingRanksError
 from ddp_patch.ranks.exchange import exchange, ranks_text
 
-__all__ = ["Group", "closed_at_exit", "kept_groups", "made_group"]
+__all__ = ["Group", "closed_at_exit", "kept_groups", "made_group", "unreachable"]
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class Group:
             more = min(have, ranks - have)
             self._swap(held[: ends[more]], self.index - have, held[ends[have] : ends[have + more]], have, timeout)
             have += more
-        blocks = torch.split(held, [end - begin for begin, end in zip(ends, ends[1:], strict=False)])
+        blocks = torch.split(held, [end - begin for begin, end in pairwise(ends)])
         return [*blocks[ranks - self.index :], *blocks[: ranks - self.index]]
 
     def gather_on(
@@ -140,13 +140,13 @@ class Group:
             if (more := min(have, ranks - place - have)) > 0:
                 self._swap(nothing, 0, held[ends[have] : ends[have + more]], have, timeout)
             have *= 2
-        blocks = torch.split(held, [end - begin for begin, end in zip(ends, ends[1:], strict=False)])
+        blocks = torch.split(held, [end - begin for begin, end in pairwise(ends)])
         return [*blocks[ranks - target :], *blocks[: ranks - target]]
 
     def _room(self, own: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
         """Return room for all bytes, with this rank's first and those of the ranks after it behind, and their ends."""
         ends = [0, *accumulate([*sizes[self.index :], *sizes[: self.index]])]
-        held = torch.empty(ends[-1], dtype=torch.uint8)
+        held = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
         held[: ends[1]] = own
         return held, ends
 
@@ -206,7 +206,7 @@ def made_group(members: Sequence[int], doing: str, timeout: float, failure: str 
     try:
         gloo = gloo_group(addresses, index, len(ranks), timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise addresses.error or _unreachable(doing, ranks, f"{error}") from error
+        raise addresses.error or unreachable(doing, ranks, f"{error}") from error
     if addresses.error is not None:
         raise addresses.error
     group = Group(gloo, addresses, ranks, index)
@@ -214,7 +214,7 @@ def made_group(members: Sequence[int], doing: str, timeout: float, failure: str 
     return group
 
 
-class _Addresses(dist.Store):
+class _Addresses(dist.Store):  # type: ignore[name-defined, misc]  # torch documents it, and its stubs lack it
     """The addresses of all ranks, which gloo asks for one by one: one meeting brings all."""
 
     def __init__(self, ranks: Sequence[int], doing: str, timeout: float, failure: str) -> None:
@@ -235,7 +235,7 @@ class _Addresses(dist.Store):
 
     def _judged(self, records: Mapping[int, Mapping[str, str]]) -> tuple[str, list[str]]:
         if failures := {record["failure"] for record in records.values()} - {""}:
-            raise _unreachable(self._doing, self._ranks, "; ".join(sorted(failures)))
+            raise unreachable(self._doing, self._ranks, "; ".join(sorted(failures)))
         return uuid4().hex, [record["address"] for record in records.values()]
 
     def get(self, key: str) -> bytes:
@@ -246,11 +246,12 @@ class _Addresses(dist.Store):
         """Do nothing: all are there."""
 
 
-def _unreachable(doing: str, ranks: Sequence[int], why: str) -> MissingRanksError:
+def unreachable(doing: str, ranks: Sequence[int], why: str) -> MissingRanksError:
+    """Return the error of a connection that failed."""
     return MissingRanksError(
         f"{doing}: the connection between {ranks_text(ranks)} failed ({why}). Look for the error of a rank that ended. "
-        "If none did, name the network interface by which they reach each other in GLOO_SOCKET_IFNAME, or pass a longer "
-        "timeout=."
+        "If none did, name the network interface by which they reach each other in GLOO_SOCKET_IFNAME, or pass a "
+        "longer timeout=."
     )
 
 

@@ -42,8 +42,7 @@ from ddp_patch.devices import checked_device, device_here
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, UnsupportedLoaderError
 from ddp_patch.evaluation import gather
 from ddp_patch.evaluation.outputs import Form
-from ddp_patch.evaluation.row_order import Placed
-from ddp_patch.evaluation.send import Column, Connection, LocalColumn, Members, gathered
+from ddp_patch.evaluation.sending import device_for
 from ddp_patch.options import Options
 
 N = 23
@@ -473,25 +472,15 @@ RECEIVED: list[tuple[str | None, str, str]] = [
 
 
 @pytest.mark.parametrize(("loaders", "theirs", "here"), RECEIVED)
-def test_a_rank_without_rows_gathers_on_its_own_device(
-    loaders: str | None, theirs: str, here: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_rows_gathers_on_its_own_device(loaders: str | None, theirs: str, here: str) -> None:
     """Nowhere does it say which of its kind the others mean."""
-    asked: list[Any] = []
-    monkeypatch.setattr(torch, "empty", lambda *args, device, **kwargs: asked.append(device))
-    members = Members([0], 0, None, 1.0, None if loaders is None else torch.device(loaders))
-    column = Column(Form("tensor", torch.float32, (2,), device=theirs), [(2,)], [0])
-    gathered(Connection(members, None), column, Placed([0]), LocalColumn(), None)
-    assert asked == [torch.device(here)]
+    form = Form("tensor", torch.float32, (2,), device=theirs)
+    assert device_for(form, None, None if loaders is None else torch.device(loaders)) == torch.device(here)
 
 
 def test_outputs_are_gathered_where_the_loaders_batches_come(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-
-    def notes(connection: Connection, *_: Any) -> Any:
-        asked.append(connection.members.device)
-
-    monkeypatch.setattr(gather, "gathered", notes)
+    monkeypatch.setattr(gather, "result_of", lambda *given, **_: asked.append(given[-1]))
     loader = patch_dataloader_to_ddp(DataLoader(Indices(2)), rank=0, num_replicas=1, device="meta")
     gather_in_order(torch.cat(list(loader)), loader)
     assert asked == [META]

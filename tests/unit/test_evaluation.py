@@ -49,7 +49,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.evaluation.row_order import keys_of, placed
+from ddp_patch.evaluation.row_order import RowOrder, keys_of
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.ranks.packing import packed
@@ -318,9 +318,7 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
             keys.append(keys_of(schedule.keys(schedule.records())))
         in_order = sorted(place for places in given for place in places)
         result: list[int | None] = [None] * len(in_order)
-        found = placed(keys)
-        for rank, rows in enumerate(given):
-            places = [place for run in found.places(rank) for place in run]
+        for places, rows in zip(RowOrder(keys).places(), given, strict=True):
             for place, row in zip(places, rows, strict=True):
                 result[place] = row
         assert result == in_order, (n, world_size, skip, dropped)
@@ -329,14 +327,13 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
 def test_rows_in_a_regular_order_need_no_memory_of_their_own(uneven: Uneven, layout: Layout) -> None:
-    """A million rows of each rank have one run of keys, and one of places."""
+    """A million rows of each rank have one run of keys."""
     keys = []
     for rank in range(3):
         schedule = Schedule(Plan(rank, 3, uneven, layout), Batching(10_000, drop_last=False), [Part(0, 3_000_001)])
         keys.append(keys_of(schedule.keys(schedule.records())))
-    found = placed(keys)
-    for rank, own in enumerate(keys):
-        assert [type(run) for run in own] == [type(run) for run in found.places(rank)] == [range]
+    assert [type(run) for run in keys] == [range] * 3
+    assert [len(places) for places in RowOrder(keys).places(5, 10)] == [5] * 3
 
 
 # What is refused.
