@@ -167,6 +167,21 @@ def test_two_passes_with_masks_side_by_side() -> None:
     assert all(len(batch) == len(mask) for batch, mask in [*first, *second])
 
 
+def test_a_collate_fn_that_leaves_rows_out_has_no_mask() -> None:
+    def collate(samples: list[int]) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([sample for sample in samples if sample % 5])}
+
+    given = patch_dataloader_to_ddp(DataLoader(Indices(23), 4, collate_fn=collate), rank=0, num_replicas=2)
+    with raises(UnsupportedLoaderError, ("iter_with_mask", "4 samples", "3 rows", "collate_fn"), "row for each sample"):
+        list(iter_with_mask(given))
+
+
+def test_samples_that_are_short_tensors_have_masks() -> None:
+    raw: DataLoader[Any] = DataLoader(TensorDataset(torch.zeros(7, 1)), 4, collate_fn=as_it_is)
+    given = patch_dataloader_to_ddp(raw, rank=0, num_replicas=2)
+    assert [len(mask) for _, mask in iter_with_mask(given)] == [len(batch) for batch in given]
+
+
 # One process, without a group: the loader is the unpatched one.
 
 
