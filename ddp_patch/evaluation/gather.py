@@ -18,14 +18,16 @@ from ddp_patch.evaluation.row_order import Keys, joined, keys_of
 from ddp_patch.evaluation.sending import Sending, batch_sizes, result_of
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.to_device import device_of
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 
-__all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "gather_this_step"]
+__all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "gather_this_step", "is_in_a_step"]
 
 Outputs = TypeVar("Outputs")
 
@@ -245,6 +247,13 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         [[0, 2], [4, 6], [8]]
     """
     return _gathered("gather_step", outputs, loader, dst)
+
+
+def is_in_a_step(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader is patched, and a loop over it has begun and not ended."""
+    sampler = sharded_by(loader)
+    current = sampler.latest if isinstance(sampler, EpochSampler) else None
+    return current is not None and current.batches > 0 and not current.loop_saw_end
 
 
 def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Outputs:
