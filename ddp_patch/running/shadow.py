@@ -1,9 +1,9 @@
-"""A scratch world for the files of a rank that only shadows the first one.
+"""Scratch worlds for the files of ranks that only shadow the first one.
 
 The first rank is the script: what it writes is what a user finds. Every other rank runs the same lines, so it makes the
 same folders, removes the same files and reads back what it wrote. It does all that in a folder of its own, laid over the
-file system: what it has written lies there, what it has not touched is read where it is, and what it has removed is
-noted as gone. So each rank sees the world that it made, and no idiom of saving needs a rule of its own.
+file system as that was when the run began. So each rank sees the world that it made, and no idiom of saving needs a rule
+of its own.
 
 Source:
     The words and rules of Linux' overlayfs: copy up before a change, an upper folder that hides the lower one.
@@ -17,8 +17,8 @@ import shutil
 import stat
 import tarfile  # noqa: F401 - as above
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from getpass import getuser
 from multiprocessing.util import get_temp_dir
@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 from numpy.lib import _datasource
 
-__all__ = ["Overlay", "shadowed"]
+__all__ = ["Overlay", "Past", "shadowed"]
 
 _PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 
@@ -58,19 +58,114 @@ _real = SimpleNamespace(**{name: function for name, function in vars(os).items()
 _open, _save, _load = io.open, torch.save, torch.load
 
 
+class Past:
+    """The file system as it was when the run began.
+
+    The first rank keeps what it is about to change or remove, and notes what it is about to make; others leave that out.
+
+    Args:
+        folder: A folder of all ranks on this machine.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._kept, self._notes = os.path.join(folder, "kept"), os.path.join(folder, "made")
+        self._made: set[str] = set()
+        self._known = 0  # how much of the notes was read
+
+    def keep(self, path: str, *, in_place: bool) -> None:
+        """Keep what is at a path, on the first rank, which is about to change it; once.
+
+        Args:
+            path: The path, whole and without links.
+            in_place: Whether the file itself is changed, so that a second name of it would not do.
+        """
+        kept = self._kept + path
+        if self._is_made(path) or (_is_there(kept) and not _is_folder(kept)):
+            return
+        if not _is_there(path):
+            with _open(self._notes, "ab", buffering=0) as notes:
+                notes.write(os.fsencode(path) + b"\0")
+            return
+        if _is_folder(path, follow=False):
+            _make_folders(kept)
+            return
+        _make_folders(os.path.dirname(kept))
+        try:
+            if in_place:
+                raise OSError
+            _real.link(path, kept)
+        except OSError:  # not on one disk
+            _copy(path, f"{kept}.part")
+            _real.replace(f"{kept}.part", kept)
+
+    def keep_all(self, path: str) -> None:
+        """Keep what is at a path, and all that is in it, on the first rank, which is about to move it."""
+        self.keep(path, in_place=False)
+        for name in _real.listdir(path) if _is_folder(path, follow=False) else ():
+            self.keep_all(os.path.join(path, name))
+
+    def lies(self, path: str) -> str:
+        """Return where what was at a path lies now; where nothing is, if nothing was there."""
+        kept = self._kept + path
+        return kept if _is_there(kept) or self._is_made(path) else path
+
+    def names(self, path: str) -> set[str]:
+        """Return the names that were in a folder."""
+        found: set[str] = set()
+        for folder in (path, self._kept + path):
+            if _is_folder(folder):
+                found.update(_real.listdir(folder))
+        return {name for name in found if _is_there(self.lies(os.path.join(path, name)))}
+
+    def _is_made(self, path: str) -> bool:
+        """Return whether the first rank has made what is at a path, or a folder that it is in."""
+        try:
+            size = _real.stat(self._notes).st_size
+        except FileNotFoundError:
+            return False
+        if size > self._known:
+            with _open(self._notes, "rb") as notes:
+                notes.seek(self._known)
+                self._made.update(os.fsdecode(path) for path in notes.read(size - self._known).split(b"\0") if path)
+            self._known = size
+        return _is_within(path, self._made)
+
+
+def _is_within(path: str, places: Container[str]) -> bool:
+    """Return whether a path, or a folder that it is in, is one of some places."""
+    while path not in places:
+        if path == os.sep:
+            return False
+        path = os.path.dirname(path)
+    return True
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file or a link."""
+    if _is_link(source):
+        _real.symlink(_real.readlink(source), target)
+        return
+    with _open(source, "rb") as read, _open(target, "wb") as write:
+        shutil.copyfileobj(read, write)
+    found = _real.stat(source)
+    _real.chmod(target, stat.S_IMODE(found.st_mode))
+    _real.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
 class Overlay:
     """A folder laid over the file system.
 
     A path is *seen* as the script names it, whole and without links; it *lies* in the folder if it was written, else
-    where it is seen.
+    where it was in the past.
 
     Args:
         folder: The folder, which is there.
+        past: What lies below.
         left_alone: Folders that are read and written where they are.
     """
 
-    def __init__(self, folder: str, left_alone: tuple[str, ...] = ()) -> None:
-        self._folder, self._here = folder, _real.getcwd()
+    def __init__(self, folder: str, past: Past, left_alone: Sequence[str] = ()) -> None:
+        self._folder, self._past, self._here = folder, past, _real.getcwd()
         self._left_alone = tuple(f"{each}{os.sep}" for each in (folder, *left_alone))
         self._gone: set[str] = set()  # removed; or made anew, so that what was there before is not seen
 
@@ -113,7 +208,7 @@ class Overlay:
         try:
             _real.lstat(above)
         except FileNotFoundError:
-            return above if self._is_hidden(seen) else seen
+            return above if _is_within(seen, self._gone) else self._past.lies(seen)
         except (OSError, ValueError):  # which whoever asks for it gets, too
             return above
         return above
@@ -141,14 +236,8 @@ class Overlay:
             _make_folders(above)
             for name in self.names(seen):
                 self._copy_up(os.path.join(seen, name))
-        elif lies != above and _is_link(lies):
-            _real.symlink(_real.readlink(lies), above)
         elif lies != above and _is_there(lies):
-            with _open(lies, "rb") as source, _open(above, "wb") as target:
-                shutil.copyfileobj(source, target)
-            found = _real.stat(lies)
-            _real.chmod(above, stat.S_IMODE(found.st_mode))
-            _real.utime(above, ns=(found.st_atime_ns, found.st_mtime_ns))
+            _copy(lies, above)
 
     def _above(self, seen: str) -> str:
         return self._folder + seen
@@ -156,28 +245,21 @@ class Overlay:
     def _is_left_alone(self, seen: str) -> bool:
         return f"{seen}{os.sep}".startswith(self._left_alone)
 
-    def _is_hidden(self, seen: str) -> bool:
-        """Return whether a path, or a folder that it is in, was removed."""
-        if not self._gone:
-            return False
-        while seen not in self._gone:
-            if seen == os.sep:
-                return False
-            seen = os.path.dirname(seen)
-        return True
-
     def names(self, seen: str) -> list[str]:
         """Return the names in a folder."""
-        above, found = self._above(seen), dict[str, None]()
-        if not self._is_hidden(seen) and _is_folder(seen):
-            found = {name: None for name in _real.listdir(seen) if os.path.join(seen, name) not in self._gone}
-        if not self._is_left_alone(seen) and _is_folder(above):
-            found |= dict.fromkeys(_real.listdir(above))
-        return list(found) if found or _is_folder(self.lies(seen)) else cast("list[str]", _real.listdir(self.lies(seen)))
+        lies = self.lies(seen)
+        if self._is_left_alone(seen) or not _is_folder(lies):
+            return cast("list[str]", _real.listdir(lies))
+        found: set[str] = set()
+        if not _is_within(seen, self._gone):
+            found = {name for name in self._past.names(seen) if os.path.join(seen, name) not in self._gone}
+        if _is_folder(above := self._above(seen)):
+            found.update(_real.listdir(above))
+        return sorted(found)
 
     def _forget(self, seen: str) -> None:
         """Note that what is there, besides what was written, is seen no longer."""
-        if not self._is_left_alone(seen) and _is_there(seen):
+        if not self._is_left_alone(seen) and _is_there(self._past.lies(seen)):
             self._gone.add(seen)
 
     # ---- what the script does ----
@@ -227,7 +309,7 @@ class Overlay:
         seen = self.seen(path, follow=False)
         lies = self.lies(seen)
         is_file = _is_there(lies) and not _is_folder(lies, follow=False)
-        if not is_file or lies != seen or self._is_left_alone(seen):
+        if not is_file or lies == self._above(seen) or self._is_left_alone(seen):
             _real.unlink(lies)
         self._forget(seen)
 
@@ -236,7 +318,7 @@ class Overlay:
         seen = self.seen(path, follow=False)
         lies = self.lies(seen)
         self._require_empty(path, seen)
-        if not _is_folder(lies, follow=False) or lies != seen or self._is_left_alone(seen):
+        if not _is_folder(lies, follow=False) or lies == self._above(seen) or self._is_left_alone(seen):
             _real.rmdir(lies)
         self._forget(seen)
 
@@ -425,15 +507,144 @@ def _caches() -> list[str]:
     return [os.path.realpath(os.path.expanduser(cache)) for cache in caches]
 
 
-@contextmanager
-def shadowed(folder: str) -> Iterator[None]:
-    """Let all files that this process and its forks write lie in a folder, while entered.
+class Keeper:
+    """Lets the first rank keep what was, before it changes it.
 
     Args:
-        folder: The folder, which is there.
+        past: What was.
+        left_alone: Folders that are of no interest.
     """
+
+    def __init__(self, past: Past, left_alone: Sequence[str]) -> None:
+        self._past = past
+        self._left_alone = tuple(f"{each}{os.sep}" for each in left_alone)
+
+    def _whole(self, path: Any, *, follow: bool) -> str | None:
+        """Return a path whole, and without links; None for an open file, or what is of no interest."""
+        if not isinstance(path, str | bytes | os.PathLike):
+            return None
+        text = os.path.abspath(os.fsdecode(path))
+        whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+        whole = os.path.realpath(whole) if follow else whole
+        return None if f"{whole}{os.sep}".startswith(self._left_alone) else whole
+
+    def _about_to_write(self, path: Any) -> None:
+        if (whole := self._whole(path, follow=True)) is not None:
+            self._past.keep(whole, in_place=True)
+
+    def open(self, file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
+        """Open a file, as ``open``."""
+        if isinstance(mode, str) and {*mode} & {*"wax+"}:
+            self._about_to_write(file)
+        return _open(file, mode, *args, **options)
+
+    def os_open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
+        """Open a file, as ``os.open``."""
+        if flags & _WRITES and flags & _ANONYMOUS != _ANONYMOUS:
+            self._about_to_write(path)
+        return cast(int, _real.open(path, flags, *args, **options))
+
+    def truncate(self, path: Any, length: int) -> None:
+        """Cut a file, as ``os.truncate``."""
+        self._about_to_write(path)
+        _real.truncate(path, length)
+
+    def _about_to_make(self, path: Any) -> None:
+        if (whole := self._whole(path, follow=False)) is not None and not _is_there(whole):
+            self._past.keep(whole, in_place=False)
+
+    def mkdir(self, path: Any, *args: Any, **options: Any) -> None:
+        """Make a folder, as ``os.mkdir``."""
+        self._about_to_make(path)
+        _real.mkdir(path, *args, **options)
+
+    def link(self, src: Any, dst: Any, **options: Any) -> None:
+        """Give a file a second name, as ``os.link``."""
+        self._about_to_make(dst)
+        _real.link(src, dst, **options)
+
+    def symlink(self, src: Any, dst: Any, *args: Any, **options: Any) -> None:
+        """Make a link, as ``os.symlink``."""
+        self._about_to_make(dst)
+        _real.symlink(src, dst, *args, **options)
+
+    def removing(self, function: Callable[..., Any], path: Any) -> None:
+        """Call a function of ``os`` that removes what is at a path."""
+        if (whole := self._whole(path, follow=False)) is not None and _is_there(whole):
+            self._past.keep(whole, in_place=False)
+        function(path)
+
+    def renaming(self, function: Callable[..., Any], src: Any, dst: Any) -> None:
+        """Call a function of ``os`` that moves what is at a path to another."""
+        before, after = (self._whole(path, follow=False) for path in (src, dst))
+        if before is not None and _is_there(before):
+            self._past.keep_all(before)
+        if after is not None:
+            self._past.keep(after, in_place=False)
+        function(src, dst)
+
+    def save(self, obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        """Save, as ``torch.save``."""
+        self._about_to_write(f)
+        _save(obj, f, *args, **options)
+
+
+_entered = False  # whether this process is in such a world
+
+
+@contextmanager
+def shadowed(rank: int, folder: str) -> Iterator[None]:
+    """Let a rank but the first one write into a world of its own, while entered; within one, do nothing.
+
+    Args:
+        rank: The rank.
+        folder: A folder of all ranks on this machine, which is there.
+    """
+    global _entered  # noqa: PLW0603 - as functions of os are this process's
+    if _entered:
+        yield
+        return
+    home = os.path.realpath(folder)
     # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
-    overlay = Overlay(os.path.realpath(folder), (*_DEVICES, os.path.realpath(get_temp_dir()), *_caches()))
+    left_alone = (home, *_DEVICES, os.path.realpath(get_temp_dir()), *_caches())
+    replaced = (
+        _of_first(home, left_alone) if rank == 0 else _of_shadow(os.path.join(home, f"rank-{rank}"), home, left_alone)
+    )
+    replaced["shutil._use_fd_functions"] = False  # rmtree goes by paths, wherever it was imported
+    if hasattr(shutil, "_rmtree_impl"):  # as of Python 3.13
+        replaced["shutil._rmtree_impl"] = shutil._rmtree_unsafe
+    openers = _datasource._file_openers
+    openers.keys()  # which numpy fills in at the first use
+    with ExitStack() as stack:
+        for name, ours in replaced.items():
+            stack.enter_context(patch(name, ours))
+        stack.enter_context(patch.dict(openers._file_openers, {None: replaced["io.open"]}))
+        _entered = True
+        try:
+            yield
+        finally:
+            _entered = False
+
+
+def _opening(open_file: Callable[..., Any]) -> dict[str, Any]:
+    return dict.fromkeys(("builtins.open", "io.open", "tarfile.bltn_open", "bz2._builtin_open"), open_file)
+
+
+def _of_first(home: str, left_alone: Sequence[str]) -> dict[str, Any]:
+    """Return what replaces what on the first rank."""
+    keeper = Keeper(Past(home), left_alone)
+    functions: dict[str, Callable[..., Any]] = {"open": keeper.os_open, "truncate": keeper.truncate}
+    functions |= {"mkdir": keeper.mkdir, "link": keeper.link, "symlink": keeper.symlink}
+    functions |= {name: partial(keeper.removing, getattr(_real, name)) for name in ("remove", "unlink", "rmdir")}
+    functions |= {name: partial(keeper.renaming, getattr(_real, name)) for name in ("rename", "replace")}
+    of_os = {f"os.{name}": _of_paths(getattr(_real, name), ours) for name, ours in functions.items()}
+    return {**of_os, **_opening(keeper.open), "torch.save": keeper.save}
+
+
+def _of_shadow(own: str, home: str, left_alone: Sequence[str]) -> dict[str, Any]:
+    """Return what replaces what on another rank."""
+    _make_folders(own)
+    overlay = Overlay(own, Past(home), left_alone)
     functions: dict[str, Callable[..., Any]] = {
         "open": overlay.os_open,
         "mkdir": overlay.mkdir,
@@ -450,21 +661,11 @@ def shadowed(folder: str) -> Iterator[None]:
     }
     functions |= {name: partial(overlay.looking, getattr(_real, name)) for name in _LOOKS}
     functions |= {name: partial(overlay.changing, getattr(_real, name)) for name in _CHANGES}
-    replaced: dict[str, Any] = {
+    return {
         **{f"os.{name}": _of_paths(getattr(_real, name), ours) for name, ours in functions.items()},
+        **_opening(overlay.open),
         "os.getcwd": overlay.getcwd,
         "os.getcwdb": lambda: os.fsencode(overlay.getcwd()),
-        "shutil._use_fd_functions": False,  # rmtree goes by paths, wherever it was imported
         "torch.save": overlay.save,
         "torch.load": overlay.load,
-        **dict.fromkeys(("builtins.open", "io.open", "tarfile.bltn_open", "bz2._builtin_open"), overlay.open),
     }
-    openers = _datasource._file_openers
-    openers.keys()  # which numpy fills in at the first use
-    if hasattr(shutil, "_rmtree_impl"):  # as of Python 3.13
-        replaced["shutil._rmtree_impl"] = shutil._rmtree_unsafe
-    with ExitStack() as stack:
-        for name, ours in replaced.items():
-            stack.enter_context(patch(name, ours))
-        stack.enter_context(patch.dict(openers._file_openers, {None: overlay.open}))
-        yield

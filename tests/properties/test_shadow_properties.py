@@ -59,7 +59,9 @@ OF_ONE: list[Callable[[str], Any]] = [
 ]
 OF_TWO: list[Callable[[str, str], Any]] = [os.rename, os.replace, shutil.copyfile, shutil.move, link, os.link]
 STEPS = st.one_of(
-    st.tuples(st.sampled_from(OF_ONE), NAMES), st.tuples(st.sampled_from([names, entries]), st.just(".")), st.tuples(st.sampled_from(OF_TWO), NAMES, NAMES)
+    st.tuples(st.sampled_from(OF_ONE), NAMES),
+    st.tuples(st.sampled_from([names, entries]), st.just(".")),
+    st.tuples(st.sampled_from(OF_TWO), NAMES, NAMES),
 )
 
 
@@ -82,7 +84,12 @@ def run(program: list[Any], folder: str) -> list[object]:
             kinds = TOLD_APART if len(paths) == 1 and does is not shutil.rmtree else ()
             seen.append(next((kind for kind in kinds if isinstance(error, kind)), OSError))
     tree = [(place, sorted(folders), sorted(files)) for place, folders, files in os.walk(".")]
-    contents = [Path(place, name).read_text() for place, _, files in sorted(tree) for name in files if os.path.isfile(Path(place, name))]
+    contents = [
+        Path(place, name).read_text()
+        for place, _, files in sorted(tree)
+        for name in files
+        if os.path.isfile(Path(place, name))
+    ]
     os.chdir(before)
     return [*seen, sorted(tree), contents]
 
@@ -95,10 +102,17 @@ def prepared(folder: str) -> str:
 
 
 @given(st.lists(STEPS, max_size=12))
-def test_a_program_does_the_same_in_a_shadows_world(program: list[Any]) -> None:
-    with tempfile.TemporaryDirectory() as alone, tempfile.TemporaryDirectory() as shadow, tempfile.TemporaryDirectory() as scratch:
+def test_a_program_does_the_same_in_a_shadows_world_before_and_after_the_first_rank(program: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as alone, tempfile.TemporaryDirectory() as here:
         alone_saw = run(program, prepared(alone))
-        untouched = run([], prepared(shadow))
-        with shadowed(scratch):
-            assert run(program, shadow) == alone_saw
-        assert run([], shadow) == untouched
+        untouched = run([], prepared(here))
+        with tempfile.TemporaryDirectory() as scratch:
+            with shadowed(1, scratch):
+                assert run(program, here) == alone_saw
+            assert run([], here) == untouched
+            with shadowed(0, scratch):
+                assert run(program, here) == alone_saw
+            made = run([], here)
+            with shadowed(2, scratch):
+                assert run(program, here) == alone_saw
+            assert run([], here) == made

@@ -209,7 +209,7 @@ def test_a_shadow_sees_what_it_made_and_leaves_nothing(
     program()
     monkeypatch.chdir(before(shadow))
     untouched = tree(str(shadow))
-    with shadowed(str(scratch)):
+    with shadowed(1, str(scratch)):
         program()
         seen = tree(str(shadow))
         os.chdir(str(shadow))
@@ -226,8 +226,29 @@ def test_two_programs_one_after_the_other_are_as_one(tmp_path: Path, monkeypatch
     for program in order:
         program()
     monkeypatch.chdir(before(shadow))
-    with shadowed(str(scratch)):
+    with shadowed(1, str(scratch)):
         for program in order:
             program()
         seen = tree(str(shadow))
     assert seen == tree(str(alone))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_shadow_sees_the_world_as_it_was_before_the_first_rank_changed_it(
+    program: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, scratch = tmp_path / "here", tmp_path / "scratch"
+    here.mkdir()
+    scratch.mkdir()
+    monkeypatch.chdir(before(here))
+    untouched = tree(str(here))
+    with shadowed(0, str(scratch)):
+        program()
+    made = tree(str(here))
+    with shadowed(1, str(scratch)):
+        os.chdir(str(here))
+        assert tree(str(here)) == untouched
+        program()
+        os.chdir(str(here))
+        assert tree(str(here)) == made
+    assert tree(str(here)) == made
