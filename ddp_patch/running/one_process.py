@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
@@ -32,12 +33,13 @@ from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.gradients import Gradients, PassWeights
+from ddp_patch.running.launch import is_hidden, shown, told
 from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, counted, is_off, unpatched
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas
 from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
-from ddp_patch.running.voice import saved_once
+from ddp_patch.running.shadow import is_shadowed, shadowed
 from ddp_patch.sharding.batches import batches_of
 
 __all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "group_made"]
@@ -55,10 +57,14 @@ _TWO_LINES = (
 )
 
 
+_init_process_group = dist.init_process_group  # which scripts may not call
+
+
 @contextmanager
 def group_made(backend: str, **options: Any) -> Iterator[None]:
     """Make a process group, and destroy it at the end."""
-    dist.init_process_group(backend, **options)
+    with shown():
+        _init_process_group(backend, **options)
     try:
         yield
     finally:
@@ -84,7 +90,6 @@ class OneProcessOptions:
         shard_evaluation: Whether loaders are divided under ``no_grad``, too.
         whole: Loaders that are made there are never divided.
         sync_batchnorm: Whether batch normalisation sees the whole batch.
-        all_ranks_write: Whether ``torch.save`` writes files on every rank.
         on_decision: Called with the mode when it is decided.
     """
 
@@ -93,7 +98,6 @@ class OneProcessOptions:
     shard_evaluation: bool = False
     whole: Patterns = field(default_factory=Patterns)
     sync_batchnorm: bool = False
-    all_ranks_write: bool = False
     on_decision: Callable[[Mode], object] = lambda mode: None
 
 
@@ -156,9 +160,10 @@ class OneProcess:
             self._note_optimizer(optimizer)
 
         with self._stack, patch.object(Optimizer, "__init__", made):
-            for name in ("spawn", "start_processes"):
-                around = self._refusing(name, getattr(torch.multiprocessing, name))
-                self._stack.enter_context(patch.object(torch.multiprocessing, name, around))
+            makers = [(torch.multiprocessing, "spawn"), (torch.multiprocessing, "start_processes")]
+            for module, name in [*makers, (dist, "init_process_group")]:
+                around = self._refusing(name, getattr(module, name))
+                self._stack.enter_context(patch.object(module, name, around))
             if self._chosen.mode is not Mode.UNDECIDED:
                 self._decide()
             try:
@@ -216,8 +221,15 @@ class OneProcess:
         """Return a function of torch's that raises while several ranks run the script as one process, or may."""
 
         def refusing(*args: Any, **options: Any) -> Any:
-            ranks = int(os.environ.get("WORLD_SIZE", "1"))
-            if ranks == 1 or self.mode is Mode.RANKS or os.getpid() != self._process:
+            ranks = int(told("WORLD_SIZE", "1"))
+            if self.mode is Mode.RANKS or os.getpid() != self._process:
+                return run(*args, **options)
+            if name == "init_process_group" and is_hidden():
+                raise WorldError(
+                    "The script makes a process group, and its ranks train as one process, which has none. Pass --mode "
+                    "ranks: then each rank sees which one it is, and trains on its shard."
+                )
+            if ranks == 1 or (name == "init_process_group" and self.mode is Mode.UNDECIDED):
                 return run(*args, **options)
             if name == "init_process_group":
                 raise WorldError(
@@ -237,7 +249,8 @@ class OneProcess:
     def notes(self) -> list[str]:
         """What the summary says beside the table."""
         if self.mode is Mode.UNDECIDED:
-            return ["The script has used no loader, and made no optimizer."]
+            ranks = counted(int(told("WORLD_SIZE", "1")), "rank")
+            return [f"The script has used no loader, and made no optimizer of torch.optim: {ranks} ran all of it each."]
         gradients, counts = self._gradients, self._counts
         done = counted(counts.steps, "optimizer step")
         found = []
@@ -271,7 +284,7 @@ class OneProcess:
                 "ranks to a script that makes a group."
             )
         self._seed = (torch.initial_seed() if options.seed is None else options.seed) % 2**63
-        if (dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if (dist.get_world_size() if dist.is_initialized() else int(told("WORLD_SIZE", "1"))) > 1:
             self._join()
         self._prepare()
         self._stack.enter_context(self._gradients.hooked())
@@ -301,10 +314,14 @@ class OneProcess:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
             seed_all(seeds[0][1] % 2**63)
         self._seed = seeds[0][0]
-        name = "init_process_group"
-        self._stack.enter_context(patch.object(dist, name, self._refusing(name, getattr(dist, name))))
-        if not self._chosen.all_ranks_write:
-            self._stack.enter_context(saved_once(self._lockstep, self._tell, timeout))
+        if len(set(self._lockstep.gathered(hash("ddp_patch")))) > 1:
+            self._tell(
+                "The ranks hash strings differently, so a set of strings has another order on each. Set "
+                "PYTHONHASHSEED=0 before they start."
+            )
+        if not is_shadowed():
+            home = "" if self._world.rank else tempfile.mkdtemp(prefix="ddp_patch-")
+            self._stack.enter_context(shadowed(self._world.rank, self._lockstep.gathered(home)[0]))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
@@ -398,6 +415,8 @@ class OneProcess:
 
     def _finish(self) -> None:
         """End together, and compare the parameters once more."""
+        if self.mode is Mode.UNDECIDED and is_hidden():
+            self._chosen.on_decision(Mode.ONE_PROCESS)  # no rank was to be another one
         if self._lockstep is not None:
             try:
                 self._replicas.meet(Act.END)

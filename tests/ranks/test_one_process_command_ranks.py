@@ -17,7 +17,7 @@ TRAINING = """
     from torch import nn
     from torch.utils.data import DataLoader
 
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("DDP_PATCH_RANK", "0")
     print("begins")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
