@@ -225,6 +225,7 @@ def _of_shadow(overlay: Overlay) -> dict[str, Any]:
     return {
         **{f"os.{name}": _of_paths(getattr(real, name), ours) for name, ours in functions.items()},
         **_opening(overlay.open),
+        "io.open_code": lambda path: overlay.open(path, "rb"),
         "os.getcwd": overlay.getcwd,
         "os.getcwdb": lambda: os.fsencode(overlay.getcwd()),
         "torch.save": overlay.save,

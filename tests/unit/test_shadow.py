@@ -209,7 +209,7 @@ def test_a_shadow_sees_what_it_made_and_leaves_nothing(
     program()
     monkeypatch.chdir(before(shadow))
     untouched = tree(str(shadow))
-    with shadowed(1, str(scratch)):
+    with shadowed(1, str(scratch), keep=True):
         program()
         seen = tree(str(shadow))
         os.chdir(str(shadow))
@@ -226,7 +226,7 @@ def test_two_programs_one_after_the_other_are_as_one(tmp_path: Path, monkeypatch
     for program in order:
         program()
     monkeypatch.chdir(before(shadow))
-    with shadowed(1, str(scratch)):
+    with shadowed(1, str(scratch), keep=True):
         for program in order:
             program()
         seen = tree(str(shadow))
@@ -242,10 +242,10 @@ def test_a_shadow_sees_the_world_as_it_was_before_the_first_rank_changed_it(
     scratch.mkdir()
     monkeypatch.chdir(before(here))
     untouched = tree(str(here))
-    with shadowed(0, str(scratch)):
+    with shadowed(0, str(scratch), keep=True):
         program()
     made = tree(str(here))
-    with shadowed(1, str(scratch)):
+    with shadowed(1, str(scratch), keep=True):
         os.chdir(str(here))
         assert tree(str(here)) == untouched
         program()
