@@ -2,12 +2,10 @@
 
 import copy
 import gc
-import io
 import os
 import random
 import subprocess
 import sys
-import tempfile
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -21,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddp_patch import autopatch
 from ddp_patch.errors import (
     InvalidOptionError,
-    MissingRanksError,
     RankMismatchError,
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.running.command import is_rank, take_slurm
+from ddp_patch.running.command import take_slurm
 from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
+from ddp_patch.running.launch import is_rank
 from ddp_patch.running.loader_reports import Patterns
 from ddp_patch.running.lockstep import Act, Counts
 from ddp_patch.running.one_process import Mode, OneProcessOptions

@@ -71,7 +71,7 @@ def removed() -> None:
     os.remove("there/log.txt")
     assert not Path("there/log.txt").exists()
     with pytest.raises(FileNotFoundError):
-        open("there/log.txt")
+        Path("there/log.txt").read_text()
     with pytest.raises(FileNotFoundError):
         os.unlink("there/log.txt")
     assert os.listdir("there") == ["deep"]
@@ -143,13 +143,13 @@ def refused() -> None:
     with pytest.raises(FileExistsError):
         os.mkdir("there")
     with pytest.raises(FileExistsError):
-        open("there/log.txt", "x")
+        Path("there/log.txt").open("x")
     with pytest.raises(OSError, match="not empty"):
         os.rmdir("there")
     with pytest.raises(IsADirectoryError):
-        open("there", "w")
+        Path("there").write_text("")
     with pytest.raises(FileNotFoundError):
-        open("nowhere/a.txt", "w")
+        Path("nowhere/a.txt").write_text("")
     with pytest.raises(FileNotFoundError):
         os.rename("nothing", "something")
     with pytest.raises(NotADirectoryError):
