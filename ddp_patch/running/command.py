@@ -22,9 +22,10 @@ from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
+from ddp_patch.running.gradients import Loss
 from ddp_patch.running.launch import OF_RANK, hidden, is_rank, told
 from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions, group_made
+from ddp_patch.running.one_process import Mode, OneProcessOptions, group_made
 from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.session import logger
 from ddp_patch.running.shadow import shadowed
@@ -322,7 +323,7 @@ def _parser() -> argparse.ArgumentParser:
         help="Train as one process (one), or each rank on its shard (ranks). Default: by whether the script has made a "
         "process group when it first uses a loader or makes an optimizer.",
     )
-    one.add_argument("--loss", choices=get_args(Loss), default="mean", help="What the loss is of a batch's samples.")
+    one.add_argument("--loss", choices=get_args(Loss), default="auto", help="What the loss is of a batch's samples.")
     one.add_argument("--whole", **place, help="Never divide loaders that are made there; may be repeated.")
     one.add_argument("--shard-evaluation", action="store_true", help="Divide loaders under no_grad, too.")
     one.add_argument("--sync-batchnorm", action="store_true", help="Put SyncBatchNorm in the place of BatchNorm.")

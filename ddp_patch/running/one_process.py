@@ -11,7 +11,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -32,7 +32,7 @@ from ddp_patch.orders.random_states import loader_seed
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.running.gradients import Gradients, PassWeights
+from ddp_patch.running.gradients import Gradients, Loss, PassWeights
 from ddp_patch.running.launch import is_hidden, shown, told
 from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, counted, is_off, unpatched
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
@@ -42,10 +42,8 @@ from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon
 from ddp_patch.running.shadow import is_shadowed, shadowed
 from ddp_patch.sharding.batches import batches_of
 
-__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "group_made"]
+__all__ = ["Mode", "OneProcess", "OneProcessOptions", "group_made"]
 
-
-Loss: TypeAlias = Literal["mean", "sum"]
 
 _DATA_MADE_ALIKE = (
     "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
@@ -86,7 +84,7 @@ class OneProcessOptions:
 
     Attributes:
         mode: ``Mode.UNDECIDED`` for what the script shows when it first uses a loader or makes an optimizer.
-        loss: What the script's loss is of the samples of a batch.
+        loss: What the script's loss is of the samples of a batch; ``"auto"`` for what its operations show.
         shard_evaluation: Whether loaders are divided under ``no_grad``, too.
         whole: Loaders that are made there are never divided.
         sync_batchnorm: Whether batch normalisation sees the whole batch.
@@ -94,7 +92,7 @@ class OneProcessOptions:
     """
 
     mode: Mode = Mode.UNDECIDED
-    loss: Loss = "mean"
+    loss: Loss = "auto"
     shard_evaluation: bool = False
     whole: Patterns = field(default_factory=Patterns)
     sync_batchnorm: bool = False
@@ -294,7 +292,7 @@ class OneProcess:
     def _prepare(self) -> None:
         self._numbers = RandomNumbers(self._seed, self._world.rank)
         self._gradients = Gradients(
-            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused
+            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused, self._chosen.loss
         )
         self._replicas = Replicas(self._lockstep, self._gradients, self._counts, self._tell)
 
@@ -375,9 +373,10 @@ class OneProcess:
         step = self._gradients.weight
         for batch, record in steps:
             if self._lockstep is not None:
-                whole = record.samples_of_all or 1  # a divided batch's is known
-                part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
-                step.take(weights, self._world.num_replicas * part, batch)
+                whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
+                ranks = self._world.num_replicas
+                of_sum = float(ranks * (part > 0))
+                step.take(weights, ranks * part / whole, batch, weight_of_sum=of_sum, samples=(part, whole))
             yield batch
         step.end(weights)
         self._replicas.may_have_changed = True

@@ -143,7 +143,7 @@ def refused() -> None:
     with pytest.raises(FileExistsError):
         os.mkdir("there")
     with pytest.raises(FileExistsError):
-        Path("there/log.txt").open("x")
+        Path("there/log.txt").touch(exist_ok=False)
     with pytest.raises(OSError, match="not empty"):
         os.rmdir("there")
     with pytest.raises(IsADirectoryError):
