@@ -146,6 +146,11 @@ class StepWeight:
         return PassWeights(name, length, self._backwards)
 
     @property
+    def name(self) -> str:
+        """What errors call the loader whose batch was taken last."""
+        return "" if self._last is None else self._last.name
+
+    @property
     def has_taken(self) -> bool:
         """Whether the script took a batch since the last ``backward()``."""
         return bool(self._taken)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.devices import device_here
-from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, WorldError
 from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import look_at
@@ -167,6 +167,7 @@ class OneProcess:
             try:
                 yield
             except BaseException as error:
+                self._explain(error)
                 self._leave(error)
                 raise
             else:
@@ -421,6 +422,16 @@ class OneProcess:
                 self._replicas.meet(Act.END)
             finally:
                 self._lockstep.stop()
+
+    def _explain(self, error: BaseException) -> None:
+        """Say in an error of the script that it computed with a part of a batch, if it did."""
+        step = self._gradients.weight
+        if isinstance(error, Exception) and not isinstance(error, DDPPatchError) and step.samples and step.has_taken:
+            part, whole = step.samples
+            error.add_note(
+                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. A script that "
+                f"counts on the batch size fails so: take the size from the batch, or pass --whole {step.name}."
+            )
 
     def _leave(self, error: BaseException) -> None:
         """End alone, and tell the others why."""
