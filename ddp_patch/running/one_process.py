@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, WorldError
 from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import look_at
@@ -30,19 +31,18 @@ from ddp_patch.orders.random_states import loader_seed
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.running.gradients import Gradients, PassWeights
+from ddp_patch.running.gradients import Gradients, Loss, PassWeights
+from ddp_patch.running.launch import is_hidden, shown, told
 from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, counted, is_off, unpatched
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas
 from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
-from ddp_patch.running.voice import saved_once
+from ddp_patch.running.shadow import is_shadowed, shadowed
 from ddp_patch.sharding.batches import batches_of
 
-__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "group_made"]
+__all__ = ["Mode", "OneProcess", "OneProcessOptions", "group_made"]
 
-
-Loss: TypeAlias = Literal["mean", "sum"]
 
 _DATA_MADE_ALIKE = (
     "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
@@ -54,10 +54,14 @@ _TWO_LINES = (
 )
 
 
+_init_process_group = dist.init_process_group  # which scripts may not call
+
+
 @contextmanager
 def group_made(backend: str, **options: Any) -> Iterator[None]:
     """Make a process group, and destroy it at the end."""
-    dist.init_process_group(backend, **options)
+    with shown():
+        _init_process_group(backend, **options)
     try:
         yield
     finally:
@@ -75,7 +79,7 @@ def _backend_here() -> str:
     if not count:
         return "gloo"
     # A launcher may show each rank its own one alone.
-    number = "0" if count == 1 else os.environ.get("LOCAL_RANK", "").strip()
+    number = "0" if count == 1 else told("LOCAL_RANK").strip()
     if not number.isdecimal() or int(number) >= count:
         raise WorldError(
             f"This process sees {count} GPUs, from 0 to {count - 1}, and LOCAL_RANK={number or None} does not say "
@@ -99,20 +103,18 @@ class OneProcessOptions:
 
     Attributes:
         mode: ``Mode.UNDECIDED`` for what the script shows when it first uses a loader or makes an optimizer.
-        loss: What the script's loss is of the samples of a batch.
+        loss: What the script's loss is of the samples of a batch; ``"auto"`` for what its operations show.
         shard_evaluation: Whether loaders are divided under ``no_grad``, too.
         whole: Loaders that are made there are never divided.
         sync_batchnorm: Whether batch normalisation sees the whole batch.
-        all_ranks_write: Whether ``torch.save`` writes files on every rank.
         on_decision: Called with the mode when it is decided.
     """
 
     mode: Mode = Mode.UNDECIDED
-    loss: Loss = "mean"
+    loss: Loss = "auto"
     shard_evaluation: bool = False
     whole: Patterns = field(default_factory=Patterns)
     sync_batchnorm: bool = False
-    all_ranks_write: bool = False
     on_decision: Callable[[Mode], object] = lambda mode: None
 
 
@@ -175,14 +177,16 @@ class OneProcess:
             self._note_optimizer(optimizer)
 
         with self._stack, patch.object(Optimizer, "__init__", made):
-            for name in ("spawn", "start_processes"):
-                around = self._refusing(name, getattr(torch.multiprocessing, name))
-                self._stack.enter_context(patch.object(torch.multiprocessing, name, around))
+            makers = [(torch.multiprocessing, "spawn"), (torch.multiprocessing, "start_processes")]
+            for module, name in [*makers, (dist, "init_process_group")]:
+                around = self._refusing(name, getattr(module, name))
+                self._stack.enter_context(patch.object(module, name, around))
             if self._chosen.mode is not Mode.UNDECIDED:
                 self._decide()
             try:
                 yield
             except BaseException as error:
+                self._explain(error)
                 self._leave(error)
                 raise
             else:
@@ -235,8 +239,15 @@ class OneProcess:
         """Return a function of torch's that raises while several ranks run the script as one process, or may."""
 
         def refusing(*args: Any, **options: Any) -> Any:
-            ranks = int(os.environ.get("WORLD_SIZE", "1"))
-            if ranks == 1 or self.mode is Mode.RANKS or os.getpid() != self._process:
+            ranks = int(told("WORLD_SIZE", "1"))
+            if self.mode is Mode.RANKS or os.getpid() != self._process:
+                return run(*args, **options)
+            if name == "init_process_group" and is_hidden():
+                raise WorldError(
+                    "The script makes a process group, and its ranks train as one process, which has none. Pass --mode "
+                    "ranks: then each rank sees which one it is, and trains on its shard."
+                )
+            if ranks == 1 or (name == "init_process_group" and self.mode is Mode.UNDECIDED):
                 return run(*args, **options)
             if name == "init_process_group":
                 raise WorldError(
@@ -256,7 +267,8 @@ class OneProcess:
     def notes(self) -> list[str]:
         """What the summary says beside the table."""
         if self.mode is Mode.UNDECIDED:
-            return ["The script has used no loader, and made no optimizer."]
+            ranks = counted(int(told("WORLD_SIZE", "1")), "rank")
+            return [f"The script has used no loader, and made no optimizer of torch.optim: {ranks} ran all of it each."]
         gradients, counts = self._gradients, self._counts
         done = counted(counts.steps, "optimizer step")
         found = []
@@ -290,7 +302,7 @@ class OneProcess:
                 "ranks to a script that makes a group."
             )
         self._seed = (torch.initial_seed() if options.seed is None else options.seed) % 2**63
-        if (dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if (dist.get_world_size() if dist.is_initialized() else int(told("WORLD_SIZE", "1"))) > 1:
             self._join()
         self._prepare()
         self._stack.enter_context(self._gradients.hooked())
@@ -300,7 +312,7 @@ class OneProcess:
     def _prepare(self) -> None:
         self._numbers = RandomNumbers(self._seed, self._world.rank)
         self._gradients = Gradients(
-            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused
+            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused, self._chosen.loss
         )
         self._replicas = Replicas(self._lockstep, self._gradients, self._counts, self._tell)
 
@@ -316,10 +328,14 @@ class OneProcess:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
             seed_all(seeds[0][1] % 2**63)
         self._seed = seeds[0][0]
-        name = "init_process_group"
-        self._stack.enter_context(patch.object(dist, name, self._refusing(name, getattr(dist, name))))
-        if not self._chosen.all_ranks_write:
-            self._stack.enter_context(saved_once(self._lockstep, self._tell, timeout))
+        if len(set(self._lockstep.gathered(hash("ddp_patch")))) > 1:
+            self._tell(
+                "The ranks hash strings differently, so a set of strings has another order on each. Set "
+                "PYTHONHASHSEED=0 before they start."
+            )
+        if not is_shadowed():
+            home = "" if self._world.rank else tempfile.mkdtemp(prefix="ddp_patch-")
+            self._stack.enter_context(shadowed(self._world.rank, self._lockstep.gathered(home)[0]))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
@@ -373,9 +389,10 @@ class OneProcess:
         step = self._gradients.weight
         for batch, record in steps:
             if self._lockstep is not None:
-                whole = record.samples_of_all or 1  # a divided batch's is known
-                part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
-                step.take(weights, self._world.num_replicas * part, batch)
+                whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
+                ranks = self._world.num_replicas
+                of_sum = float(ranks * (part > 0))
+                step.take(weights, ranks * part / whole, batch, weight_of_sum=of_sum, samples=(part, whole))
             yield batch
         step.end(weights)
         self._replicas.may_have_changed = True
@@ -413,11 +430,23 @@ class OneProcess:
 
     def _finish(self) -> None:
         """End together, and compare the parameters once more."""
+        if self.mode is Mode.UNDECIDED and is_hidden():
+            self._chosen.on_decision(Mode.ONE_PROCESS)  # no rank was to be another one
         if self._lockstep is not None:
             try:
                 self._replicas.meet(Act.END)
             finally:
                 self._lockstep.stop()
+
+    def _explain(self, error: BaseException) -> None:
+        """Say in an error of the script that it computed with a part of a batch, if it did."""
+        step = self._gradients.weight
+        if isinstance(error, Exception) and not isinstance(error, DDPPatchError) and step.samples and step.has_taken:
+            part, whole = step.samples
+            error.add_note(
+                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. A script "
+                f"that counts on the batch size fails so: take the size from the batch, or pass --whole {step.name}."
+            )
 
     def _leave(self, error: BaseException) -> None:
         """End alone, and tell the others why."""
