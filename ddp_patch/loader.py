@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, DistributedSampler
@@ -10,13 +12,12 @@ from ddp_patch.compat.packages import held_loaders
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
+    AroundIterator,
+    BatchesOf,
     RunningLoader,
-    WrappedIterator,
     has_own_iteration,
     has_own_iterators,
-    show_loaders,
     torchdata_batch_sampler,
-    watch_batches,
 )
 from ddp_patch.errors import (
     DDPPatchError,
@@ -32,10 +33,10 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.loaders.to_device import Mover
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.batches import CollateByValue, Tally, describe_share
+from ddp_patch.sharding.batches import CollateByValue
 from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.iterators import CountedIterator, RepeatedPasses, WatchedIterator
 from ddp_patch.sharding.saved_position import no_state
-from ddp_patch.sharding.watching import WatchedPasses
 from ddp_patch.walks import is_empty, nested, place_of
 
 __all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]
@@ -112,8 +113,9 @@ class OwnMethods(HeldByLoader):
     Args:
         loader: The loader.
         sampler: What shards it; None if it is not shared, and only moved to a device.
-        make_iterator: Makes iterators of the loader. Default: its class does.
-        make_mover: Makes what moves the batches of one iterator to a device.
+        repeated: Its one iterator for all epochs, if it has such.
+        batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
+        make_mover: Makes what moves the batches of one pass to a device.
         monitor: Compares the passes over a loader that is sharded already; None if ``sampler`` does, or nobody.
     """
 
@@ -121,13 +123,15 @@ class OwnMethods(HeldByLoader):
         self,
         loader: DataLoader[Any],
         sampler: EpochSampler[Any] | None,
-        make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
+        *,
+        repeated: RepeatedPasses | None = None,
+        batches_of: BatchesOf | None = None,
         make_mover: Callable[[], Mover] | None = None,
         monitor: PassMonitor | None = None,
     ) -> None:
         super().__init__(loader)
-        self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
-        self._monitor = monitor
+        self._sampler, self._repeated, self._monitor = sampler, repeated, monitor
+        self._batches_of, self._make_mover = batches_of, make_mover
         self._counts = self._takes_notes = False
         self._names = tuple(self._found_names(loader))
         self._attach(loader)
@@ -139,9 +143,10 @@ class OwnMethods(HeldByLoader):
         if is_plain:
             yield from (COPY, METHODS)
         iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
-        self._counts = self._make_iterator is not None or (iterates_by_torch and not has_own_iteration(kind))
+        is_ours = self._repeated is not None or self._batches_of is not None
+        self._counts = is_ours or (iterates_by_torch and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
-        makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.has_one_iterator)
+        makes_own = has_own_iterators(kind) or self._repeated is not None
         self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "collate_with_notes")
         if self._counts or self._takes_notes or self._make_mover is not None or self._monitor is not None:
             yield MAKE_ITERATOR
@@ -162,29 +167,29 @@ class OwnMethods(HeldByLoader):
             METHODS: self,
         }
         vars(loader).update({name: methods[name] for name in self._names})
-        show_loaders(describe_share)
 
     def make_iterator(self) -> Any:
         """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
-        loader = self.loader()
-        # The class's method, because the loader's own attribute of that name is this one.
-        make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
-        with (
-            nullcontext() if self._sampler is None else self._sampler.iterator_context(loader),
-            self._collating(loader),
-        ):
-            iterator = make(loader)
-        if self._make_mover is not None:
-            _move(loader, iterator, self._make_mover())
-        is_uncounted = isinstance(iterator, RunningLoader | WrappedIterator) and not hasattr(iterator, "tally")
-        if is_uncounted and (self._counts or self._takes_notes) and self._sampler is not None:
+        loader, sampler = self.loader(), self._sampler
+        with nullcontext() if sampler is None else sampler.iterator_context(loader), self._collating(loader):
+            # The class's method, because the loader's own attribute of that name is this one.
+            iterator = getattr(type(loader), MAKE_ITERATOR)(loader) if self._repeated is None else self._repeated.anew()
+        if isinstance(iterator, CountedIterator | RepeatedPasses):
+            return iterator
+        batches_of = self._batches_of if self._make_mover is None else partial(self._moved, self._make_mover)
+        is_torchs = isinstance(iterator, RunningLoader)
+        if sampler is not None and (self._counts or self._takes_notes) and (is_torchs or self._batches_of is not None):
             # It counts what comes to the loop, which a batch that is copied ahead has not.
-            tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
-            watch_batches(iterator, "tally", tally)
-        if self._monitor is not None and isinstance(iterator, RunningLoader):
-            is_open_ended = steps_of(loader) is None
-            watch_batches(iterator, "tally", WatchedPasses(self._monitor, is_open_ended=is_open_ended))
-        return iterator
+            ahead = loader.num_workers > 0
+            return CountedIterator(iterator, sampler, batches_of, begins_ahead=ahead, reaches_loop=self._counts)
+        if self._monitor is not None and is_torchs:
+            return WatchedIterator(iterator, self._monitor, batches_of, is_open_ended=steps_of(loader) is None)
+        return iterator if batches_of is None else AroundIterator(iterator, batches_of)
+
+    def _moved(self, make_mover: Callable[[], Mover], iterator: Any) -> Iterator[Any]:
+        """Return the batches of a pass on the device."""
+        batches = iterator if self._batches_of is None else self._batches_of(iterator)
+        return map(make_mover().next, repeat(partial(next, batches)))
 
     @contextmanager
     def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
@@ -244,23 +249,13 @@ class OwnMethods(HeldByLoader):
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
         kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
-        if self._make_iterator is not None or self._make_mover is not None or self._monitor is not None:
+        if any(part is not None for part in (self._repeated, self._batches_of, self._make_mover, self._monitor)):
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._attach(state["_loader"])
-
-
-def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
-    try:
-        watch_batches(iterator, "mover", mover)
-    except TypeError as error:
-        raise UnsupportedLoaderError(
-            f"device= does not work with a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "
-            f"takes no other __next__ ({error}). Leave device= out, and call .to(device) in the loop."
-        ) from error
 
 
 class _OfOriginal:

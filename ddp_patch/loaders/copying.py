@@ -13,7 +13,6 @@ from ddp_patch.compat.packages import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
-    KeptIterator,
     RunningLoader,
     has_own_iteration,
     has_own_iterators,
@@ -102,13 +101,13 @@ class HeldByLoader:
         self._loader = weakref.ref(state["_loader"])
 
 
-class OneIterator(HeldByLoader, KeptIterator, Iterator[Any]):
+class OneIterator(HeldByLoader, Iterator[Any]):
     """The one iterator of a loader that is not shared: torch's own, which begins when its first batch is asked for."""
 
     _begun: Iterator[Any] | None = None
 
-    def drop_pass(self) -> None:
-        """Leave what has begun."""
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Leave what has begun; with persistent workers, torch asks for it."""
         self._begun = None
 
     def __next__(self) -> Any:
