@@ -42,7 +42,6 @@ OPTIONS: dict[str, tuple[list[Any], float]] = {
     "cost": (["list", "function", "function", "function", "short list"], 0.15),
     "cost_of": (["padded", "sum"], 0.15),
     "cost_window": ([1, 2, 2, 5, 5, 0], 0.2),
-    "device": (["cpu"], 0.05),
 }
 
 

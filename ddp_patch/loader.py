@@ -1,9 +1,7 @@
 """What a patched loader has: its type, its position as a state, and the guard that finds loaders nobody patched."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, DistributedSampler
@@ -12,7 +10,6 @@ from ddp_patch.compat.packages import held_loaders
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
-    AroundIterator,
     BatchesOf,
     RunningLoader,
     has_own_iteration,
@@ -31,7 +28,6 @@ from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, 
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
-from ddp_patch.loaders.to_device import Mover
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.batches import CollateByValue
 from ddp_patch.sharding.epoch_sampler import EpochSampler
@@ -106,16 +102,15 @@ _STATEFUL = ("state_dict", "load_state_dict")
 class OwnMethods(HeldByLoader):
     """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
 
-    Its iterators count what they give, and put it on a device if asked to. ``state_dict`` and ``load_state_dict`` save
-    and restore its position. A deep copy and a pickled one have methods of their own. A shallow copy has none, because
-    it would get the iterators of the original.
+    Its iterators count what they give. ``state_dict`` and ``load_state_dict`` save and restore its position. A deep
+    copy and a pickled one have methods of their own. A shallow copy has none, because it would get the iterators of the
+    original.
 
     Args:
         loader: The loader.
-        sampler: What shards it; None if it is not shared, and only moved to a device.
+        sampler: What shards it; None if something else has sharded it already.
         repeated: Its one iterator for all epochs, if it has such.
         batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
-        make_mover: Makes what moves the batches of one pass to a device.
         monitor: Compares the passes over a loader that is sharded already; None if ``sampler`` does, or nobody.
     """
 
@@ -126,12 +121,11 @@ class OwnMethods(HeldByLoader):
         *,
         repeated: RepeatedPasses | None = None,
         batches_of: BatchesOf | None = None,
-        make_mover: Callable[[], Mover] | None = None,
         monitor: PassMonitor | None = None,
     ) -> None:
         super().__init__(loader)
-        self._sampler, self._repeated, self._monitor = sampler, repeated, monitor
-        self._batches_of, self._make_mover = batches_of, make_mover
+        self._sampler, self._monitor = sampler, monitor
+        self._repeated, self._batches_of = repeated, batches_of
         self._counts = self._takes_notes = False
         self._names = tuple(self._found_names(loader))
         self._attach(loader)
@@ -148,7 +142,7 @@ class OwnMethods(HeldByLoader):
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = has_own_iterators(kind) or self._repeated is not None
         self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "collate_with_notes")
-        if self._counts or self._takes_notes or self._make_mover is not None or self._monitor is not None:
+        if self._counts or self._takes_notes or self._monitor is not None:
             yield MAKE_ITERATOR
         if self._counts and self._is_resumable(loader):
             yield from _STATEFUL
@@ -169,27 +163,20 @@ class OwnMethods(HeldByLoader):
         vars(loader).update({name: methods[name] for name in self._names})
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
+        """Return an iterator of the loader that counts the batches it gives."""
         loader, sampler = self.loader(), self._sampler
         with nullcontext() if sampler is None else sampler.iterator_context(loader), self._collating(loader):
             # The class's method, because the loader's own attribute of that name is this one.
             iterator = getattr(type(loader), MAKE_ITERATOR)(loader) if self._repeated is None else self._repeated.anew()
-        if isinstance(iterator, CountedIterator | RepeatedPasses):
-            return iterator
-        batches_of = self._batches_of if self._make_mover is None else partial(self._moved, self._make_mover)
         is_torchs = isinstance(iterator, RunningLoader)
-        if sampler is not None and (self._counts or self._takes_notes) and (is_torchs or self._batches_of is not None):
-            # It counts what comes to the loop, which a batch that is copied ahead has not.
+        if isinstance(iterator, CountedIterator | RepeatedPasses) or not (is_torchs or self._batches_of is not None):
+            return iterator
+        if sampler is not None:
             ahead = loader.num_workers > 0
-            return CountedIterator(iterator, sampler, batches_of, begins_ahead=ahead, reaches_loop=self._counts)
-        if self._monitor is not None and is_torchs:
-            return WatchedIterator(iterator, self._monitor, batches_of, is_open_ended=steps_of(loader) is None)
-        return iterator if batches_of is None else AroundIterator(iterator, batches_of)
-
-    def _moved(self, make_mover: Callable[[], Mover], iterator: Any) -> Iterator[Any]:
-        """Return the batches of a pass on the device."""
-        batches = iterator if self._batches_of is None else self._batches_of(iterator)
-        return map(make_mover().next, repeat(partial(next, batches)))
+            return CountedIterator(iterator, sampler, self._batches_of, begins_ahead=ahead, reaches_loop=self._counts)
+        if self._monitor is not None:
+            return WatchedIterator(iterator, self._monitor, is_open_ended=steps_of(loader) is None)
+        return iterator
 
     @contextmanager
     def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
@@ -249,7 +236,7 @@ class OwnMethods(HeldByLoader):
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
         kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
-        if any(part is not None for part in (self._repeated, self._batches_of, self._make_mover, self._monitor)):
+        if any(part is not None for part in (self._repeated, self._batches_of, self._monitor)):
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 

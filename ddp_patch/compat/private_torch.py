@@ -290,8 +290,8 @@ class AroundIterator(Iterator[Any]):
         self.wrapped._reset(loader, first_iter)
         self.begin()
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # isinstance() asks, nobody sets
+    @property  # type: ignore[misc]  # isinstance() asks for it, nobody sets it
+    def __class__(self) -> Any:
         return type(self.wrapped)
 
     def __len__(self) -> int:

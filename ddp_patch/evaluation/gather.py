@@ -8,7 +8,6 @@ from numbers import Number
 from typing import Any, TypeVar, cast, overload
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -29,7 +28,6 @@ from ddp_patch.evaluation.row_order import Placed, RowKeys, array_of, joined, ke
 from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
-from ddp_patch.loaders.to_device import device_of
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.schedule import BatchRecord, Part, Schedule
@@ -213,8 +211,8 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
             large as the largest of any rank. Default: rows that differ in width are an error.
 
     Returns:
-        The same structure, with tensors on the device of this rank's own; where it has none, on the loader's if the
-        other ranks' are on one of that kind.
+        The same structure, with tensors on the device of this rank's own; where it has none, on its current one of the
+        other ranks' kind.
 
     Raises:
         OutputsError: A rank is in the middle of a pass, passes another number of rows than it got samples, or another
@@ -300,7 +298,7 @@ def _gathered(
         require_pad(pad)
         return outputs if pad is None else padded_lists(outputs, pad)
     batches = require_one_stream(operation, loader)
-    members = _members(operation, batches, _plain(dst), device_of(loader))
+    members = _members(operation, batches, _plain(dst))
     agreed, current = batches.sampler.agreed, batches.sampler.latest
     expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
@@ -325,13 +323,13 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, Number | str) else repr(value)
 
 
-def _members(operation: str, batches: Batches, dst: int | None, device: torch.device | None) -> Members:
+def _members(operation: str, batches: Batches, dst: int | None) -> Members:
     """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
     if world.share_of_rank is None and world.num_replicas == 1:
-        return Members([0], 0, dst, timeout, device)
-    return Members(world.peer_ranks(operation), dist.get_rank(), dst, timeout, device)
+        return Members([0], 0, dst, timeout)
+    return Members(world.peer_ranks(operation), dist.get_rank(), dst, timeout)
 
 
 def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, pad: Any) -> Any:

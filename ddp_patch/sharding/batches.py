@@ -82,11 +82,7 @@ def _chosen(options: Options) -> Iterator[str]:
     default = Options(order="seeded")  # which "auto" mostly comes to
     for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
         if (value := getattr(options, name)) != getattr(default, name):
-            yield f"{name}={_shown(value)!r}"
-
-
-def _shown(value: object) -> object:
-    return str(value) if isinstance(value, torch.device) else value
+            yield f"{name}={value!r}"
 
 
 # Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a

@@ -1,6 +1,6 @@
 """The iterators of patched loaders: they stand around torch's, and count what the training loop is given."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, Self
 
@@ -11,7 +11,6 @@ from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, Bat
 from ddp_patch.errors import DDPPatchError, StreamLengthError
 from ddp_patch.loaders.copying import OWN_METHODS, HeldByLoader
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.loaders.to_device import Mover
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
@@ -157,17 +156,14 @@ class WatchedIterator(AroundIterator):
     Args:
         wrapped: The iterator that the loader's class made.
         monitor: Compares the loader's passes with the other ranks'.
-        batches_of: As in ``AroundIterator``.
         is_open_ended: Whether nobody knows the end before it comes.
     """
 
     _pass: _WatchedPass
 
-    def __init__(
-        self, wrapped: Any, monitor: PassMonitor, batches_of: BatchesOf | None = None, *, is_open_ended: bool
-    ) -> None:
+    def __init__(self, wrapped: Any, monitor: PassMonitor, *, is_open_ended: bool) -> None:
         self._monitor, self._is_open_ended = monitor, is_open_ended
-        super().__init__(wrapped, batches_of)
+        super().__init__(wrapped)
 
     def begin(self) -> None:
         """Begin a pass, which counts as soon as a batch is asked for."""
@@ -209,18 +205,10 @@ class RepeatedPasses(HeldByLoader, Iterator[Any]):
         loader: The patched loader.
         sampler: What shards it.
         one_pass: The attributes with which a plain DataLoader makes one pass.
-        make_mover: Makes what moves the batches to a device; None if they stay where they are.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: EpochSampler[Any],
-        one_pass: Mapping[str, Any],
-        make_mover: Callable[[], Mover] | None = None,
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler[Any], one_pass: Mapping[str, Any]) -> None:
         super().__init__(loader)
-        self._mover = None if make_mover is None else make_mover()
         self._sampler, self._one_pass = sampler, dict(one_pass)
         sampler.note_one_iterator()
         self._plain: DataLoader[Any] | None = None
@@ -247,7 +235,7 @@ class RepeatedPasses(HeldByLoader, Iterator[Any]):
         self._given += 1
         if self._given == self._length and self._running is not None:
             self._running.look_for_end()  # nobody will ask for it, and len() and states depend on it
-        return batch if self._mover is None else self._mover.moved(batch)
+        return batch
 
     def _next(self) -> Any:
         return _NOTHING if self._running is None else next(self._running, _NOTHING)
