@@ -126,41 +126,26 @@ class OwnMethods(HeldByLoader):
         super().__init__(loader)
         self._sampler, self._monitor = sampler, monitor
         self._repeated, self._batches_of = repeated, batches_of
-        self._counts = self._takes_notes = False
-        self._names = tuple(self._found_names(loader))
+        kind = type(loader)
+        # A loader that is copied in its own way, or counts by itself, is not counted here.
+        is_torchs = sampler is not None and copies_plainly(kind) and torchdata_batch_sampler(kind) is None
+        self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
+        # A loader with one iterator for all epochs takes them by itself.
+        makes_own = repeated is not None or has_own_iterators(kind)
+        self._takes_notes = is_torchs and not makes_own and hasattr(loader.dataset, "collate_with_notes")
+        in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
+        self._is_resumable = self._counts and in_order and not any(hasattr(loader, name) for name in _STATEFUL)
         self._attach(loader)
 
-    def _found_names(self, loader: DataLoader[Any]) -> Iterator[str]:
-        """Yield the names of the methods that the loader gets; a loader that cannot be counted keeps its own."""
-        kind = type(loader)
-        is_plain = copies_plainly(kind)
-        if is_plain:
-            yield from (COPY, METHODS)
-        iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
-        is_ours = self._repeated is not None or self._batches_of is not None
-        self._counts = is_ours or (iterates_by_torch and not has_own_iteration(kind))
-        # A loader with one iterator for all epochs takes them by itself.
-        makes_own = has_own_iterators(kind) or self._repeated is not None
-        self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "collate_with_notes")
-        if self._counts or self._takes_notes or self._monitor is not None:
-            yield MAKE_ITERATOR
-        if self._counts and self._is_resumable(loader):
-            yield from _STATEFUL
-
-    def _is_resumable(self, loader: DataLoader[Any]) -> bool:
-        """Return whether a loader can have states, and its class has none already."""
-        in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        return in_order and self._sampler is not None and not any(hasattr(loader, name) for name in _STATEFUL)
-
     def _attach(self, loader: DataLoader[Any]) -> None:
-        methods = {
-            MAKE_ITERATOR: self.make_iterator,
-            "state_dict": self.state_dict,
-            "load_state_dict": self.load_state_dict,
-            COPY: self.copied,
-            METHODS: self,
-        }
-        vars(loader).update({name: methods[name] for name in self._names})
+        methods: dict[str, Any] = {}
+        if copies_plainly(type(loader)):
+            methods |= {COPY: self.copied, METHODS: self}
+        if self._counts or self._takes_notes or self._monitor is not None:
+            methods[MAKE_ITERATOR] = self.make_iterator
+        if self._is_resumable:
+            methods |= {name: getattr(self, name) for name in _STATEFUL}
+        vars(loader).update(methods)
 
     def make_iterator(self) -> Any:
         """Return an iterator of the loader that counts the batches it gives."""
@@ -181,8 +166,7 @@ class OwnMethods(HeldByLoader):
     @contextmanager
     def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
         """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
-        iterates_by_torch = self._counts or self._takes_notes
-        if self._sampler is None or not iterates_by_torch or "collate_fn" not in vars(loader):
+        if self._sampler is None or "collate_fn" not in vars(loader):
             yield
             return
         collate_fn = loader.collate_fn
