@@ -1,5 +1,6 @@
 """What a patched loader has: its type, its position as a state, and the guard that finds loaders nobody patched."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -24,7 +25,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     message_of,
 )
-from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, copies_plainly
+from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
@@ -99,7 +100,7 @@ class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
 _STATEFUL = ("state_dict", "load_state_dict")
 
 
-class OwnMethods(HeldByLoader):
+class OwnMethods:
     """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
 
     Its iterators count what they give. ``state_dict`` and ``load_state_dict`` save and restore its position. A deep
@@ -107,7 +108,7 @@ class OwnMethods(HeldByLoader):
     original.
 
     Args:
-        loader: The loader.
+        loader: The loader. It is not kept alive, because it holds this.
         sampler: What shards it; None if something else has sharded it already.
         repeated: Its one iterator for all epochs, if it has such.
         batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
@@ -123,7 +124,7 @@ class OwnMethods(HeldByLoader):
         batches_of: BatchesOf | None = None,
         monitor: PassMonitor | None = None,
     ) -> None:
-        super().__init__(loader)
+        self._loader = weakref.ref(loader)
         self._sampler, self._monitor = sampler, monitor
         self._repeated, self._batches_of = repeated, batches_of
         kind = type(loader)
@@ -147,14 +148,31 @@ class OwnMethods(HeldByLoader):
             methods |= {name: getattr(self, name) for name in _STATEFUL}
         vars(loader).update(methods)
 
+    def loader(self) -> DataLoader[Any]:
+        """Return the loader.
+
+        Raises:
+            UnsupportedLoaderError: It is gone, and a shallow copy of it or one of its methods is left.
+        """
+        loader = self._loader()
+        if loader is None:
+            raise UnsupportedLoaderError(
+                "A patched loader was used after the loader itself is gone, by a method or a shallow copy of it: its "
+                "iterators and methods were that loader's. Keep what patch_dataloader_to_ddp() returned, and use that."
+            )
+        return loader
+
     def make_iterator(self) -> Any:
         """Return an iterator of the loader that counts the batches it gives."""
         loader, sampler = self.loader(), self._sampler
-        with nullcontext() if sampler is None else sampler.iterator_context(loader), self._collating(loader):
-            # The class's method, because the loader's own attribute of that name is this one.
-            iterator = getattr(type(loader), MAKE_ITERATOR)(loader) if self._repeated is None else self._repeated.anew()
+        with nullcontext() if sampler is None else sampler.iterator_context(loader):
+            if self._repeated is not None:
+                return self._repeated.begin_anew(loader)
+            with self._collating(loader):
+                # The class's method, because the loader's own attribute of that name is this one.
+                iterator = getattr(type(loader), MAKE_ITERATOR)(loader)
         is_torchs = isinstance(iterator, RunningLoader)
-        if isinstance(iterator, CountedIterator | RepeatedPasses) or not (is_torchs or self._batches_of is not None):
+        if isinstance(iterator, CountedIterator) or not (is_torchs or self._batches_of is not None):
             return iterator
         if sampler is not None:
             ahead = loader.num_workers > 0
@@ -224,8 +242,11 @@ class OwnMethods(HeldByLoader):
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": self._loader()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        vars(self).update(state, _loader=weakref.ref(state["_loader"]))
         self._attach(state["_loader"])
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf
 from ddp_patch.errors import DDPPatchError, StreamLengthError
-from ddp_patch.loaders.copying import OWN_METHODS, HeldByLoader
+from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
@@ -194,7 +194,7 @@ class WatchedIterator(AroundIterator):
 _NOTHING = object()
 
 
-class RepeatedPasses(HeldByLoader, Iterator[Any]):
+class RepeatedPasses(Iterator[Any]):
     """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
 
     It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
@@ -202,21 +202,23 @@ class RepeatedPasses(HeldByLoader, Iterator[Any]):
     state is about the pass that the training loop is in.
 
     Args:
-        loader: The patched loader.
+        loader: The patched loader, before it has this iterator.
         sampler: What shards it.
         one_pass: The attributes with which a plain DataLoader makes one pass.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: EpochSampler[Any], one_pass: Mapping[str, Any]) -> None:
-        super().__init__(loader)
         self._sampler, self._one_pass = sampler, dict(one_pass)
         sampler.note_one_iterator()
+        self.begin_anew(loader)
+
+    def begin_anew(self, loader: DataLoader[Any]) -> Self:
+        """Leave the running pass and its workers, and make passes of the loader as it is now; return this iterator."""
+        kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
+        once = {"persistent_workers": loader.num_workers > 0, RUNNING_ITERATOR: None}
+        self._attributes = kept | self._one_pass | once
         self._plain: DataLoader[Any] | None = None
         self._running: CountedIterator | None = None
-
-    def anew(self) -> Self:
-        """Leave the running pass and its workers: what a loader wants when it makes itself an iterator."""
-        self._plain = self._running = None
         return self
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -251,13 +253,11 @@ class RepeatedPasses(HeldByLoader, Iterator[Any]):
 
     def _make_plain(self) -> DataLoader[Any]:
         """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
-        loader = self.loader()
-        kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
-        # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
-        once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
-        vars(plain).update(kept | self._one_pass | once)
-        vars(plain)["collate_fn"] = CollateByValue(self._sampler.collate_with_notes(plain.collate_fn))
+        vars(plain).update(self._attributes)
+        plain.collate_fn = CollateByValue(self._sampler.collate_with_notes(plain.collate_fn))
+        # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
+        plain.generator = torch.Generator()
         return plain
 
     def _require_none(self) -> None:
@@ -269,4 +269,4 @@ class RepeatedPasses(HeldByLoader, Iterator[Any]):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plain": None, "_running": None}
+        return {**vars(self), "_plain": None, "_running": None}
