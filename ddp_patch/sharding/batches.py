@@ -190,13 +190,13 @@ def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> in
         return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
+        f"{_why_not_counted(loader, sampler)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
         "enumerate(loader)."
     )
 
 
-def _why_not_counted(loader: DataLoader[Any]) -> str:
-    if has_own_iteration(type(loader)):
+def _why_not_counted(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
+    if has_own_iteration(type(loader)) and not sampler.has_one_iterator:
         return "its class has its own __iter__, which may fetch batches ahead"
     if hasattr(type(loader), "state_dict"):
         return "its class has a state_dict() of its own, which holds its position"
