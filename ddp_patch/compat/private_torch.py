@@ -266,11 +266,8 @@ class AroundIterator(Iterator[Any]):
     def __next__(self) -> Any:
         try:
             given = next(self._batches)
-        except StopIteration:
-            self.note_end()
-            raise
-        except BaseException as error:
-            self.note_failure(error)
+        except BaseException as reason:
+            self.stop(reason)
             raise
         return self.count(given)
 
@@ -278,11 +275,9 @@ class AroundIterator(Iterator[Any]):
         """Record that a batch is given, and return it."""
         return given
 
-    def note_end(self) -> None:
-        """Record that the loop has seen the end."""
-
-    def note_failure(self, error: BaseException) -> None:
-        """Record that an error came instead of a batch."""
+    def stop(self, reason: BaseException) -> None:
+        """Record that no batch is given, because of the end, which is a ``StopIteration``, or of an error."""
+        raise NotImplementedError
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin the next pass with the same workers, as torch asks for where these are persistent."""

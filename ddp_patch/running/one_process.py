@@ -441,10 +441,6 @@ class _Pass(AroundIterator):
         self._leave = weakref.finalize(self, leave)
         self._leave.atexit = False
 
-    def note_end(self) -> None:
-        """Leave it."""
-        self._leave()
-
-    def note_failure(self, error: BaseException) -> None:
+    def stop(self, reason: BaseException) -> None:
         """Leave it."""
         self._leave()

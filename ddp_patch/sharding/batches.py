@@ -190,8 +190,8 @@ def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> in
         return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader, sampler)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
-        "enumerate(loader)."
+        f"{_why_not_counted(loader, sampler)}. Pass how many the training loop has finished: batches_done=step + 1 "
+        "inside enumerate(loader)."
     )
 
 

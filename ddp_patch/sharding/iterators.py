@@ -24,7 +24,7 @@ __all__ = ["CountedIterator", "RepeatedPasses", "WatchedIterator"]
 
 def _is_failure(error: BaseException) -> bool:
     """Return whether an error leaves doubt about what is lost, as one of this package's does not."""
-    return isinstance(error, Exception) and not isinstance(error, DDPPatchError | Warning)
+    return isinstance(error, Exception) and not isinstance(error, DDPPatchError | Warning | StopIteration)
 
 
 class CountedIterator(AroundIterator):
@@ -75,25 +75,24 @@ class CountedIterator(AroundIterator):
             latest.note_interleaved()
         return batch
 
-    def note_failure(self, error: BaseException) -> None:
-        """Record that an error came instead of a batch."""
+    def stop(self, reason: BaseException) -> None:
+        """Record that the loop sees the end, or an error instead of a batch."""
         self._find_pass()
-        self._has_failed = True
-        if self._pass is not None and _is_failure(error):
-            self._pass.note_failed()
-
-    def note_end(self) -> None:
-        """Record that the loop has seen the end."""
-        self._find_pass()
-        if self._pass is not None and self._reaches_loop and not self._has_failed:
+        is_end = isinstance(reason, StopIteration)
+        self._has_failed = self._has_failed or not is_end
+        if self._pass is None:
+            return
+        if is_end and self._reaches_loop and not self._has_failed:
             self._pass.note_stopped()
+        elif _is_failure(reason):
+            self._pass.note_failed()
 
     def look_for_end(self) -> None:
         """Find the end if it comes next, though the loop has not asked for it."""
-        for upcoming in self._batches:
-            self._batches = chain([upcoming], self._batches)
-            return
-        self.note_end()
+        try:
+            self._batches = chain([next(self._batches)], self._batches)
+        except StopIteration as end:
+            self.stop(end)
 
     def _find_pass(self) -> None:
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
@@ -181,14 +180,12 @@ class WatchedIterator(AroundIterator):
         self._pass.deliver(given)
         return given
 
-    def note_failure(self, error: BaseException) -> None:
-        """Record that an error came instead of a batch."""
-        if _is_failure(error):
+    def stop(self, reason: BaseException) -> None:
+        """Record that the loop sees the end, or an error instead of a batch."""
+        if isinstance(reason, StopIteration):
+            self._pass.note_end_seen()
+        elif _is_failure(reason):
             self._pass.note_failed()
-
-    def note_end(self) -> None:
-        """Record that the loop has seen the end."""
-        self._pass.note_end_seen()
 
 
 _NOTHING = object()
