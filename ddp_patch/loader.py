@@ -332,7 +332,7 @@ def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
 
 
 def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield all loaders and None, also those in wrappers, each after the code that gets it."""
+    """Yield all loaders and None, each after the code that gets it."""
     for path, leaf in nested(given):
         place = place_of(path, root)
         if is_empty(leaf):
@@ -340,18 +340,16 @@ def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
                 f"Found an empty {type(leaf).__name__} at {place}: there is nothing to check in it. Pass the loaders, "
                 "or leave it out."
             )
-        if leaf is None or is_loader(leaf):
-            about_to_use(leaf)
-            yield place, leaf
-        elif (found := held_loaders(leaf)) is not None and found[1] is not None:
-            name, held = found
-            yield from _leaves(held, f"{place}.{name}")
-        else:
+        if leaf is not None and not is_loader(leaf):
             raise _no_loader(place, leaf)
+        about_to_use(leaf)
+        yield place, leaf
 
 
 def _no_loader(place: str, found: object) -> NotALoaderError:
+    inner = held_loaders(found)
+    remedy = "Leave it out, or pass the loader itself" if inner is None else f"Pass what it wraps: {place}.{inner[0]}"
     return NotALoaderError(
         f"Found {found!r} ({type(found).__name__}) at {place} where a DataLoader or a list, tuple or dict of them was "
-        "expected. Leave it out, or pass the loader itself."
+        f"expected. {remedy}."
     )

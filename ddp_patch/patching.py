@@ -143,8 +143,8 @@ def patch_dataloader_to_ddp(
             explicit world it is 0. Restoring a state replaces the default by the state's seed.
         cost: What items cost, in any unit, such as tokens. Each step then costs about the same on all ranks. Pass one
             number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of
-            an index (of a batch, where whole batches are sharded); or a ``Cost`` of either, which says how a batch's
-            cost follows. Every rank calls the function for the items of all ranks, so it should be quick. It must
+            an index; or a ``Cost`` of either, which says how a batch's
+            cost follows. Every rank calls the function for the samples of all ranks, so it should be quick. It must
             return the same for an item on every rank, in every call and after a restart; otherwise samples are lost.
             The items of each window are balanced over ranks and steps, each exactly once, and the steps come in a
             random order. Which samples share a batch then depends on the number of ranks. Whole batches stay whole.

@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ddp_patch.errors import NoStepsError
@@ -444,10 +444,3 @@ class Schedule:
             shift = (batch * workers + part.worker - batch) * size
             yield range(here.start + shift, here.stop + shift, here.step)
             own = own[len(here) :]
-
-    def rows_before(self, number: int) -> int:
-        """Return how many of this rank's rows that are not padding come before batch ``number``, of a single part."""
-        if self.batch_plan is None:
-            return number * self.batching.size
-        sizes = repeat(self.batching.size) if self.sizes is None else self.sizes
-        return sum(len(self.batch_plan.divide(size)[0]) for size in islice(sizes, number))

@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, message_of
+from ddp_patch.errors import DDPPatchError, UnsupportedLoaderError, message_of
 from ddp_patch.evaluation.judging import (
     GATHERING,
     Agreement,
@@ -161,9 +161,6 @@ def _expected(
         "item" if batches.unit is ShardedUnit.UNBATCHED else "sample",
     )
     count = len(real_sizes) if is_whole else len(share.real_samples)
-    if (origins := current.origins) is not None:
-        before = 0 if number is None else schedule.rows_before(number)
-        keys = [origins[before : before + count]]
     is_array = any(isinstance(run, np.ndarray) for run in keys)
     sizes_sent = (real_sizes if has_sizes else [0] * count) if is_whole else None
     return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
@@ -220,7 +217,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         MissingRanksError: A rank did not arrive in time.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
-        UnsupportedLoaderError: It is unknown which samples each rank got.
+        UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` has changed their order.
         InvalidOptionError: ``dst`` is not one of the ranks, or ``pad`` is no number that fits the rows.
 
     Examples:
@@ -248,7 +245,7 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
     Call it on every rank in every step that is gathered, inside the loop over the loader, as accelerate's
     ``gather_for_metrics``. What all steps return together is each sample once. The ranks communicate in each step:
     where the outputs fit into memory, ``gather_in_order`` after the loop is faster, and its order is that of one
-    process.
+    process. With ``cost=``, the rows of a step are in an order of its own.
 
     Args:
         outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included; where
@@ -298,6 +295,11 @@ def _gathered(
         require_pad(pad)
         return outputs if pad is None else padded_lists(outputs, pad)
     batches = require_one_stream(operation, loader)
+    if operation == "gather_in_order" and batches.sampler.agreed.options.costs is not None:
+        raise UnsupportedLoaderError(
+            "gather_in_order was given a loader with cost=, which changes the order of the samples, so the outputs "
+            "would not be in the sampler's. Leave cost= out of loaders that evaluate, or use gather_step() in the loop."
+        )
     members = _members(operation, batches, _plain(dst))
     agreed, current = batches.sampler.agreed, batches.sampler.latest
     expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
