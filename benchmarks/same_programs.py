@@ -359,7 +359,6 @@ ACTS: dict[str, tuple[Callable[[Rank, int], Any], float]] = {
     "set epoch": (lambda r, k: r.set_epoch(k), 8),
     "len": (lambda r, k: len(r.loader), 6),
     "len of share": (lambda r, k: len(r.share), 2),
-    "repr": (lambda r, k: (repr(r.loader), repr(r.share)), 2),
     "save": (lambda r, k: r.save(ddp_patch.loader_state(r.loader)), 9),
     "save after": (lambda r, k: r.save(ddp_patch.loader_state(r.loader, batches_done=k)), 3),
     "state": (lambda r, k: r.save(r.loader.state_dict()), 4),

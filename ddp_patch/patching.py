@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED, repeats_over_ranks
-from ddp_patch.compat.private_torch import has_own_iteration, has_own_iterators, torchdata_batch_sampler
+from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators, torchdata_batch_sampler
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
@@ -29,8 +29,9 @@ from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.sharding.batches import RepeatedPasses, describe_share
+from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.iterators import RepeatedPasses
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
@@ -169,12 +170,12 @@ def patch_dataloader_to_ddp(
         timeout: How long the ranks wait for each other, now and later: seconds, or a ``timedelta``.
 
     Returns:
-        A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. Its
-        ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this rank gets: ``shard 1 of 8, samples,
-        782 steps of 8``. A loader that is already sharded is not sharded again: by any other ``DistributedSampler``,
-        or by a sampler or dataset that stores a rank and a number of ranks or says ``is_ddp_aware = True``. If the
-        ranks can compare its passes, a copy is returned that does so, otherwise ``loader`` itself. Returns ``loader``
-        itself, too, if this function sharded it, and, with a ``NotDistributedWarning``, if there is only one process.
+        A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. A log line
+        at INFO (logger ``ddp_patch``) says what this rank gets: ``shard 1 of 8, samples, 782 steps of 8``. A loader
+        that is already sharded is not sharded again: by any other ``DistributedSampler``, or by a sampler or dataset
+        that stores a rank and a number of ranks or says ``is_ddp_aware = True``. If the ranks can compare its passes, a
+        copy is returned that does so, otherwise ``loader`` itself. Returns ``loader`` itself, too, if this function
+        sharded it, and, with a ``NotDistributedWarning``, if there is only one process.
 
     Raises:
         NotALoaderError: ``loader`` is not a DataLoader, or one of several is none, or their lists or dicts cannot be
@@ -326,7 +327,13 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
-    OwnMethods(patched, sharded, _iterators_of(patched, facts, sharded, new))
+    if facts.repeater is None:
+        OwnMethods(patched, sharded, batches_of=_even_steps(facts, sharded))
+    else:
+        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
+        repeated = RepeatedPasses(patched, sharded, new)
+        vars(patched).update(dict.fromkeys(facts.running, repeated))
+        OwnMethods(patched, sharded, repeated=repeated)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
@@ -411,23 +418,15 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
 
 
-def _iterators_of(
-    patched: DataLoader[Any], facts: LoaderFacts[Any], sharded: Any, new: Mapping[str, Any]
-) -> Callable[[DataLoader[Any]], Any] | None:
-    """Return what makes a loader's iterators; None if its class does."""
+def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
+    """Return what makes equally many steps of ranks that read unequally much; None if they read alike."""
     world, options = sharded.agreed.world, sharded.agreed.options
-    if facts.repeater is not None:
-        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
-        passes = RepeatedPasses(patched, sharded, new)
-        vars(patched).update(dict.fromkeys(facts.running, passes))
-        return passes.begin_anew
     is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
-    if is_split and world.share_of_rank is not None and world.num_replicas > 1:
-        from ddp_patch.streams.by_worker import EvenStepsFactory  # most loaders do not need it
+    if not is_split or world.share_of_rank is None or world.num_replicas == 1:
+        return None
+    from ddp_patch.streams.by_worker import EvenSteps  # most loaders do not need it
 
-        # Ranks make equally many steps that read unequally much.
-        return EvenStepsFactory(sharded, facts.num_workers, type(patched).__name__)
-    return None
+    return EvenSteps(sharded, facts.num_workers, type(facts.loader).__name__)
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -26,7 +25,6 @@ __all__ = [
     "COPY",
     "METHODS",
     "OWN_METHODS",
-    "HeldByLoader",
     "change_loader",
     "copies_plainly",
     "copy_loader",
@@ -66,38 +64,6 @@ def with_repeated(repeater: Any, sampler: object) -> Any:
     clone = copy.copy(repeater)
     vars(clone).update(dict.fromkeys(vars(clone), sampler))
     return clone
-
-
-class HeldByLoader:
-    """Base of what a patched loader holds and is made for it. Copies of the loader have copies of their own.
-
-    Args:
-        loader: The loader. It is not kept alive, because it holds this.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = weakref.ref(loader)
-
-    def loader(self) -> DataLoader[Any]:
-        """Return the loader.
-
-        Raises:
-            UnsupportedLoaderError: It is gone, and a shallow copy of it or one of its methods is left.
-        """
-        loader = self._loader()
-        if loader is None:
-            raise UnsupportedLoaderError(
-                "A patched loader was used after the loader itself is gone, by a method or a shallow copy of it: its "
-                "iterators and methods were that loader's. Keep what patch_dataloader_to_ddp() returned, and use that."
-            )
-        return loader
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loader": self._loader()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._loader = weakref.ref(state["_loader"])
 
 
 def _repeats(sampler: object) -> bool:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddp_patch.compat.private_torch import AroundIterator
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, WorldError
 from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
@@ -455,8 +456,8 @@ class OneProcess:
             self._lockstep.leave(why.splitlines()[0])
 
 
-class _Pass(Iterator[Any]):
-    """The iterator of a pass over a loader; what it is not itself, it is as the loader's own.
+class _Pass(AroundIterator):
+    """The iterator of a pass over a loader.
 
     Args:
         iterator: The loader's own.
@@ -465,19 +466,10 @@ class _Pass(Iterator[Any]):
     """
 
     def __init__(self, iterator: Iterator[Any], batches: Iterator[Any], leave: Callable[[], object]) -> None:
-        self._iterator, self._batches = iterator, batches
+        super().__init__(iterator, lambda _: batches)
         self._leave = weakref.finalize(self, leave)
         self._leave.atexit = False
 
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except BaseException:
-            self._leave()
-            raise
-
-    def __len__(self) -> int:
-        return len(self._iterator)  # type: ignore[arg-type]  # torch's has a length
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+    def stop(self, reason: BaseException) -> None:
+        """Leave it."""
+        self._leave()
