@@ -23,7 +23,6 @@ from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 from ddp_patch.streams.item_names import name_of
 
 __all__ = [
-    "AsDataset",
     "DatasetStateTracker",
     "Reader",
     "can_snapshot",
@@ -61,7 +60,7 @@ class Reader:
         asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
-        spent_s: How many seconds its items took; see ``AsDataset``.
+        spent_s: How many seconds its items took.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class Reader:
         self.has_asked_rank = asked_rank or (self.has_asked_rank and is_made)
 
     def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Iterate a dataset, which ``begin()`` begins. It is to be read in ``AsDataset``."""
+        """Iterate a dataset, which ``begin()`` begins. It is to be read in ``as_dataset``."""
         with rank_noted(self._note_rank):
             iterator = begin()
             item = next(iterator, _END)
@@ -101,6 +100,16 @@ class Reader:
             self.asked_before_item |= self.has_asked
             yield item
             item = next(iterator, _END)
+
+    @contextmanager
+    def as_dataset(self, states: AbstractContextManager[None], info: WorkerInfo | None) -> Iterator[None]:
+        """While entered, what is read draws from these random states, and has this worker info. Counts the seconds."""
+        with worker_info_told(info), states:  # in this order: a torch without that raises
+            began_s = perf_counter()
+            try:
+                yield
+            finally:
+                self.spent_s += perf_counter() - began_s
 
     @contextmanager
     def unnoted(self, info: WorkerInfo | None) -> Iterator[None]:
@@ -144,29 +153,6 @@ def require_split_by_worker(dataset: object, name: str, *, asked: bool, asked_ra
             "get_worker_info() which worker it is in (id, num_workers or seed), so each rank would read all of it. "
             "Leave share out: then each rank keeps its share of the stream."
         )
-
-
-class AsDataset(AbstractContextManager[None]):
-    """Entered, again and again, while a dataset is read: it draws from an epoch's states, and has its own worker info.
-
-    Args:
-        states: The random states.
-        info: What ``get_worker_info()`` returns to it.
-        reader: What reads it, which counts the seconds.
-    """
-
-    def __init__(self, states: AbstractContextManager[None], info: WorkerInfo | None, reader: Reader) -> None:
-        self._states, self._told, self._reader = states, worker_info_told(info), reader
-
-    def __enter__(self) -> None:
-        self._told.__enter__()  # first: a torch without that raises
-        self._states.__enter__()
-        self._began_s = perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._reader.spent_s += perf_counter() - self._began_s
-        self._states.__exit__(None, None, None)
-        self._told.__exit__()
 
 
 # By how many of its first items a stream is recognised.
