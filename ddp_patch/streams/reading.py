@@ -15,7 +15,6 @@ from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_n
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.options import Options
-from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
@@ -157,7 +156,6 @@ def require_split_by_worker(dataset: object, name: str, *, asked: bool, asked_ra
 
 # By how many of its first items a stream is recognised.
 _RECOGNISED_BY = 8
-_UNSIGNED = 2**63 - 1
 
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
@@ -342,8 +340,6 @@ def _hash_of(item: Any) -> int:
 
 def _start_of(seen: Sequence[tuple[bytes | None, int]]) -> StreamStart:
     """Return how a stream begins, by the names and hashes of its first items."""
-    digest, (names, hashes) = Digest(), zip(*seen, strict=True)
-    for name in names:
-        digest.add_name(name or b"")
-    value = None if None in names else digest.value & _UNSIGNED
+    names, hashes = zip(*seen, strict=True)
+    value = None if None in names else number_of(names)
     return StreamStart(len(seen), value, number_of(hashes) if len(set(hashes)) >= min(2, len(seen)) else None)

@@ -292,7 +292,7 @@ class StreamPass(Pass[None]):
     @property
     def is_done_without_workers(self) -> bool:
         """Whether a loader without workers has found the end of it: it asked for more than there is."""
-        if self._worker.loaded_at_end == self.epoch:
+        if self._worker.loaded_end is not None and self._worker.loaded_end.epoch == self.epoch:
             return self.items_taken > self.skip
         end = self.schedule().count
         asked = self._batches_asked() + self._batching.count(self.resumed_elsewhere)

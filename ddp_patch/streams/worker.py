@@ -114,7 +114,7 @@ class StreamWorker(Generic[T]):
         is_compared: Whether the ranks compare what is read.
         is_kept: Whether the next pass reads the same dataset, not a new copy of it.
         reader: Tells the dataset which worker it is in.
-        loaded_at_end: The epoch of which nothing is left in an iterator that was loaded in this process.
+        loaded_end: Where the iterator stands that was loaded in this process, if nothing is left there.
         giving: Which pass gave an item last: the next batch has its items.
     """
 
@@ -129,15 +129,13 @@ class StreamWorker(Generic[T]):
     is_compared: bool = False
     is_kept: bool = False
     reader: Reader = field(default_factory=Reader, init=False)
-    loaded_at_end: int | None = field(default=None, init=False)
+    loaded_end: WorkerPosition | None = field(default=None, init=False)
     giving: "WorkerPass[T] | None" = field(default=None, init=False)
     _resumed: tuple[int, Position] | None = field(default=None, init=False)  # which pass continues, and from where
     _counts_rest: bool = field(default=True, init=False)
     _loads: int = field(init=False)  # how many loaded states this copy knows of
     # Read, and not to its end, in this process or the one from which it was copied.
     _is_underway: bool = field(default=False, init=False)
-    # The dataset's own state in which the next pass begins, if one was loaded.
-    _upcoming: Sequence[Any] = field(default=(), init=False)
     _first_pass: int | None = field(default=None, init=False)  # that a worker was started for
     _made_for: int | None = field(default=None, init=False)  # for which worker a worker_init_fn prepared the dataset
 
@@ -250,9 +248,7 @@ class StreamWorker(Generic[T]):
         self._restore_generators(number, epoch)
         start = self._start(number, epoch) if loaded is None else self._start_of(loaded, epoch)
         start = self._with_unread(replace(start, generators=generator_states([generators_only(self.dataset)])))
-        self._is_underway, self._upcoming = True, start.snapshot.initial_state if start.ended else ()
-        if not (start.ended or self.splits_itself):
-            self.loaded_at_end = None
+        self._is_underway, self.loaded_end = True, start if start.ended else None
         return number, start
 
     def _epoch_of(self, number: int) -> int:
@@ -322,7 +318,8 @@ class StreamWorker(Generic[T]):
         """Return a position with the dataset's own state where an epoch begins, if that is known."""
         if not start.is_at_epoch_start or start.snapshot.initial_state:
             return start
-        return replace(start, snapshot=replace(start.snapshot, initial_state=self._upcoming or self.unread()))
+        loaded = self.loaded_end.snapshot.initial_state if self.loaded_end is not None else ()
+        return replace(start, snapshot=replace(start.snapshot, initial_state=loaded or self.unread()))
 
     def end(self, number: int, part: int) -> None:
         """Record that a pass has come to the end of what it reads, as the reader of a part."""
@@ -341,8 +338,7 @@ class StreamWorker(Generic[T]):
 
     def note_loaded(self, loaded: WorkerPosition) -> None:
         """Record where another package's loader resumes, before it begins there."""
-        self.loaded_at_end = loaded.epoch if loaded.ended else None
-        self._upcoming = loaded.snapshot.initial_state if loaded.ended else ()
+        self.loaded_end = loaded if loaded.ended else None
         if self._first_pass is not None:  # a worker's first batch may come long after another's
             self.shared.report(self._first_pass, loaded.part)["offset"] = loaded.offset
 

@@ -95,7 +95,7 @@ class WorkerPass(Generic[T]):
         self._has_own_states = self._is_over = False
         # What was noted: how the stream began, and the dataset's own state then.
         self._noted: StreamStart | None = None
-        self._has_noted_initial_state = bool(not start.snapshot.initial_state)
+        self._has_noted_initial_state = not start.snapshot.initial_state
         self._place = start.offset  # how many items of the rank's share this worker has gone through
 
     def items(self) -> Iterator[T]:
