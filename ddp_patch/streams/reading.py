@@ -12,8 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_loaded
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
-from ddp_patch.errors import StateError, UnsupportedLoaderError
-from ddp_patch.loaders.recognition import may_ask_rank
+from ddp_patch.errors import StateError
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
@@ -25,7 +24,6 @@ __all__ = [
     "DatasetStateTracker",
     "Reader",
     "can_snapshot",
-    "require_split_by_worker",
     "tell_epoch",
     "this_worker",
 ]
@@ -124,34 +122,6 @@ class Reader:
     def _note(self, name: str) -> None:
         self.has_asked |= name in _TELLING
         self._has_dataset |= name == "dataset"
-
-
-def require_split_by_worker(dataset: object, name: str, *, asked: bool, asked_rank: bool) -> None:
-    """Refuse a dataset that is to split itself over all ranks' workers, and does not, or not by its worker alone.
-
-    One whose class says ``is_ddp_aware = False`` may ask for its rank, as for a log.
-
-    Args:
-        dataset: The dataset.
-        name: Its class.
-        asked: Whether it asked which worker it is in, by its first item.
-        asked_rank: Whether it asked which rank this is.
-
-    Raises:
-        UnsupportedLoaderError: It does not split itself, or by its rank.
-    """
-    if asked_rank and not may_ask_rank(dataset):
-        raise UnsupportedLoaderError(
-            f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is sharded "
-            "already, and sharding it by workers again would lose samples. Let its class say is_ddp_aware = True, and "
-            "its loader is left as it is; or False, if it asks for another reason, such as a log."
-        )
-    if not asked:
-        raise UnsupportedLoaderError(
-            f"{name} cannot be read with share='by_worker': it gave its first item, and had not asked "
-            "get_worker_info() which worker it is in (id, num_workers or seed), so each rank would read all of it. "
-            "Leave share out: then each rank keeps its share of the stream."
-        )
 
 
 # By how many of its first items a stream is recognised.

@@ -127,7 +127,7 @@ class SharedWorkerState:
         report: np.void = slot[part]
         return report
 
-    def told(self, number: int, what: str) -> list[Any]:
+    def reported(self, number: int, what: str) -> list[Any]:
         """Return one of the reported values for each part in pass ``number``; -1 where it is not known."""
         slot = self._reports[number % _PASSES_KEPT]
         is_known = slot["number"] == number
@@ -136,7 +136,7 @@ class SharedWorkerState:
 
     def ways(self, number: int) -> set[Literal["stream", "parts"]]:
         """Return how the readers of pass ``number`` read, as far as they know it: all one stream, or each a part."""
-        return {"parts" if way == PARTS else "stream" for way in self.told(number, "way") if way >= 0}
+        return {"parts" if way == PARTS else "stream" for way in self.reported(number, "way") if way >= 0}
 
     def is_in_parts(self, number: int) -> bool:
         """Return whether each reader of pass ``number`` reads a part; False while that is unknown."""
@@ -144,24 +144,24 @@ class SharedWorkerState:
 
     def first_part(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
-        both = zip(self.told(number, "worker"), self.told(number, "way"), strict=True)
+        both = zip(self.reported(number, "worker"), self.reported(number, "way"), strict=True)
         return next(((part - worker) % self.readers for part, (worker, way) in enumerate(both) if way == PARTS), 0)
 
     def offset(self, number: int) -> int:
         """Return how many items of pass ``number`` are left out because another package's loader resumed within it."""
-        return int(max(0, *self.told(number, "offset")))
+        return int(max(0, *self.reported(number, "offset")))
 
     def lengths(self, number: int) -> Sequence[int | None]:
         """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""
-        return [length if length >= 0 else None for length in self.told(number, "length")]
+        return [length if length >= 0 else None for length in self.reported(number, "length")]
 
     def most_spent_s(self, number: int) -> float:
         """Return how many seconds the dataset took for its items in pass ``number``, where it took longest."""
-        return float(max(self.told(number, "spent_ms")) / 1000)
+        return float(max(self.reported(number, "spent_ms")) / 1000)
 
     def batches_noted(self, number: int) -> tuple[Sequence[int], Sequence[bool]]:
         """Return how many batches the reader of each part has noted in pass ``number``, and whether these are all."""
-        in_all, so_far = self.told(number, "all_batches"), self.told(number, "batches")
+        in_all, so_far = self.reported(number, "all_batches"), self.reported(number, "batches")
         made = [max(0, every, some) for every, some in zip(in_all, so_far, strict=True)]
         return made, [every >= 0 for every in in_all]
 

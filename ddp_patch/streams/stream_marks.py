@@ -66,8 +66,8 @@ class StreamDigest:
     def __init__(self, shared: SharedWorkerState, number: int) -> None:
         self._shared, self._number = shared, number
 
-    def _told(self, what: str) -> list[Any]:
-        return self._shared.told(self._number, what)
+    def _reported(self, what: str) -> list[Any]:
+        return self._shared.reported(self._number, what)
 
     @property
     def _is_one_stream(self) -> bool:
@@ -76,7 +76,7 @@ class StreamDigest:
     def _parts(self) -> list[tuple[list[int], int | None]]:
         """Return the marks of each part, and the digest of all of it, or None before its end."""
         # The ends first, and how many marks there are before these: what they tell of was written before.
-        read, ends, made, values = map(self._told, ("read", "end", "marks", "values"))
+        read, ends, made, values = map(self._reported, ("read", "end", "marks", "values"))
         return [
             (of_part[: max(0, count)], end if length >= 0 else None)
             for of_part, count, length, end in zip(values, made, read, ends, strict=True)
@@ -105,12 +105,12 @@ class StreamDigest:
     @property
     def asked_rank(self) -> bool:
         """Whether the dataset asked which rank it is on, by its first item, or was made for its rank."""
-        return 1 in self._told("asked_rank")
+        return 1 in self._reported("asked_rank")
 
     @property
     def is_unnamed(self) -> bool:
         """Whether none of the items that were read so far has a name: then no more than their number is compared."""
-        return max(self._told("marks")) > 0 and 1 not in self._told("has_names")
+        return max(self._reported("marks")) > 0 and 1 not in self._reported("has_names")
 
     def workers_differ(self) -> tuple[int, int] | None:
         """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
@@ -122,5 +122,5 @@ class StreamDigest:
             if (count := next(differ, None)) is not None:
                 return count, worker
             if None not in {first_end, end} and first_end != end:
-                return self._told("read")[0], worker
+                return self._reported("read")[0], worker
         return None

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from ddp_patch.compat.private_torch import worker_info_told
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
+from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
@@ -16,7 +17,7 @@ from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.streams.reading import DatasetStateTracker, require_split_by_worker, tell_epoch, this_worker
+from ddp_patch.streams.reading import DatasetStateTracker, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
 from ddp_patch.streams.stream_marks import marked
 from ddp_patch.streams.worker import StreamWorker, WorkerPosition, pickled
@@ -216,7 +217,7 @@ class WorkerPass(Generic[T]):
         self._report["asked_rank"] = reader.has_asked_rank
         self._report["way"] = PARTS if asked else STREAM
         if worker.splits_itself and worker.plan.num_replicas > 1:
-            require_split_by_worker(worker.dataset, worker.name, asked=asked, asked_rank=reader.has_asked_rank)
+            self._require_split_by_worker(asked=asked)
         if not worker.splits_itself and worker.shared.readers > 1:
             self._require_one_way()
         if first is _NOTHING:
@@ -233,6 +234,31 @@ class WorkerPass(Generic[T]):
                     "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
             yield item
+
+    def _require_split_by_worker(self, *, asked: bool) -> None:
+        """Refuse a dataset that is to split itself over all ranks' workers, and does not, or not by its worker alone.
+
+        One whose class says ``is_ddp_aware = False`` may ask for its rank, as for a log.
+
+        Args:
+            asked: Whether it asked which worker it is in, by its first item.
+
+        Raises:
+            UnsupportedLoaderError: It does not split itself, or by its rank.
+        """
+        name = self._worker.name
+        if self._worker.reader.has_asked_rank and not may_ask_rank(self._worker.dataset):
+            raise UnsupportedLoaderError(
+                f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is "
+                "sharded already, and sharding it by workers again would lose samples. Let its class say is_ddp_aware "
+                "= True, and its loader is left as it is; or False, if it asks for another reason, such as a log."
+            )
+        if not asked:
+            raise UnsupportedLoaderError(
+                f"{name} cannot be read with share='by_worker': it gave its first item, and had not asked "
+                "get_worker_info() which worker it is in (id, num_workers or seed), so each rank would read all of it. "
+                "Leave share out: then each rank keeps its share of the stream."
+            )
 
     def _require_one_way(self) -> None:
         """Refuse a dataset that can be sharded neither as one stream nor in parts.
