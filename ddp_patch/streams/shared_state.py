@@ -67,11 +67,11 @@ class SharedWorkerState:
         self._sizes = 1, _PASSES_KEPT * readers, readers * keeps_states
         size = sum(count * kind.itemsize for count, kind in zip(self._sizes, (_BEGUN, _REPORT, _STATE), strict=True))
         self._memory = torch.full((size,), 255, dtype=torch.uint8, device="cpu")  # every number is -1
-        self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._map()
 
     def _map(self) -> None:
-        """Lay records over the memory."""
+        """Lay records over the memory; that of a copy is not shared yet."""
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         memory, at, records = self._memory.numpy(), 0, list[Any]()
         for count, kind in zip(self._sizes, (_BEGUN, _REPORT, _STATE), strict=True):
             records.append(memory[at : at + count * kind.itemsize].view(kind))

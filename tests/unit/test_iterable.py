@@ -4,6 +4,7 @@ import copy
 import gc
 import multiprocessing
 import os
+import pickle
 import random
 import time
 from collections import Counter
@@ -441,6 +442,13 @@ def test_workers_leave_word_of_how_much_a_pass_has_drawn(workers: int) -> None:
         assert set(sharded.shared.lengths(number)) == {None}
         assert sum(map(len, loader)) == 12
         assert set(sharded.shared.lengths(number)) == {N}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])  # noqa: S301 - ours
+def test_a_copy_with_workers_gives_the_same(copied: Any) -> None:
+    loader: DataLoader[Any] = DataLoader(Source(), 3, num_workers=2, collate_fn=as_it_is)
+    patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
+    assert list(copied(patched)) == list(patched)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
