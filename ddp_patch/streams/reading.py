@@ -21,6 +21,7 @@ from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 from ddp_patch.streams.item_names import name_of
 
 __all__ = [
+    "AsDataset",
     "DatasetStateTracker",
     "Reader",
     "can_snapshot",
@@ -89,7 +90,7 @@ class Reader:
         self.has_asked_rank = asked_rank or (self.has_asked_rank and is_made)
 
     def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Iterate a dataset, which ``begin()`` begins. It is to be read in ``as_dataset``."""
+        """Iterate a dataset, which ``begin()`` begins. It is to be read in ``AsDataset``."""
         with rank_noted(self._note_rank):
             iterator = begin()
             item = next(iterator, _END)
@@ -97,16 +98,6 @@ class Reader:
             self.asked_before_item |= self.has_asked
             yield item
             item = next(iterator, _END)
-
-    @contextmanager
-    def as_dataset(self, states: AbstractContextManager[None], info: WorkerInfo | None) -> Iterator[None]:
-        """While entered, what is read draws from these random states, and has this worker info. Counts the seconds."""
-        with worker_info_told(info), states:  # in this order: a torch without that raises
-            began_s = perf_counter()
-            try:
-                yield
-            finally:
-                self.spent_s += perf_counter() - began_s
 
     @contextmanager
     def unnoted(self, info: WorkerInfo | None) -> Iterator[None]:
@@ -122,6 +113,31 @@ class Reader:
     def _note(self, name: str) -> None:
         self.has_asked |= name in _TELLING
         self._has_dataset |= name == "dataset"
+
+
+class AsDataset(AbstractContextManager[None]):
+    """Entered, again and again, while a dataset is read: it draws from an epoch's states, and has its own worker info.
+
+    It is a class because that is entered faster than a function, and it is for each batch.
+
+    Args:
+        states: The random states.
+        info: What ``get_worker_info()`` returns to it.
+        reader: What reads it, which counts the seconds.
+    """
+
+    def __init__(self, states: AbstractContextManager[None], info: WorkerInfo | None, reader: Reader) -> None:
+        self._states, self._told, self._reader = states, worker_info_told(info), reader
+
+    def __enter__(self) -> None:
+        self._told.__enter__()  # first: a torch without that raises
+        self._states.__enter__()
+        self._began_s = perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._reader.spent_s += perf_counter() - self._began_s
+        self._states.__exit__(None, None, None)
+        self._told.__exit__()
 
 
 # By how many of its first items a stream is recognised.

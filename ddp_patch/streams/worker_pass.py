@@ -17,7 +17,7 @@ from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.streams.reading import DatasetStateTracker, tell_epoch, this_worker
+from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
 from ddp_patch.streams.stream_marks import marked
 from ddp_patch.streams.worker import StreamWorker, WorkerPosition, pickled
@@ -295,7 +295,7 @@ class WorkerPass(Generic[T]):
 
     def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
-        size = self._worker.batching.size
+        size, as_dataset = self._worker.batching.size, AsDataset(self._states, self._info, self._worker.reader)
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
@@ -306,7 +306,7 @@ class WorkerPass(Generic[T]):
             # No copies: these are samples, not indices.
             yield from draw(
                 stream,
-                partial(self._worker.reader.as_dataset, self._states, self._info),
+                lambda: as_dataset,
                 round_size=plan.num_replicas,
                 rounds=rounds,
                 copies=False,
@@ -337,7 +337,7 @@ class WorkerPass(Generic[T]):
         first, reader = list[T](), self._worker.reader
         if repeats:
             looked_at = max(repeats, 0 if known is None else known.seen)
-            with reader.as_dataset(PrivateRNG(self._worker.seed.value, start.epoch), self._info):
+            with AsDataset(PrivateRNG(self._worker.seed.value, start.epoch), self._info, reader):
                 first = self._tracker.read_first(reader.read(self._tracker.iterate), looked_at)
         return Chunk(start.items_consumed * plan.num_replicas, first)
 
