@@ -18,7 +18,7 @@ from ddp_patch.options import Options
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.orders.generators import generator_states, is_stateful
-from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
+from ddp_patch.orders.random_states import PrivateRNG, look
 from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 from ddp_patch.streams.item_names import name_of
 
@@ -215,7 +215,7 @@ class DatasetStateTracker:
         if is_moved:
             # Its state may have random states, from which the epoch does not draw. One that takes a state only once it
             # is iterated begins anew by itself.
-            with ambient_unmoved(), suppress(Exception):
+            with look(), suppress(Exception):
                 dataset.load_state_dict(*self._known.initial_state)
             tell_epoch(dataset, self._epoch)  # the state may have the epoch before
         iterator: Iterator[Any] = iter(dataset)
