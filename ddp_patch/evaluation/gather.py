@@ -30,9 +30,9 @@ from ddp_patch.evaluation.send import Connection, Connections, Members, gathered
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.to_device import device_of
+from ddp_patch.plan import BatchRecord, Part, Schedule
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
-from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
 

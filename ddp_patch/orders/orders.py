@@ -27,7 +27,6 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthError
 from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.random_states import Seed, shuffle_key
-from ddp_patch.plan import blocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,6 +37,7 @@ __all__ = [
     "Permutation",
     "RandomAccess",
     "ScalableShuffle",
+    "blocks",
     "has_computed_order",
     "has_order",
     "in_blocks",
@@ -202,6 +202,27 @@ def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
 
 # Minimum items per turn, for orders that are drawn in turns.
 _BLOCK = 2**17
+# How many positions are looked up at once: few first, so that the first batch comes at once.
+_FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
+
+
+def blocks(positions: range, largest: int = _LARGEST_BLOCK) -> Iterator[range]:
+    """Cut positions into blocks, each twice as long as the one before.
+
+    The first block is short, so that the first batch comes at once.
+
+    Args:
+        positions: What to cut.
+        largest: How many positions a block has at most.
+
+    Examples:
+        >>> [len(block) for block in blocks(range(1000), largest=256)]
+        [64, 128, 256, 256, 256, 40]
+    """
+    start, size = 0, _FIRST_BLOCK
+    while start < len(positions):
+        yield positions[start : start + size]
+        start, size = start + size, min(2 * size, largest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ import numpy as np
 from ddp_patch.orders.chunks import start_iterating
 from ddp_patch.orders.fingerprint import evenly_spread, number_of
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.plan import Plan, Rest
+from ddp_patch.plan import Plan, Rest, Sizes
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
-from ddp_patch.schedule import Sizes
 from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, Origins, Stream
 from ddp_patch.sharding.sampler_states import SamplerSnapshot

@@ -6,11 +6,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import Batching, Consumed, Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
-from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates

@@ -27,9 +27,8 @@ from ddp_patch.orders.orders import (
     scalable,
 )
 from ddp_patch.orders.random_states import PrivateRNG, epoch_seed, look
-from ddp_patch.plan import ONE_PER_STEP, Batching
+from ddp_patch.plan import ONE_PER_STEP, Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.balancing import Balancer, BatchDivider
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
@@ -38,6 +37,7 @@ from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Not
 from ddp_patch.sharding.passes import Pass, SamplerPass
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.saved_position import Position, split_consumed
+from ddp_patch.sharding.steps import require_steps
 
 __all__ = ["ShardedSampler"]
 

@@ -16,8 +16,7 @@ from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.options import Options
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import EpochCounter, Seed
-from ddp_patch.plan import Batching, Consumed, Plan
-from ddp_patch.schedule import made_in_turn, turn_after
+from ddp_patch.plan import Batching, Consumed, Plan, made_in_turn, turn_after
 from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.saved_position import BatchNote, NotedBatch, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import Reader, can_snapshot, tell_epoch, this_worker

@@ -12,10 +12,10 @@ from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderEr
 from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.random_states import PrivateRNG, reader_seed
 from ddp_patch.plan import Consumed, Plan
-from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
+from ddp_patch.sharding.steps import require_steps
 from ddp_patch.streams.reading import (
     AsDataset,
     DatasetStateTracker,
