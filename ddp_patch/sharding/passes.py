@@ -454,8 +454,10 @@ class SamplerPass(Pass[T]):
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
         found = super().position(taken)
-        return replace(found, sampler_snapshot=self.source.snapshot_before or found.sampler_snapshot)
+        beginning = self.source.beginning(sum(ranks * each for ranks, each in found.consumed))
+        snapshot = self.source.snapshot_before or found.sampler_snapshot
+        return replace(found, sampler_snapshot=snapshot, stream_snapshots=beginning)
 
     def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
-        return super().position_at_end(self.source.snapshot_after or snapshot)
+        return replace(super().position_at_end(self.source.snapshot_after or snapshot), stream_snapshots=())

@@ -343,7 +343,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             return FromLeader(
                 epoch, leader, pass_facts, plans, start.sampler_snapshot, self.sampler_snapshot, has_length=has_length
             )
-        return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
+        if is_looked_up and not has_rest:
+            return Indexed(epoch)
+        return Streamed(epoch, start.stream_snapshots[0].first if start.stream_snapshots else None)
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:

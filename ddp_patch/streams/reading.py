@@ -16,7 +16,7 @@ from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.fingerprint import fingerprint, number_of
+from ddp_patch.orders.fingerprint import fingerprint, number_of, number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG, look
 from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
@@ -265,7 +265,7 @@ class DatasetStateTracker:
         """
         seen: list[tuple[bytes | None, int]] = []
         for item in items:
-            seen.append((name_of(item), _hash_of(item)))
+            seen.append((name_of(item), number_or_zero(item)))
             first = self.start = _start_of(seen)
             known = self._known.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
@@ -345,13 +345,6 @@ def _is_again(dataset: Any, iterator: Any) -> bool:
     except TypeError:  # the dataset cannot be hashed
         return False
     return before is not None and before() is iterator
-
-
-def _hash_of(item: Any) -> int:
-    try:
-        return number_of([item])
-    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
-        return 0
 
 
 def _start_of(seen: Sequence[tuple[bytes | None, int]]) -> StreamStart:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import (
     native_state,
     random_generators,
@@ -432,6 +433,37 @@ def test_a_state_that_a_sampler_tells_is_that_of_the_passes(epoch: int) -> None:
     given = list(islice(running, 3))
     restore_loader(again, loader_state(running))
     assert given + list(again) == list(whole)
+
+
+class OfClass(Sampler[int]):
+    """Draws from its class's generator, which no state holds."""
+
+    rng = random.Random(3)
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(range(N), N))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_epoch_is_not_resumed_that_begins_with_other_items(world_size: int) -> None:
+    def start() -> Any:
+        rows: Any = range(N)
+        raw: DataLoader[Any] = DataLoader(rows, 4, sampler=OfClass(), collate_fn=as_it_is)
+        return patch_dataloader_to_ddp(raw, rank=0, num_replicas=world_size)
+
+    running = start()
+    before = OfClass.rng.getstate()
+    given = list(islice(running, 2))
+    state, again = loader_state(running), start()
+    restore_loader(again, state)
+    with pytest.raises(StateError, match="OfClass began the epoch with other items"):
+        list(again)
+    OfClass.rng.setstate(before)
+    restore_loader(again, state)
+    assert len({tuple(batch) for batch in [*given, *again]}) == N // 4 // world_size
 
 
 def test_the_users_draws_get_back_what_was_there() -> None:
