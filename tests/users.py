@@ -292,7 +292,7 @@ class ByClosure(Shuffles):
 
     def __init__(self, rng: Any) -> None:
         super().__init__(None)
-        self.shuffled = lambda: permuted(rng, N)
+        self.shuffled: Callable[[], list[int]] = lambda: permuted(rng, N)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.shuffled())

@@ -262,19 +262,9 @@ class EpochOrder:
         self.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchSampler:
-    """What we know about one of torch's sampler types.
-
-    Attributes:
-        order: Draws an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole and in the
-            smallest integers that hold it. The values are the same. It draws from the sampler's generator; if that has
-            none, from the one given, or from the global one.
-        parameters: Returns what the order depends on, besides the random states.
-    """
-
-    order: Callable[[Any, torch.Generator | None], EpochOrder]
-    parameters: Callable[[Any], list[object]]
+# These draw an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole and in the smallest
+# integers that hold it; the values are the same. They draw from the sampler's generator; if it has none, from the one
+# given, or from the global one.
 
 
 def _given(sampler: Any) -> torch.Generator | None:
@@ -320,22 +310,17 @@ def _weighted_order(sampler: WeightedRandomSampler, private_generator: torch.Gen
 
 
 # torch's own samplers, by exact type: a subclass may have any order.
-_TORCH_SAMPLERS: Mapping[type, _TorchSampler] = {
-    SequentialSampler: _TorchSampler(_sequential_order, lambda _: ["sequential"]),
-    RandomSampler: _TorchSampler(
-        _random_order, lambda sampler: ["random", sampler.replacement, sampler.num_samples, sampler.generator is None]
-    ),
-    SubsetRandomSampler: _TorchSampler(_subset_order, lambda sampler: ["subset", *spread(sampler.indices)]),
-    WeightedRandomSampler: _TorchSampler(
-        _weighted_order,
-        lambda sampler: ["weighted", sampler.replacement, sampler.num_samples, *spread(sampler.weights)],
-    ),
+_TORCH_ORDERS: Mapping[type, Callable[[Any, torch.Generator | None], EpochOrder]] = {
+    SequentialSampler: _sequential_order,
+    RandomSampler: _random_order,
+    SubsetRandomSampler: _subset_order,
+    WeightedRandomSampler: _weighted_order,
 }
 
 
 def is_torch_sampler(sampler: object) -> bool:
     """Return whether it is one of torch's own samplers, whose data no pass changes."""
-    return type(sampler) in _TORCH_SAMPLERS
+    return type(sampler) in _TORCH_ORDERS
 
 
 def is_always_alike(sampler: object) -> bool:
@@ -348,8 +333,16 @@ def order_parameters(sampler: object) -> list[object] | None:
     if _is_batching(sampler):
         inner = order_parameters(sampler.sampler)
         return None if inner is None else ["batches", sampler.batch_size, sampler.drop_last, *inner]
-    known = _TORCH_SAMPLERS.get(type(sampler))
-    return None if known is None else known.parameters(sampler)
+    match sampler if is_torch_sampler(sampler) else None:
+        case SequentialSampler():
+            return ["sequential"]
+        case RandomSampler() as known:
+            return ["random", known.replacement, known.num_samples, known.generator is None]
+        case SubsetRandomSampler() as known:
+            return ["subset", *spread(known.indices)]
+        case WeightedRandomSampler() as known:
+            return ["weighted", known.replacement, known.num_samples, *spread(known.weights)]
+    return None
 
 
 def has_order(sampler: object) -> bool:
@@ -378,8 +371,8 @@ def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None
     """
     if _is_batching(sampler):
         return _in_batches(order_of(sampler.sampler, epoch, private_generator), sampler.batch_size, sampler.drop_last)
-    if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
-        return known.order(sampler, private_generator)
+    if is_torch_sampler(sampler):
+        return _TORCH_ORDERS[type(sampler)](sampler, private_generator)
     if type(sampler) is ScalableShuffle:
         return sampler.order(epoch)
     return EpochOrder(len(sampler), partial(_looked_up, sampler, epoch))
