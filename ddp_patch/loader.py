@@ -30,7 +30,6 @@ from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, 
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
-from ddp_patch.loaders.to_device import Mover
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.batches import CollateByValue, Tally, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
@@ -105,15 +104,14 @@ _STATEFUL = ("state_dict", "load_state_dict")
 class OwnMethods(HeldByLoader):
     """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
 
-    Its iterators count what they give, and put it on a device if asked to. ``state_dict`` and ``load_state_dict`` save
-    and restore its position. A deep copy and a pickled one have methods of their own. A shallow copy has none, because
-    it would get the iterators of the original.
+    Its iterators count what they give. ``state_dict`` and ``load_state_dict`` save and restore its position. A deep
+    copy and a pickled one have methods of their own. A shallow copy has none, because it would get the iterators of the
+    original.
 
     Args:
         loader: The loader.
-        sampler: What shards it; None if it is not shared, and only moved to a device.
+        sampler: What shards it; None if something else has sharded it already.
         make_iterator: Makes iterators of the loader. Default: its class does.
-        make_mover: Makes what moves the batches of one iterator to a device.
         monitor: Compares the passes over a loader that is sharded already; None if ``sampler`` does, or nobody.
     """
 
@@ -122,12 +120,10 @@ class OwnMethods(HeldByLoader):
         loader: DataLoader[Any],
         sampler: EpochSampler[Any] | None,
         make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
-        make_mover: Callable[[], Mover] | None = None,
         monitor: PassMonitor | None = None,
     ) -> None:
         super().__init__(loader)
-        self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
-        self._monitor = monitor
+        self._sampler, self._make_iterator, self._monitor = sampler, make_iterator, monitor
         self._counts = self._takes_notes = False
         self._names = tuple(self._found_names(loader))
         self._attach(loader)
@@ -143,7 +139,7 @@ class OwnMethods(HeldByLoader):
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.has_one_iterator)
         self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "collate_with_notes")
-        if self._counts or self._takes_notes or self._make_mover is not None or self._monitor is not None:
+        if self._counts or self._takes_notes or self._monitor is not None:
             yield MAKE_ITERATOR
         if self._counts and self._is_resumable(loader):
             yield from _STATEFUL
@@ -165,7 +161,7 @@ class OwnMethods(HeldByLoader):
         show_loaders(describe_share)
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
+        """Return an iterator of the loader that counts the batches it gives."""
         loader = self.loader()
         # The class's method, because the loader's own attribute of that name is this one.
         make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
@@ -174,11 +170,8 @@ class OwnMethods(HeldByLoader):
             self._collating(loader),
         ):
             iterator = make(loader)
-        if self._make_mover is not None:
-            _move(loader, iterator, self._make_mover())
         is_uncounted = isinstance(iterator, RunningLoader | WrappedIterator) and not hasattr(iterator, "tally")
         if is_uncounted and (self._counts or self._takes_notes) and self._sampler is not None:
-            # It counts what comes to the loop, which a batch that is copied ahead has not.
             tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
             watch_batches(iterator, "tally", tally)
         if self._monitor is not None and isinstance(iterator, RunningLoader):
@@ -244,23 +237,13 @@ class OwnMethods(HeldByLoader):
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
         kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
-        if self._make_iterator is not None or self._make_mover is not None or self._monitor is not None:
+        if self._make_iterator is not None or self._monitor is not None:
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._attach(state["_loader"])
-
-
-def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
-    try:
-        watch_batches(iterator, "mover", mover)
-    except TypeError as error:
-        raise UnsupportedLoaderError(
-            f"device= does not work with a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "
-            f"takes no other __next__ ({error}). Leave device= out, and call .to(device) in the loop."
-        ) from error
 
 
 class _OfOriginal:
@@ -345,7 +328,7 @@ def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
 
 
 def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield all loaders and None, also those in wrappers, each after the code that gets it."""
+    """Yield all loaders and None, each after the code that gets it."""
     for path, leaf in nested(given):
         place = place_of(path, root)
         if is_empty(leaf):
@@ -353,18 +336,16 @@ def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
                 f"Found an empty {type(leaf).__name__} at {place}: there is nothing to check in it. Pass the loaders, "
                 "or leave it out."
             )
-        if leaf is None or is_loader(leaf):
-            about_to_use(leaf)
-            yield place, leaf
-        elif (found := held_loaders(leaf)) is not None and found[1] is not None:
-            name, held = found
-            yield from _leaves(held, f"{place}.{name}")
-        else:
+        if leaf is not None and not is_loader(leaf):
             raise _no_loader(place, leaf)
+        about_to_use(leaf)
+        yield place, leaf
 
 
 def _no_loader(place: str, found: object) -> NotALoaderError:
+    inner = held_loaders(found)
+    remedy = "Leave it out, or pass the loader itself" if inner is None else f"Pass what it wraps: {place}.{inner[0]}"
     return NotALoaderError(
         f"Found {found!r} ({type(found).__name__}) at {place} where a DataLoader or a list, tuple or dict of them was "
-        "expected. Leave it out, or pass the loader itself."
+        f"expected. {remedy}."
     )

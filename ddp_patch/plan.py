@@ -655,10 +655,3 @@ class Schedule:
             shift = (batch * workers + part.worker - batch) * size
             yield range(here.start + shift, here.stop + shift, here.step)
             own = own[len(here) :]
-
-    def rows_before(self, number: int) -> int:
-        """Return how many of this rank's rows that are not padding come before batch ``number``, of a single part."""
-        if self.batch_plan is None:
-            return number * self.batching.size
-        sizes = repeat(self.batching.size) if self.sizes is None else self.sizes
-        return sum(len(self.batch_plan.divide(size)[0]) for size in islice(sizes, number))

@@ -13,7 +13,6 @@ from ddp_patch.compat.packages import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
-    KeptIterator,
     RunningLoader,
     has_own_iteration,
     has_own_iterators,
@@ -28,7 +27,6 @@ __all__ = [
     "METHODS",
     "OWN_METHODS",
     "HeldByLoader",
-    "OneIterator",
     "change_loader",
     "copies_plainly",
     "copy_loader",
@@ -100,24 +98,6 @@ class HeldByLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._loader = weakref.ref(state["_loader"])
-
-
-class OneIterator(HeldByLoader, KeptIterator, Iterator[Any]):
-    """The one iterator of a loader that is not shared: torch's own, which begins when its first batch is asked for."""
-
-    _begun: Iterator[Any] | None = None
-
-    def drop_pass(self) -> None:
-        """Leave what has begun."""
-        self._begun = None
-
-    def __next__(self) -> Any:
-        if self._begun is None:
-            self._begun = DataLoader.__iter__(self.loader())
-        return next(self._begun)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_begun": None}
 
 
 def _repeats(sampler: object) -> bool:
@@ -239,7 +219,7 @@ def change_loader(loader: L, **replaced: Any) -> L:
     Raises:
         UnsupportedLoaderError: The loader's class does not let an attribute be replaced. Others are replaced by then.
     """
-    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader | OneIterator)]
+    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader)]
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(loader).update({**dict.fromkeys([RUNNING_ITERATOR, *running]), **replaced})
     for attribute in LIGHTNING_ARGUMENTS & vars(loader).keys():

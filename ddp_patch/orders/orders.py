@@ -240,8 +240,6 @@ class EpochOrder:
             runs; None if only the batches themselves show it.
         random_access: How many of the first items may be looked up in any order before all others; None for all.
         pieces: Cuts positions into pieces that are looked up one after the other.
-        original_positions: Returns where the items at some positions stand in the sampler's own order; None if just
-            there.
         drawn: All items, where they lie in memory as whole numbers; otherwise None.
     """
 
@@ -252,7 +250,6 @@ class EpochOrder:
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
     random_access: int | None = None
     pieces: Callable[[range], Iterable[range]] = blocks
-    original_positions: Callable[[range], NDArray[np.int64]] | None = None
     drawn: torch.Tensor | None = None
 
     def items(self) -> Iterator[Any]:

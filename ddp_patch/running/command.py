@@ -240,7 +240,6 @@ _SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "share": {"choices": get_args(Share)},
     "uneven": {"choices": get_args(Uneven)},
     "seed": {"type": int, "metavar": "INT"},
-    "device": {"metavar": "STR"},
     "order": {"choices": get_args(Order)},
     "layout": {"choices": get_args(Layout)},
     "timeout": {"type": float, "metavar": "FLOAT"},

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.devices import device_here
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
@@ -64,6 +63,26 @@ def group_made(backend: str, **options: Any) -> Iterator[None]:
     finally:
         if dist.is_initialized():  # the script may have destroyed it already
             dist.destroy_process_group()
+
+
+def _backend_here() -> str:
+    """Choose this rank's GPU, where there are some, and return the backend of a process group that uses it.
+
+    Raises:
+        WorldError: The environment does not say which GPU is this rank's.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        return "gloo"
+    # A launcher may show each rank its own one alone.
+    number = "0" if count == 1 else os.environ.get("LOCAL_RANK", "").strip()
+    if not number.isdecimal() or int(number) >= count:
+        raise WorldError(
+            f"This process sees {count} GPUs, from 0 to {count - 1}, and LOCAL_RANK={number or None} does not say "
+            "which is this rank's. Set LOCAL_RANK, as torchrun does, and start as many ranks here as there are GPUs."
+        )
+    torch.cuda.set_device(int(number))
+    return "cpu:gloo,cuda:nccl"
 
 
 class Mode(Enum):
@@ -289,11 +308,7 @@ class OneProcess:
         """Make the process group, if there is none, and what the ranks do in it."""
         timeout = self._options.timeout
         if not dist.is_initialized():
-            backend, device = "gloo", device_here("auto", is_one_of_several=True)
-            if device is not None and device.type == "cuda":
-                torch.cuda.set_device(device)
-                backend = "cpu:gloo,cuda:nccl"
-            self._stack.enter_context(group_made(backend, timeout=timedelta(seconds=timeout)))
+            self._stack.enter_context(group_made(_backend_here(), timeout=timedelta(seconds=timeout)))
         self._world = find_world() or World(0, 1)
         self._lockstep = Lockstep(timeout, self._counts)
         seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))

@@ -15,7 +15,6 @@ from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of, steps_of
-from ddp_patch.loaders.to_device import Mover
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
 from ddp_patch.ranks.packing import bytes_of
@@ -88,11 +87,7 @@ def _chosen(options: Options) -> Iterator[str]:
     default = Options(order="seeded")  # which "auto" mostly comes to
     for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
         if (value := getattr(options, name)) != getattr(default, name):
-            yield f"{name}={_shown(value)!r}"
-
-
-def _shown(value: object) -> object:
-    return str(value) if isinstance(value, torch.device) else value
+            yield f"{name}={value!r}"
 
 
 class Tally:
@@ -346,18 +341,10 @@ class RepeatedPasses(HeldByLoader, KeptIterator, Iterator[Any]):
         loader: The patched loader.
         sampler: What shards it.
         one_pass: The attributes with which a plain DataLoader makes one pass.
-        make_mover: Makes what moves the batches to a device; None if they stay where they are.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: EpochSampler[Any],
-        one_pass: Mapping[str, Any],
-        make_mover: Callable[[], Mover] | None = None,
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler[Any], one_pass: Mapping[str, Any]) -> None:
         super().__init__(loader)
-        self._mover = None if make_mover is None else make_mover()
         self._sampler, self._one_pass = sampler, dict(one_pass)
         sampler.note_one_iterator()
         self._tally = Tally(sampler, begins_ahead=False)
@@ -395,7 +382,7 @@ class RepeatedPasses(HeldByLoader, KeptIterator, Iterator[Any]):
                 self._tally.end()
             else:
                 self._ahead.append(upcoming)
-        return batch if self._mover is None else self._mover.moved(batch)
+        return batch
 
     def _draw(self) -> Any:
         return self._ahead.pop() if self._ahead else next(self._running, _NOTHING)

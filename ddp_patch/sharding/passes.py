@@ -16,8 +16,7 @@ from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.saved_position import BatchNote, Position, split_consumed
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 __all__ = ["Pass", "PassContext", "SamplerPass"]
 
@@ -113,15 +112,6 @@ class Pass(IterationProgress, Generic[T]):
     def is_drawn_at_once(self) -> bool:
         """Whether the whole epoch is drawn before the first item is given."""
         return False
-
-    @property
-    def origins(self) -> "NDArray[np.int64] | None":
-        """The positions of this rank's items (or samples of divided batches), without padding and skipped ones.
-
-        They are positions in the stream of one process, in the order in which the items are given. If batches are
-        divided, they count from the first that this pass gives. None if they follow from the plan.
-        """
-        return None
 
     @property
     def sizes_of_all(self) -> Sizes | None:
@@ -423,13 +413,6 @@ class SamplerPass(Pass[T]):
     def sizes_of_all(self) -> Sizes | None:
         """How many samples each item of all ranks has; None if this rank does not see them, or nobody needs that."""
         return self.source.sizes
-
-    @property
-    def origins(self) -> "NDArray[np.int64] | None":
-        """The positions of this rank's items, or samples, in the stream of one process; see ``Pass``."""
-        if self._divide is not None:
-            return self._divide.origins(self.sizes or ())
-        return None if self.source.origins is None else self.source.origins.positions()
 
     def _chunks(self) -> Iterator[Sequence[T]]:
         for chunk in self.source.chunks(self.skip):

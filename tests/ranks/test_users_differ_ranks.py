@@ -126,7 +126,7 @@ def files_are_listed_anew(me: Me) -> None:
     train = me.patch(raw)
     for _ in range(3):
         me.train(train)
-        train.dataset.ann.files = [f"{number}.png" for number in random.sample(range(N), N)]
+        train.dataset.ann["files"] = [f"{number}.png" for number in random.sample(range(N), N)]
 
 
 @case("told", of={"shuffled": True, "in order": False})
@@ -145,13 +145,6 @@ def bad_rows_are_dropped_on_one_rank(me: Me) -> None:
     me.train(train)
     if me.rank:
         del dataset.rows[7]
-    for _ in range(2):
-        me.train(train)
-
-
-@case("told")
-def files_are_an_object_deeper(me: Me) -> None:
-    train = me.patch(loader(users.Annotated(random.sample(range(N), N))))
     for _ in range(2):
         me.train(train)
 

@@ -24,7 +24,6 @@ FLOORS = {
     "walks": 2,
     "compat": 3,
     "costs": 3,
-    "devices": 3,
     "options": 4,
     "plan": 5,
     "orders": 6,

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from messages import raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,7 +32,7 @@ from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
 from ddp_patch.running.loader_reports import Patterns
 from ddp_patch.running.lockstep import Act, Counts
-from ddp_patch.running.one_process import Mode, OneProcessOptions
+from ddp_patch.running.one_process import Mode, OneProcessOptions, _backend_here
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas, batch_norms, models_of, sync_batch_norms
 from ddp_patch.running.voice import saved_once
@@ -238,6 +239,42 @@ def test_tasks_of_slurm_are_ranks(
     if expected is not None:
         assert tuple(environment[name] for name in names) == expected
         assert 20_000 <= int(environment["MASTER_PORT"]) < 30_000
+
+
+# How many GPUs there are, LOCAL_RANK, and which one the rank takes.
+GPUS: list[tuple[int, str | None, list[int]]] = [
+    (0, None, []),
+    (0, "1", []),
+    (1, None, [0]),
+    (1, "3", [0]),  # a launcher may show each rank its own one
+    (4, "3", [3]),
+]
+
+
+def sees(monkeypatch: pytest.MonkeyPatch, count: int, local_rank: str | None) -> list[int]:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    return chosen
+
+
+@pytest.mark.parametrize(("count", "local_rank", "taken"), GPUS)
+def test_a_rank_takes_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, count: int, local_rank: str | None, taken: list[int]
+) -> None:
+    chosen = sees(monkeypatch, count, local_rank)
+    assert _backend_here() == ("cpu:gloo,cuda:nccl" if count else "gloo")
+    assert chosen == taken
+
+
+@pytest.mark.parametrize("local_rank", [None, "4", "x", "-1"])
+def test_a_rank_does_not_guess_which_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch, local_rank: str | None) -> None:
+    sees(monkeypatch, 4, local_rank)
+    with raises(WorldError, ("4 GPUs", f"LOCAL_RANK={local_rank}", "from 0 to 3"), "torchrun"):
+        _backend_here()
 
 
 def test_one_rank_runs_without_a_process_group() -> None:

@@ -92,7 +92,6 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         (["--no-such", "script.py"], "TARGET"),
         (["--uneven", "no", "script.py"], "--uneven"),
         (["--share", "within_batches", "--uneven", "drop", "script.py"], "within_batches"),
-        (["--device", "gpu", "script.py"], "device='gpu'"),
         (["--only", "", "script.py"], "only="),
         (["--mode", "one", "--whole", "", "script.py"], "names no file"),
         (["--init-process-group", "gloo", "script.py"], "RANK, WORLD_SIZE"),
