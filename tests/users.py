@@ -266,6 +266,17 @@ class ByClass(Shuffles):
         return iter(permuted(self.rngs, N))
 
 
+class ByClosure(Shuffles):
+    """Shuffles by a function that draws from a generator of its closure."""
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__(None)
+        self.shuffled: Callable[[], list[int]] = lambda: permuted(rng, N)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shuffled())
+
+
 class ByModule(Shuffles):
     """Shuffles by generators of its module."""
 
@@ -561,11 +572,17 @@ SHUFFLERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "torch.Generator": lambda **how: loader(sampler=Shuffles(seeded()), **how),
     "counter": lambda **how: loader(sampler=Counts(), **how),
     "of an object": lambda **how: loader(sampler=ByObject(np.random.default_rng(3)), **how),
-    "of a class": lambda **how: loader(sampler=ByClass(), **how),
     "batch sampler": lambda **how: loader(batch_sampler=Batches(random.Random(3)), **how),
     "sampler in a batch sampler": lambda **how: loader(
         batch_sampler=BatchSampler(Shuffles(random.Random(3)), SIZE, False), **how
     ),
+}
+# Loaders that draw from what no attribute of their sampler holds.
+UNHELD: dict[str, Callable[..., DataLoader[Any]]] = {
+    "of a class": lambda **how: loader(sampler=ByClass(), **how),
+    "of a closure": lambda **how: loader(sampler=ByClosure(random.Random(3)), **how),
+    "of a module": lambda **how: loader(sampler=ByModule(), **how),
+    "of a module, numpy's": lambda **how: loader(sampler=ByModule(with_numpy=True), **how),
 }
 # All kinds for which the errors have remedies.
 REMEDIED: dict[str, Callable[..., DataLoader[Any]]] = {

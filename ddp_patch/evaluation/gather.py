@@ -28,9 +28,9 @@ from ddp_patch.evaluation.row_order import Placed, RowKeys, array_of, joined, ke
 from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
+from ddp_patch.plan import BatchRecord, Part, Schedule
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
-from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
 

@@ -14,8 +14,7 @@ from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthErro
 from ddp_patch.orders.chunks import Chunk, copy_item, draw
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import distributed_permutation
-from ddp_patch.plan import Consumed, Plan
-from ddp_patch.schedule import Sizes
+from ddp_patch.plan import Consumed, Plan, Sizes
 from ddp_patch.sharding.balancing import Balancer, balanced_stream
 
 if TYPE_CHECKING:

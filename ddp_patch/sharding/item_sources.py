@@ -3,20 +3,21 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import start_iterating
-from ddp_patch.orders.fingerprint import evenly_spread, number_of
+from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.plan import Plan, Rest
+from ddp_patch.plan import Plan, Rest, Sizes
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
-from ddp_patch.schedule import Sizes
 from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, Stream
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
+from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 # So many items of an order that can be looked up are compared, evenly spread, and its length.
 _LOOKED_UP = 64
+# By how many of its first items an epoch that is drawn is recognised.
+_RECOGNISED_BY = 8
 
 # Returns the items at some positions.
 _ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
@@ -58,6 +61,10 @@ class ItemSource(Generic[T]):
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items away, and return whether it is; see ``Pass``."""
         return False
+
+    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
+        """Return what the epoch's first items were, when this many were taken; empty if nobody looked."""
+        return ()
 
     def _found(self, length: int) -> None:
         self.length = length
@@ -163,12 +170,14 @@ class Streamed(ItemSource[T]):
 
     sizes: Sizes | None
 
-    def __init__(self, epoch: EpochDrawing[T]) -> None:
+    def __init__(self, epoch: EpochDrawing[T], known: StreamStart | None = None) -> None:
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.random_context():
             stream = start_iterating(epoch.sampler)
+        self._first: list[int] = []
+        stream = chain(_recognised(stream, self._first, known, type(epoch.sampler).__name__), stream)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
         self._stream = Stream(epoch, stream, self.sizes)
@@ -182,6 +191,34 @@ class Streamed(ItemSource[T]):
         """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
         return not self._epoch.is_one_shot and self._stream.ends_within(items)
+
+    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
+        """Return what the epoch's first items were, when this many were taken."""
+        first = self._first[: min(_RECOGNISED_BY, taken)]
+        return [StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
+
+
+def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None, name: str) -> Iterator[T]:
+    """Yield the first items of an epoch, and note hashes of them.
+
+    Args:
+        stream: All items.
+        first: Gets the hashes.
+        known: What the items were when the state was taken that is resumed; None if none is.
+        name: The sampler's class.
+
+    Raises:
+        StateError: They are others now.
+    """
+    for item in islice(stream, _RECOGNISED_BY):
+        first.append(number_or_zero(item))
+        if known is not None and len(first) == known.seen and number_of(first) != known.whole:
+            raise StateError(
+                f"The pass cannot resume from the state: {name} began the epoch with other items when it was taken, so "
+                "samples would be lost. It draws from what no state holds. Let it hold its generator in an attribute, "
+                "give it a state_dict(), or put back what it draws from before you restore the state."
+            )
+        yield item
 
 
 def _sizes_in(order: EpochOrder, rest: Rest) -> Sizes | None:

@@ -6,11 +6,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import Batching, Consumed, Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
-from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
@@ -438,8 +437,10 @@ class SamplerPass(Pass[T]):
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
         found = super().position(taken)
-        return replace(found, sampler_snapshot=self.source.snapshot_before or found.sampler_snapshot)
+        beginning = self.source.beginning(sum(ranks * each for ranks, each in found.consumed))
+        snapshot = self.source.snapshot_before or found.sampler_snapshot
+        return replace(found, sampler_snapshot=snapshot, stream_snapshots=beginning)
 
     def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
-        return super().position_at_end(self.source.snapshot_after or snapshot)
+        return replace(super().position_at_end(self.source.snapshot_after or snapshot), stream_snapshots=())

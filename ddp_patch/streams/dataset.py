@@ -11,7 +11,7 @@ from ddp_patch.compat.private_torch import is_torchs_collating
 from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import random_generators
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.sharding.sampler_states import AttributeProxy
+from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.saved_position import NotedBatch
 from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.streams.worker import StreamWorker

@@ -14,9 +14,9 @@ from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_load
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError
 from ddp_patch.options import Options
-from ddp_patch.orders.fingerprint import fingerprint, number_of
+from ddp_patch.orders.fingerprint import fingerprint, number_of, number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
-from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
+from ddp_patch.orders.random_states import PrivateRNG, look
 from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 from ddp_patch.streams.item_names import name_of
 
@@ -185,7 +185,7 @@ class DatasetStateTracker:
         if is_moved:
             # Its state may have random states, from which the epoch does not draw. One that takes a state only once it
             # is iterated begins anew by itself.
-            with ambient_unmoved(), suppress(Exception):
+            with look(), suppress(Exception):
                 dataset.load_state_dict(*self._known.initial_state)
             tell_epoch(dataset, self._epoch)  # the state may have the epoch before
         iterator: Iterator[Any] = iter(dataset)
@@ -235,7 +235,7 @@ class DatasetStateTracker:
         """
         seen: list[tuple[bytes | None, int]] = []
         for item in items:
-            seen.append((name_of(item), _hash_of(item)))
+            seen.append((name_of(item), number_or_zero(item)))
             first = self.start = _start_of(seen)
             known = self._known.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
@@ -315,13 +315,6 @@ def _is_again(dataset: Any, iterator: Any) -> bool:
     except TypeError:  # the dataset cannot be hashed
         return False
     return before is not None and before() is iterator
-
-
-def _hash_of(item: Any) -> int:
-    try:
-        return number_of([item])
-    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
-        return 0
 
 
 def _start_of(seen: Sequence[tuple[bytes | None, int]]) -> StreamStart:

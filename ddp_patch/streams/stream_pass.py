@@ -10,8 +10,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from ddp_patch.errors import RankMismatchError, StateError
-from ddp_patch.plan import Consumed
-from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
+from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.sharding.saved_position import BatchNote, PartsConsumed, Position, StreamSnapshot, split_consumed

@@ -14,8 +14,7 @@ from ddp_patch.compat.private_torch import WorkerInfo, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import Seed, reader_seed
-from ddp_patch.plan import Batching, Consumed, Plan
-from ddp_patch.schedule import made_in_turn, turn_after
+from ddp_patch.plan import Batching, Consumed, Plan, made_in_turn, turn_after
 from ddp_patch.sharding.saved_position import Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import Reader, this_worker
 from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState

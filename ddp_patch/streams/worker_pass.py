@@ -13,10 +13,10 @@ from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
-from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
+from ddp_patch.sharding.steps import require_steps
 from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
 from ddp_patch.streams.stream_marks import marked

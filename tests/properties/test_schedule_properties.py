@@ -9,8 +9,7 @@ from hypothesis import given
 
 from ddp_patch.evaluation.row_order import keys_of, placed, placed_samples
 from ddp_patch.options import Layout, Uneven
-from ddp_patch.plan import Batching, Plan
-from ddp_patch.schedule import BatchRecord, Part, Schedule, Sizes, ready_in_turn
+from ddp_patch.plan import Batching, BatchRecord, Part, Plan, Schedule, Sizes, ready_in_turn
 
 ranks_of = st.integers(1, 5)
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])

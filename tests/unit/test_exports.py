@@ -26,7 +26,6 @@ FLOORS = {
     "costs": 3,
     "options": 4,
     "plan": 5,
-    "schedule": 6,
     "orders": 6,
     "loaders": 7,
     "samplers": 8,  # a wing of its own: nothing of the core imports it
