@@ -1,7 +1,7 @@
 """Show on one machine what every rank would get of any loader.
 
-The modules named ``draw_`` run the sampling of every rank, those named ``judge_`` compare what they got, and those
-named ``show_`` make reports of it. ``inspection`` leads an audit through the three, epoch by epoch.
+``world`` iterates every rank's own loader, the modules named ``judge_`` compare what they gave, and those named
+``show_`` make reports of it. ``inspection`` leads an audit through the three, epoch by epoch.
 """
 
 from ddp_patch.auditing.auditing import DDPAudit, audit

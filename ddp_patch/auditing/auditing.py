@@ -7,14 +7,14 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overlo
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.draw_loaders import Audited, Factory, name_of
-from ddp_patch.auditing.draw_ranks import called
-from ddp_patch.auditing.draw_world import MadeUpWorld, Progress
 from ddp_patch.auditing.finding import leaves_of
 from ddp_patch.auditing.inspection import Expectations, Inspection
 from ddp_patch.auditing.judge_coverage import balanced, costs_of_samples
 from ddp_patch.auditing.judge_problems import Kind, problem_kinds
+from ddp_patch.auditing.ranks import called
 from ddp_patch.auditing.show_report import Report, Reports, place_in_code
+from ddp_patch.auditing.subject import Audited, Factory, name_of
+from ddp_patch.auditing.world import MadeUpWorld, Progress
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import look_at

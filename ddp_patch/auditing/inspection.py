@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.draw_records import EpochDraws, RankDraws, signature
-from ddp_patch.auditing.draw_world import MadeUpWorld
+from ddp_patch.auditing.drawn import EpochDraws, RankDraws, signature
 from ddp_patch.auditing.judge_causes import About, cause_of, unsharded
 from ddp_patch.auditing.judge_coverage import Judge, Judged, SampleCosts, imbalance, repeats_rank_0, step_costs
 from ddp_patch.auditing.judge_problems import (
@@ -27,6 +26,7 @@ from ddp_patch.auditing.judge_problems import (
 from ddp_patch.auditing.show_figures import EpochReport
 from ddp_patch.auditing.show_maps import Pictured, pictured
 from ddp_patch.auditing.show_report import Report
+from ddp_patch.auditing.world import MadeUpWorld
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.streams.stream_sampler import faster_by_worker
 
@@ -102,9 +102,9 @@ class Inspection:
     def _note(self) -> str | None:
         """Return what would be faster, by what rank 0 drew in epoch 0."""
         traits, ranks = self._world.traits, self._world.world_size
-        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(self._first.parts) < 2:
+        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(self._parts) < 2:
             return None
-        return faster_by_worker(self._world.subject.name, ranks, sum(self._first.parts))
+        return faster_by_worker(self._world.subject.name, ranks, sum(self._parts))
 
     def _how(self) -> str:
         subject = self._world.subject
@@ -114,7 +114,7 @@ class Inspection:
                 what += " (make(0, 1) ignores world_size, so they are compared with the whole dataset)"
         else:
             what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
-            what += " with cost=" if subject.balance else ""
+            what += " with cost=" if "cost" in subject.options else ""
         read = ", reading the iterable dataset" if self._world.traits.is_iterable else ""
         if self._world.processes:
             return f"on real ranks: {what}{read}"
@@ -139,7 +139,7 @@ class Inspection:
             self._seeds_agree = None
         costs = step_costs(epoch, self._expect.costs)
         if not self._epochs:
-            self._first = epoch.ranks[0]
+            self._first, self._parts = epoch.ranks[0], epoch.parts
         if not self._epochs or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
             self._pictured = pictured(epoch, judged, self._world.coding, costs)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
-from ddp_patch.auditing.draw_loaders import Audited, Traits, layers_of
-from ddp_patch.auditing.draw_records import EpochDraws, Numbers, RankDraws, Units
+from ddp_patch.auditing.drawn import EpochDraws, Numbers, RankDraws, Units
+from ddp_patch.auditing.subject import Audited, Traits, layers_of
 from ddp_patch.costs import Cost
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
@@ -315,14 +315,14 @@ class Judge:
     def _most_dropped(self, epoch: EpochDraws) -> int:
         """Return how many samples or batches the loader was asked to leave out, at most."""
         world, traits = len(epoch.ranks), self.traits
-        dropped = (world - 1) * len(epoch.parts) if self.uneven == "drop" or traits.drops_round else 0
+        dropped = (world - 1) * max(1, len(epoch.parts)) if self.uneven == "drop" or traits.drops_round else 0
         if epoch.units == "samples" and traits.drops_batch:
             dropped += world * traits.batchers * (largest_batch(epoch, traits) - 1)
         return dropped
 
     def uneven_steps(self, epoch: EpochDraws) -> int:
         """Return by how many steps ranks may differ."""
-        return len(epoch.parts) if self.uneven == "keep" and not self.traits.divides_batches else 0
+        return max(1, len(epoch.parts)) if self.uneven == "keep" and not self.traits.divides_batches else 0
 
 
 def largest_batch(epoch: EpochDraws, traits: Traits) -> int:
@@ -445,7 +445,7 @@ def balanced(subject: Audited, costs: Cost, world_size: int, processes: bool) ->
         require_costs(facts, costs)
     except InvalidOptionError as refused:
         return str(refused)
-    return replace(subject, balance=balance)
+    return replace(subject, options={**subject.options, **balance})
 
 
 def _why_not_sent(costs: Cost) -> str | None:

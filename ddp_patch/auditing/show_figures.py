@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddp_patch.auditing.draw_records import Units
+from ddp_patch.auditing.drawn import Units
 from ddp_patch.auditing.show_maps import Pictured, ShareMap, StepMap, Waits
 from ddp_patch.auditing.show_svg import Bar, BarRow, Figure, Fill, columns_of, ticks_of
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers
 from ddp_patch.auditing.judge_coverage import Judged, counts_of, dense, imbalance
 
 __all__ = ["Pictured", "ShareMap", "StepMap", "Waits", "pictured"]

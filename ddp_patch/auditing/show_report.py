@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.draw_records import Units
+from ddp_patch.auditing.drawn import Units
 from ddp_patch.auditing.judge_problems import Problem
 from ddp_patch.auditing.show_figures import EpochReport, balance_text, batches_text, epoch_text, figures_of
 from ddp_patch.auditing.show_maps import Pictured

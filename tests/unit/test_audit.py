@@ -36,10 +36,10 @@ from zoo import ALL_KINDS, BY_NAME, Indices, Kind, draw_ambient, loader, seed_am
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.draw_loaders import Audited
-from ddp_patch.auditing.draw_records import Coding
-from ddp_patch.auditing.draw_world import ranks_of
+from ddp_patch.auditing.drawn import Coding
 from ddp_patch.auditing.show_report import Provenance, page
+from ddp_patch.auditing.subject import Audited
+from ddp_patch.auditing.world import ranks_of
 from ddp_patch.errors import AuditError, InvalidOptionError, NoStepsError, NotALoaderError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Uneven

@@ -160,10 +160,10 @@ def test_nothing_imports_upwards() -> None:
 
 # The audit's own floors; its other modules stand on top of all of these.
 AUDIT_FLOORS = {
-    "draw_records": 0,
-    "draw_loaders": 1,
-    "draw_ranks": 2,
-    "draw_world": 3,
+    "drawn": 0,
+    "subject": 1,
+    "ranks": 2,
+    "world": 3,
     "judge_coverage": 4,
     "judge_problems": 5,
     "judge_causes": 6,

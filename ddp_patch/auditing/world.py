@@ -1,4 +1,4 @@
-"""A made-up world: every rank's draws, in one process or in several."""
+"""A made-up world: what every rank is given, in one process or in several."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,22 +7,22 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ddp_patch.auditing.draw_loaders import Audited, Traits
-from ddp_patch.auditing.draw_ranks import Rank
-from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, Units, same_items, signature
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Units, signature
+from ddp_patch.auditing.ranks import Rank
+from ddp_patch.auditing.subject import Audited, Traits
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.testing import run_ranks
 
-__all__ = ["MadeUpWorld", "Progress", "RealRank", "ranks_of"]
+__all__ = ["MadeUpWorld", "Progress", "ranks_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class RealRank:
-    """Hold what a real rank drew.
+    """Hold what a real rank was given.
 
     Attributes:
         traits: Describes its loader.
-        epochs: What it drew, by epoch number.
+        epochs: What it was given, by epoch number.
         coding: Gave its items their numbers, in its own process.
         digest: A hash of the samples that the dataset below torch's ``Subset`` layers holds in memory; None where it
             holds none, and where no factory makes datasets.
@@ -128,9 +128,11 @@ class _Alone:
         is_read_by_all = _is_each(drawn, once, self._workers)
         if not (is_read_by_all or drawn.asked):
             # Workers that do not know which they are read different samples if these are drawn at random.
-            others = ranks_of(self._subject, [self._seed + 1], range(number + 1), self._timeout)
-            is_read_by_all = not same_items(once, *_drawn_anew(others, number, coding))
-        return once if is_read_by_all else drawn
+            (other,) = _drawn_anew(
+                ranks_of(self._subject, [self._seed + 1], range(number + 1), self._timeout), number, coding
+            )
+            is_read_by_all = not once.has_same_samples(other)
+        return replace(once, by_worker=drawn.by_worker, asked=drawn.asked) if is_read_by_all else drawn
 
 
 def _is_each(drawn: RankDraws, once: RankDraws, workers: int) -> bool:
@@ -191,7 +193,8 @@ class MadeUpWorld:
         self.subject: Audited = subject
         self._ranks = ranks_of(subject, range(self.world_size), range(self.epochs), self._timeout)
         # What balanced ranks get is compared with what one process gets without: it loses nothing in a deal.
-        whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True, balance={})
+        options = {name: value for name, value in subject.options.items() if name != "cost"}
+        whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True, options=options)
         self._alone = _Alone(whole, range(self.epochs), self._timeout)
         # A patched loader goes through its epochs by itself.
         self._given = replace(whole, patch=False, options={}, set_epoch=True)
@@ -243,7 +246,16 @@ class MadeUpWorld:
             self._progress(number * per_epoch + place, self.epochs * per_epoch)
         *ranks, alone = drawn
         unpatched = None if self._unpatched is None else self._unpatched.epoch(number, self.coding)
-        return EpochDraws(number, _in_step(ranks), alone, self.units, self.traits.is_iterable, unpatched)
+        parts = self._parts(alone, unpatched)
+        return EpochDraws(number, _in_step(ranks), alone, self.units, parts, self.traits.is_iterable, unpatched)
+
+    def _parts(self, alone: RankDraws, unpatched: RankDraws | None) -> tuple[int, ...]:
+        """Return how many units each part has that ranks share by itself; none where they share one stream."""
+        if self.traits.divides_batches:
+            return tuple(alone.sizes.tolist())
+        # Workers that ask which they are read a part each.
+        is_in_parts = unpatched is not None and unpatched.asked and self.subject.options.get("share") != "by_worker"
+        return alone.by_worker if is_in_parts else ()
 
     def unpatched_anew(self, number: int) -> RankDraws:
         """Draw an epoch of the unpatched loader once more, in a process that is seeded otherwise."""
