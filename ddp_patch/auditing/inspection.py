@@ -1,6 +1,7 @@
 """Inspect a world's epochs one after the other, collect problems, and make the report."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +24,14 @@ from ddp_patch.auditing.judge_problems import (
     steps_problem,
     unpatched_problem,
 )
-from ddp_patch.auditing.show_figures import EpochReport
-from ddp_patch.auditing.show_maps import Pictured, pictured
-from ddp_patch.auditing.show_report import Report
+from ddp_patch.auditing.pictured import Pictured, pictured
+from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.words import EpochReport
 from ddp_patch.auditing.world import MadeUpWorld
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.streams.stream_sampler import faster_by_worker
 
-__all__ = ["Expectations", "Inspection"]
+__all__ = ["Expectations", "Inspection", "beside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +255,15 @@ def _global_batches(epoch: EpochDraws) -> tuple[tuple[int, int], ...]:
         total[: len(drawn.sizes)] += drawn.sizes
     begins = np.flatnonzero(np.diff(total, prepend=-1))
     return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))
+
+
+def beside(report: Report, balanced: Report) -> Report:
+    """Return a report with that of the same loader patched with ``cost=``, whose problems become its own."""
+    known = {problem.kind for problem in (*report.problems, *report.allowed)}
+
+    def both(own: Sequence[Problem], others: Sequence[Problem]) -> tuple[Problem, ...]:
+        new = (problem for problem in others if problem.kind not in known)
+        return (*own, *(replace(problem, where=f"with cost=, {problem.where}") for problem in new))
+
+    problems, allowed = both(report.problems, balanced.problems), both(report.allowed, balanced.allowed)
+    return replace(report, balanced=balanced, problems=problems, allowed=allowed)

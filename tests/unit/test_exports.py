@@ -167,10 +167,11 @@ AUDIT_FLOORS = {
     "judge_coverage": 4,
     "judge_problems": 5,
     "judge_causes": 6,
-    "show_maps": 7,
-    "show_svg": 7,
-    "show_figures": 8,
-    "show_report": 9,
+    "pictured": 7,
+    "words": 7,
+    "picture": 8,
+    "show": 8,
+    "report": 9,
 }
 
 
