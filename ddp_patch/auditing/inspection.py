@@ -119,7 +119,12 @@ class Inspection:
         read = ", reading the iterable dataset" if self._world.traits.is_iterable else ""
         if self._world.processes:
             return f"on real ranks: {what}{read}"
-        return f"simulated: {what}, in one process, each rank seeded differently{read}"
+        some = len(self._world.iterating)
+        cut = f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
+        return (
+            f"simulated: {what}, in one process, each rank seeded differently{read}"
+            f"{cut if some < self._world.world_size else ''}"
+        )
 
     def _add(self, problem: Problem | None) -> None:
         """Note a problem, if there is one, unless one of its kind was noted before."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Subset
 
-from ddp_patch.auditing.drawn import EpochDraws, Numbers, RankDraws, Units
+from ddp_patch.auditing.drawn import EpochDraws, Numbers, RankDraws, Units, joined
 from ddp_patch.auditing.subject import Audited, Traits, layers_of
 from ddp_patch.costs import Cost
 from ddp_patch.errors import InvalidOptionError
@@ -133,11 +133,10 @@ def coverage(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
         >>> found.missing.tolist(), found.repeated.tolist(), found.extra
         ([1], [0, 2], 2)
     """
-    names, (counted, *others) = dense([expected, *shards])
+    names, (counted, got) = dense([expected, joined(shards)])
     difference = counts_of(counted, len(names))
     is_expected = difference > 0
-    for shard in others:
-        difference -= counts_of(shard, len(names))
+    difference -= counts_of(got, len(names))
     missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero((difference < 0) & is_expected)
     foreign = np.flatnonzero((difference < 0) & ~is_expected)
     lacking, extra, unexpected = (abs(int(difference[where].sum())) for where in (missing, repeated, foreign))

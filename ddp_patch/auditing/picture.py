@@ -21,6 +21,16 @@ __all__ = ["alternative", "picture_html", "svg"]
 
 _INK = {"light": "#1c2330", "dark": "#e7ebf2"}
 _PAPER = {"light": "#ffffff", "dark": "#12161d"}
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ddp_patch",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "hatch.linewidth": 0.6,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 # How often a sample is seen: each has a colour and a hatching of its own, so that nobody needs to see colours.
 _SEEN = {"never": ("#d1495b", "////"), "once": ("#8a94a6", ""), "again": ("#e0a100", "xxxx")}
 _WAITS = ("#8a94a6", "////")
@@ -42,17 +52,8 @@ def svg(shown: Pictured, balanced: Pictured | None, scheme: str, parts: Sequence
     waits = _waits(shown, balanced) if "waits" in parts else {}
     heights = [0.4, 1.9] if shown.positions and "shares" in parts else []
     heights += [0.35 + 0.19 * len(each.ranks) for each in waits.values()]
-    style = {"svg.fonttype": "none", "svg.hashsalt": "ddp_patch", "font.family": "sans-serif", "font.size": 9}
-    style |= dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK[scheme]
-    )
-    style |= {
-        "hatch.linewidth": 0.6,
-        "axes.facecolor": "none",
-        "hatch.color": _INK[scheme],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "hatch.color")
+    style: dict[Any, Any] = {**_STYLE, **dict.fromkeys(inked, _INK[scheme])}
     with rc_context(style):
         figure = Figure(figsize=(9, sum(heights) + 0.75 * len(heights)), layout="constrained")
         panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()

@@ -329,8 +329,8 @@ class Traits:
         samplers: Sequence[Any] = facts.samplers
         batches = None if facts.unit is ShardedUnit.UNBATCHED else facts.iterated
         dataset, is_iterable = facts.dataset, facts.unit is ShardedUnit.ITERABLE
-        is_patched = isinstance(facts.sharded_by, EpochSampler)
-        divides = is_patched and facts.sharded_by.agreed.options.divides_batches  # type: ignore[union-attr]  # as it is
+        by = facts.sharded_by if isinstance(facts.sharded_by, EpochSampler) else None
+        divides = by is not None and by.agreed.options.divides_batches
         gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
         are_batches = facts.unit is ShardedUnit.BATCH or (facts.unit is ShardedUnit.UNBATCHED and gives_batches)
         size, shards = facts.batch_size or getattr(batches, "batch_size", None), getattr(dataset, "num_shards", None)
@@ -341,7 +341,7 @@ class Traits:
             num_workers=facts.num_workers,
             keeps_workers=facts.loader.persistent_workers,
             num_shards=shards if is_iterable and isinstance(shards, int) else None,
-            may_be_split=is_iterable and not is_patched and _may_be_split(dataset),
+            may_be_split=is_iterable and by is None and _may_be_split(dataset),
             divides_batches=divides,
             drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
             drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),

@@ -163,6 +163,7 @@ AUDIT_FLOORS = {
     "drawn": 0,
     "subject": 1,
     "ranks": 2,
+    "cut": 1,
     "world": 3,
     "judge_coverage": 4,
     "judge_problems": 5,

@@ -51,9 +51,9 @@ def test_the_picture_is_of_the_stream_of_one_process() -> None:
     """Five samples over two ranks: the first one again fills the last round."""
     found = shown(plain(5), 2)
     assert found.names == ("0", "1", "2", "3", "4")
-    assert found.got == ((1, 0, 1, 0, 1), (1, 1, 0, 1, 0))
+    assert [*found.got] == [(1, 0, 1, 0, 1), (1, 1, 0, 1, 0)]
     assert found.seen == (0, 4, 1)
-    assert found.levels == ((0, 0, 1), *[(0, 1, 0)] * 4)
+    assert [*found.levels] == [(0, 0, 1), *[(0, 1, 0)] * 4]
 
 
 def test_a_sample_that_one_process_draws_twice_is_got_at_its_first_place_first() -> None:
@@ -64,9 +64,9 @@ def test_a_sample_that_one_process_draws_twice_is_got_at_its_first_place_first()
         return plain(10, sampler=order)
 
     found = shown(make, 2)
-    assert found.got == ((1, 0, 1, 0), (0.5, 1, 0.5, 0))
+    assert [*found.got] == [(1, 0, 1, 0), (0.5, 1, 0.5, 0)]
     assert found.seen == (1, 2, 1)
-    assert found.levels == ((0, 0, 1), (0, 1, 0), (0, 1, 0), (1, 0, 0))
+    assert [*found.levels] == [(0, 0, 1), (0, 1, 0), (0, 1, 0), (1, 0, 0)]
 
 
 def test_of_a_shuffled_epoch_positions_are_interleaved() -> None:
