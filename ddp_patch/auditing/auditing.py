@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.finding import leaves_of
 from ddp_patch.auditing.inspection import Expectations, Inspection, beside
-from ddp_patch.auditing.judge_coverage import balanced, costs_of_samples
+from ddp_patch.auditing.judge_costs import balanced, costs_of_samples
 from ddp_patch.auditing.judge_problems import Kind, problem_kinds
 from ddp_patch.auditing.report import Report, Reports, place_in_code
 from ddp_patch.auditing.subject import Audited, Factory

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from ddp_patch.auditing.drawn import EpochDraws, RankDraws, signature
 from ddp_patch.auditing.judge_causes import About, cause_of, unsharded
-from ddp_patch.auditing.judge_coverage import Judge, Judged, SampleCosts, imbalance, repeats_rank_0, step_costs
+from ddp_patch.auditing.judge_costs import SampleCosts, imbalance, step_costs
+from ddp_patch.auditing.judge_coverage import Judge, Judged, repeats_rank_0
 from ddp_patch.auditing.judge_problems import (
     Lost,
     Problem,

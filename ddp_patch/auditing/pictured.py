@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_patch.auditing.drawn import Coding, EpochDraws, joined
-from ddp_patch.auditing.judge_coverage import Judged, counts_of, dense, imbalance
+from ddp_patch.auditing.judge_costs import imbalance
+from ddp_patch.auditing.judge_coverage import Judged, counts_of, dense
 
 __all__ = ["Pictured", "Waits", "pictured"]
 

@@ -165,6 +165,7 @@ AUDIT_FLOORS = {
     "ranks": 2,
     "cut": 1,
     "world": 3,
+    "judge_costs": 4,
     "judge_coverage": 4,
     "judge_problems": 5,
     "judge_causes": 6,
