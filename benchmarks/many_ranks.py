@@ -171,7 +171,7 @@ def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
         headers = np.repeat(sending.header[None], world, 0)
         headers[:, 3] = range(world)  # where the keys of each begin
         begun = process_time()
-        whole = result_of(sending, headers, lambda data, _: [data] * world, None)
+        whole = result_of(sending, headers, lambda data, _: [data] * world)
         spent[-1] += process_time() - begun
         if len(whole) != rows * world:
             raise RuntimeError(f"gathered {len(whole)} rows of {rows * world}")

@@ -49,7 +49,7 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, in_step:
             everyone.wait(60)
             return came
 
-        return result_of(sendings[rank], headers, transport, None)
+        return result_of(sendings[rank], headers, transport)
 
     with ThreadPoolExecutor(len(loaders)) as pool:
         first, *_ = list(pool.map(on_rank, range(len(loaders))))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, message_of
+from ddp_patch.errors import DDPPatchError, UnsupportedLoaderError, message_of
 from ddp_patch.evaluation.judging import GATHERING, Agreement, ExpectedRows, Report, judge_outputs, report, said_by
 from ddp_patch.evaluation.members import Members
 from ddp_patch.evaluation.outputs import Misfit, RankShare
@@ -19,10 +19,9 @@ from ddp_patch.evaluation.sending import Sending, batch_sizes, result_of
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.loaders.to_device import device_of
+from ddp_patch.plan import BatchRecord, Part, Schedule
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
-from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
@@ -144,9 +143,6 @@ def _expected(
         "item" if batches.unit is ShardedUnit.UNBATCHED else "sample",
     )
     count = len(real_sizes) if is_whole else len(share.real_samples)
-    if (origins := current.origins) is not None:
-        before = 0 if number is None else schedule.rows_before(number)
-        keys = origins[before : before + count]
     sizes_known = (real_sizes if has_sizes else [0] * count) if is_whole else None
     return ExpectedRows(at, share, keys, sizes_known, schedule)
 
@@ -184,8 +180,8 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         dst: The global rank that gets the result; the others get None. Default: every rank gets it.
 
     Returns:
-        The same structure, with tensors on the device of this rank's own; where it has none, on the loader's if the
-        other ranks' are on one of that kind.
+        The same structure, with tensors on the device of this rank's own; where it has none, on its current one of the
+        other ranks' kind.
 
     Raises:
         OutputsError: A rank is in the middle of a pass, passes another number of rows than it got samples, or another
@@ -193,7 +189,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         MissingRanksError: A rank did not arrive in time.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
-        UnsupportedLoaderError: It is unknown which samples each rank got.
+        UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` has changed their order.
         InvalidOptionError: ``dst`` is not one of the ranks.
 
     Examples:
@@ -217,7 +213,7 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
     Call it on every rank in every step that is gathered, inside the loop over the loader, as accelerate's
     ``gather_for_metrics``. What all steps return together is each sample once. The ranks communicate in each step:
     where the outputs fit into memory, ``gather_in_order`` after the loop is faster, and its order is that of one
-    process.
+    process. With ``cost=``, the rows of a step are in an order of its own.
 
     Args:
         outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included; where
@@ -270,15 +266,20 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, s
     if is_alone(operation, loader):
         return outputs
     batches = require_one_stream(operation, loader)
+    if operation == "gather_in_order" and batches.sampler.agreed.options.costs is not None:
+        raise UnsupportedLoaderError(
+            "gather_in_order was given a loader with cost=, which changes the order of the samples, so the outputs "
+            "would not be in the sampler's. Leave cost= out of loaders that evaluate, or use gather_step() in the loop."
+        )
     world, timeout = batches.sampler.agreed.world, batches.sampler.agreed.options.timeout
     plain = dst if dst is None or isinstance(dst, Number | str) else repr(dst)
     expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), plain)
-    judge, device = partial(judge_outputs, operation), device_of(loader)
+    judge = partial(judge_outputs, operation)
     if world.num_replicas == 1:
         rank = 0 if world.share_of_rank is None else dist.get_rank()
         sending = Sending.of(judge({rank: said}), own)
-        return result_of(sending, sending.header[None], lambda data, _: [data], device)
+        return result_of(sending, sending.header[None], lambda data, _: [data])
     members = Members(world.peer_ranks(operation), timeout)
     with members.talking():
         sending = Sending.of(said.preferred(members.ranks), own, said.at, plain)
@@ -290,7 +291,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, s
             sending = Sending.of(unpacked(answer), own)
             headers = members.headers(sending.header)
         receives = dst is None or dst == dist.get_rank()
-        return result_of(sending, headers, members.transport(dst), device, receives=receives)
+        return result_of(sending, headers, members.transport(dst), receives=receives)
 
 
 def _judged_pickled(judge: Callable[[Mapping[int, Report]], Agreement], records: Mapping[int, bytes]) -> bytes:

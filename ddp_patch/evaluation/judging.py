@@ -24,9 +24,9 @@ from ddp_patch.evaluation.outputs import (
     readings_of,
 )
 from ddp_patch.evaluation.row_order import Keys
+from ddp_patch.plan import Schedule
 from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.ranks.packing import packed
-from ddp_patch.schedule import Schedule
 
 __all__ = ["GATHERING", "Agreement", "ExpectedRows", "LocalOutputs", "Report", "judge_outputs", "report", "said_by"]
 

@@ -12,10 +12,10 @@ from ddp_patch.evaluation.judging import Agreement, ExpectedRows, LocalOutputs
 from ddp_patch.evaluation.outputs import Form, Leaf, RowKind, cut, filled, room_for
 from ddp_patch.evaluation.row_order import Keys, RowOrder, SampleOrder, array_of
 from ddp_patch.evaluation.rows import Column, Transport, bytes_of_rows, kept, put, sent
+from ddp_patch.plan import Schedule
 from ddp_patch.ranks.packing import packed, unpacked
-from ddp_patch.schedule import Schedule
 
-__all__ = ["Sending", "batch_sizes", "device_for", "result_of"]
+__all__ = ["Sending", "batch_sizes", "result_of"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -109,16 +109,13 @@ class _Layout:
         return batch_sizes(self._schedule, self._keys, order.rows)
 
 
-def result_of(
-    sending: Sending, headers: Array, transport: Transport, device: torch.device | None, *, receives: bool = True
-) -> Any:
+def result_of(sending: Sending, headers: Array, transport: Transport, *, receives: bool = True) -> Any:
     """Send and receive all rows, and return them put together; None on a rank that does not receive them.
 
     Args:
         sending: What this rank sends.
         headers: All shares' headers.
         transport: Moves bytes.
-        device: Where this rank's batches come, if that is known.
         receives: Whether this rank gets the result.
     """
     agreement, own = cast(Agreement, sending.agreement), cast(LocalOutputs, sending.own)
@@ -145,7 +142,7 @@ def result_of(
                 given = [unpacked(share[name]) if name in share else None for share in of_shares]
                 rows[name] = _objects(form, layout.order(read.kind), given)
             elif form.kind == "tensor":
-                rows[name] = rows[name].to(device_for(form, sending.columns.get(name), device))
+                rows[name] = rows[name].to(_device_of(form, sending.columns.get(name)))
         is_list = read.kind is RowKind.LIST
         leaves[path] = (
             cut(read.nest, {name: rows[name] for name in read.forms}, layout.batch_sizes()) if is_list else rows[path]
@@ -168,11 +165,9 @@ def _objects(form: Form, order: RowOrder | SampleOrder, of_shares: Sequence[Any]
     return cast(Leaf, whole)
 
 
-def device_for(form: Form, own: Any, here: torch.device | None) -> torch.device:
-    """Return where a result lies: where this rank's own rows do, or else on its device of the rows' kind."""
-    if isinstance(own, torch.Tensor):
-        return own.device
-    return here if here is not None and here.type == form.device else torch.device(form.device)
+def _device_of(form: Form, own: object) -> torch.device:
+    """Return where a result lies: where this rank's own rows do, or else on its current device of the rows' kind."""
+    return own.device if isinstance(own, torch.Tensor) else torch.device(form.device)
 
 
 def batch_sizes(schedule: Schedule, keys: Sequence[Keys], rows: int) -> Sequence[int]:

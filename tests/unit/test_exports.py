@@ -24,10 +24,8 @@ FLOORS = {
     "walks": 2,
     "compat": 3,
     "costs": 3,
-    "devices": 3,
     "options": 4,
     "plan": 5,
-    "schedule": 6,
     "orders": 6,
     "loaders": 7,
     "samplers": 8,  # a wing of its own: nothing of the core imports it
@@ -160,17 +158,20 @@ def test_nothing_imports_upwards() -> None:
 
 # The audit's own floors; its other modules stand on top of all of these.
 AUDIT_FLOORS = {
-    "draw_records": 0,
-    "draw_loaders": 1,
-    "draw_ranks": 2,
-    "draw_world": 3,
+    "drawn": 0,
+    "subject": 1,
+    "ranks": 2,
+    "cut": 1,
+    "world": 3,
+    "judge_costs": 4,
     "judge_coverage": 4,
     "judge_problems": 5,
     "judge_causes": 6,
-    "show_maps": 7,
-    "show_svg": 7,
-    "show_figures": 8,
-    "show_report": 9,
+    "pictured": 7,
+    "words": 7,
+    "picture": 8,
+    "show": 8,
+    "report": 9,
 }
 
 
