@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ from ddp_patch.auditing.drawn import EpochDraws, Numbers, RankDraws
 from ddp_patch.auditing.subject import Audited, layers_of
 from ddp_patch.costs import Cost
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
+from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.options import Options
 from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit_shared
-from ddp_patch.validation import as_index
 
 __all__ = ["SampleCosts", "balanced", "costs_of_samples", "imbalance", "step_costs"]
 
@@ -117,21 +115,9 @@ def balanced(subject: Audited, costs: Cost, world_size: int, processes: bool) ->
         )
     try:
         facts = unit_shared(subject.make, subject.options.get("share", "auto"))
-        divides = Options(**subject.options).divides_batches
-        if costs.function is not None and facts.unit is not ShardedUnit.SAMPLE and not divides:
-            costs = Cost(
-                partial(_cost_of_item, costs), window=costs.window
-            )  # the patch asks the function about whole batches there
         balance: dict[str, Any] = {"cost": costs}
         Options(**subject.options, **balance)  # refuses what cannot hold with cost=
         require_costs(facts, costs)
     except InvalidOptionError as refused:
         return str(refused)
     return replace(subject, options={**subject.options, **balance})
-
-
-def _cost_of_item(costs: Cost, item: Any) -> float:
-    """Return what an item of a stream costs, an index or a batch of them, where a function tells it of each index."""
-    indices = [item] if as_index(item) is not None else list(item)
-    (cost,) = costs.of_batches(costs.of(indices), np.array([len(indices)])).tolist()
-    return float(cost)

@@ -4,9 +4,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from inspect import getclosurevars
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,14 @@ from ddp_patch.compat.private_torch import (
     noted_worker_info,
     worker_info_told,
 )
+from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.copying import OWN_METHODS, change_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.samples import steps_of, tell_epoch
-from ddp_patch.orders.generators import generator_state, generators_restored, random_generators, set_generator_state
-from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state
+from ddp_patch.orders.random_states import PrivateRNG, look
 from ddp_patch.ranks.mailbox import unwatched
+from ddp_patch.walks import stored
 
 __all__ = ["Rank", "called"]
 
@@ -251,9 +254,9 @@ class Rank:
         self._ambient = PrivateRNG(_SEED, seeded_as)
         make = subject.make
         given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
-        with self._ambient, generators_restored(random_generators(reached)), unwatched():
+        with look(random_generators(reached)), self._ambient, unwatched():
             facts = subject.made_for(rank, world_size, is_real)
-            held = random_generators([*reached, *facts.stream.holders, *given])
+            held = random_generators([*reached, *_with_shared([*facts.stream.holders, *given])])
         self._facts: LoaderFacts[Any] = facts
         self._held = [[generator, generator_state(generator)] for generator in held]
         self.traits: Traits = Traits.of(facts)
@@ -275,8 +278,10 @@ class Rank:
         """Iterate the loader once more, as epoch ``number``."""
         loader, traits = self._facts.loader, self.traits
         record = _Record(coding, self._subject.max_items)
-        with warnings.catch_warnings(), self._ambient, self._own_generators(), unwatched():
-            warnings.simplefilter("ignore")  # the audit reports wrong lengths itself
+        with warnings.catch_warnings(), self._own_generators(), self._ambient, unwatched():
+            # The audit reports wrong lengths itself.
+            warnings.simplefilter("ignore", StreamLengthWarning)
+            warnings.filterwarnings("ignore", "Length of IterableDataset")
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
             before = steps_of(loader)
@@ -287,7 +292,7 @@ class Rank:
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
         """Give shared generators this rank's states, and restore the others' afterwards."""
-        with generators_restored(generator for generator, _ in self._held):
+        with look(generator for generator, _ in self._held):
             for generator, state in self._held:
                 set_generator_state(generator, state)
             yield
@@ -297,13 +302,25 @@ class Rank:
 
 def called(make: Callable[..., Any], *rank_and_size: int) -> Any:
     """Call a function ``make()`` or ``make(rank, world_size)``, and leave all random states as they are."""
-    with PrivateRNG(_SEED, 0), generators_restored(random_generators(_reached_by(make))), unwatched():
+    with look(random_generators(_reached_by(make)), seed=_SEED), unwatched():
         return made_by(make, *rank_and_size) if rank_and_size else make()
 
 
 def _reached_by(make: Callable[..., Any]) -> list[object]:
     """Return what may hold generators that a factory uses for all ranks: itself, and the object of a method."""
-    return [SimpleNamespace(make=make), getattr(make, "__self__", make)]
+    return _with_shared([SimpleNamespace(make=make), getattr(make, "__self__", make)])
+
+
+def _with_shared(holders: Sequence[object]) -> list[object]:
+    """Return the holders and what all copies of them share: their classes, and what their functions name."""
+    written = [dict(vars(kind)) for holder in holders for kind in type(holder).__mro__]
+    shared: list[dict[str, Any]] = []
+    for function in [value for names in (*map(stored, holders), *written) for value in names.values()]:
+        if isinstance(function, FunctionType):
+            with suppress(ValueError):  # what it names has no value yet
+                named = getclosurevars(function)
+                shared += [dict(named.nonlocals), dict(named.globals)]
+    return [*holders, *(SimpleNamespace(**names) for names in (*written, *shared))]
 
 
 def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
