@@ -90,16 +90,6 @@ class CroppedByModule(Numbers):
         return index
 
 
-class Annotated(Numbers):
-    """Its list of files is in an object that it holds."""
-
-    def __init__(self, files: list[int]) -> None:
-        self.ann = SimpleNamespace(files=[f"{number}.png" for number in files])
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.ann.files[index].removesuffix(".png"))
-
-
 class Lazy(Numbers):
     """Lists its files when it is first asked for one."""
 
@@ -158,17 +148,23 @@ class Slots:
         self.files = files
 
 
+def of_object(kept: Any, index: int) -> Any:
+    return kept.files[index]
+
+
+def in_an_object(files: list[Any]) -> Any:
+    return SimpleNamespace(files=files)
+
+
 # Where a dataset keeps its rows, and how it finds one.
 KEPT: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
+    "in an object": (in_an_object, of_object),
     "in a dict": (lambda rows: {"train": {"files": rows}}, lambda kept, index: kept["train"]["files"][index]),
-    "in slots": (Slots, lambda kept, index: kept.files[index]),
+    "in slots": (Slots, of_object),
     "beside others": (lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
     "in a deque": (deque, lambda kept, index: kept[index]),
     "by number": (lambda rows: dict(enumerate(rows)), lambda kept, index: kept[index]),
-    "pairs in an object": (
-        lambda rows: SimpleNamespace(files=[(row, 0) for row in rows]),
-        lambda kept, index: kept.files[index],
-    ),
+    "pairs in an object": (lambda rows: in_an_object([(row, 0) for row in rows]), of_object),
 }
 
 
@@ -211,7 +207,7 @@ class Dies(Numbers):
         return index
 
 
-def told_of_deaths(loader: DataLoader[Any]) -> Iterator[Any]:
+def hearing_of_deaths(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield a loader's batches. torch raises a worker's death wherever its signal comes; here, where a batch is due."""
     signal_handling._set_SIGCHLD_handler()
     torchs: Any = signal.getsignal(signal.SIGCHLD)
