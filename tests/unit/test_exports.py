@@ -1,6 +1,7 @@
-"""The public names, and what importing them costs."""
+"""The public names, their examples, and what importing them costs."""
 
 import ast
+import doctest
 import importlib
 import json
 import pkgutil
@@ -11,8 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import ddp_patch
+from ddp_patch import samplers
 
 FOUND = ["ddp_patch", *(module.name for module in pkgutil.walk_packages(ddp_patch.__path__, "ddp_patch."))]
 # What imports a framework is tested where that is installed.
@@ -81,6 +84,17 @@ def test_every_module_lists_what_it_exports_sorted(name: str) -> None:
     # As ruff sorts them: constants, classes, functions.
     assert list(module.__all__) == sorted(module.__all__, key=lambda one: (not one.isupper(), one.islower(), one))
     assert all(hasattr(module, public) for public in module.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_example_runs(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch}).failed == 0
+
+
+def test_every_public_call_and_sampler_has_an_example() -> None:
+    calls = [name for name in ddp_patch.__all__ if name[0].islower() or "Wrapper" in name]
+    described = [getattr(ddp_patch, name) for name in calls] + [getattr(samplers, name) for name in samplers.__all__]
+    assert [one.__name__ for one in described if ">>> " not in (one.__doc__ or "")] == []
 
 
 # Imports one after the other, and prints after each which modules were imported, or tried to be: those too of what is
