@@ -26,7 +26,7 @@ settings.register_profile("untimed", deadline=None)  # the machine may be busy w
 settings.load_profile("untimed")
 
 pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()
-collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_ci_page.py runs
+collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_pages.py runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
