@@ -465,7 +465,7 @@ def stepping(rank: int, world_size: int) -> list[list[int]]:
     n, steps = 5001, []
     for uneven in ("pad", "keep", "drop"):
         given = DataLoader(Indices(), sampler=Unsized(n), batch_size=1, collate_fn=as_it_is)
-        patched = patch_dataloader_to_ddp(given, timeout=20, order="leader", uneven=uneven)  # type: ignore[call-overload]  # each is one
+        patched = patch_dataloader_to_ddp(given, timeout=20, order="leader", uneven=uneven)
         steps.append([0, 0])
         for epoch in range(2):
             for _ in patched:

@@ -212,8 +212,9 @@ def files_are_listed_by_the_first_item(job: Job, made: Callable[[int], Any]) -> 
 
 @program("error", each=users.KEPT)
 def files_are_kept_elsewhere(job: Job, how: Any) -> None:
-    dataset = users.Named(*how, [f"{number}.png" for number in random.sample(range(N), N)])
-    job.train(job.patch(loader(dataset)), epochs=2)
+    kept, found = how
+    files = [f"{number}.png" for number in random.sample(range(N), N)]
+    job.train(job.patch(loader(users.Named(kept, found, files))), epochs=2)
 
 
 @program("error")

@@ -384,7 +384,7 @@ def whole_batches_are_padding(job: Job, batches: int) -> None:
     job.train(train, range(16 * batches), padding=32, epochs=3)
 
 
-@program("complete", all_reduce="epochs")
+@program("complete", all_reduce="each epoch")
 def parts_of_other_lengths_are_kept(job: Job) -> None:
     train = job.patch(loader(users.HandedOut(job.rank, job.world)), uneven="keep")
     job.train(train, is_uneven=True, epochs=3)
