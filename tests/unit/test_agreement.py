@@ -4,6 +4,7 @@ import logging
 import pickle
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
