@@ -9,22 +9,31 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from time import process_time
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from pages import markdown, show_and_put
 from torch.distributed import distributed_c10d
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.evaluation.gather import expected_of_step
+from ddp_patch.evaluation.judging import report
+from ddp_patch.evaluation.sending import Sending, result_of
+from ddp_patch.evaluation.steps import require_one_stream
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import Digest
 from ddp_patch.ranks import mailbox, pass_monitor
 from ddp_patch.ranks.agreement import Subject, agree
+from ddp_patch.ranks.group import _Addresses
 from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.mailbox import Peers
 from ddp_patch.ranks.pass_monitor import PassMonitor
@@ -142,8 +151,36 @@ def comparing(steps: int) -> Callable[[int], object]:
     return operation
 
 
+def meeting(rank: int) -> object:
+    """Exchange addresses as gloo gives them, as ranks do when they make their group."""
+    return _Addresses(range(HERE.world), "Gathering outputs", TIMEOUT_S, "").set("0/0", bytes(154))
+
+
+def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
+    """Return how many milliseconds of a rank's CPU a step takes to gather, of rows with ten floats."""
+    numbers: Any = range(rows * world)
+    given = patch_dataloader_to_ddp(DataLoader(numbers, rows), rank=0, num_replicas=world)
+    batch = next(iter(given))
+    outputs, batches = batch[:, None].float().repeat(1, 10), require_one_stream("gather_step", given)
+    spent = []
+    for _ in range(steps):
+        begun = process_time()
+        said, own = report(outputs, partial(expected_of_step, given, batches), None)
+        sending = Sending.of(said.preferred(range(world)), own, said.at, None)
+        spent.append(process_time() - begun)
+        headers = np.repeat(sending.header[None], world, 0)
+        headers[:, 3] = range(world)  # where the keys of each begin
+        begun = process_time()
+        whole = result_of(sending, headers, lambda data, _: [data] * world)
+        spent[-1] += process_time() - begun
+        if len(whole) != rows * world:
+            raise RuntimeError(f"gathered {len(whole)} rows of {rows * world}")
+    return 1000 * float(np.median(spent))
+
+
 OPERATIONS: dict[str, Callable[[int], object]] = {
     "compare a pass": comparing(32),
+    "make the group, once": meeting,
     "agree on 1 loader": agreeing(shuffled(1)),
     "agree on 8 loaders": agreeing(shuffled(8)),
     "agree on 1 whose orders differ": agreeing(lambda rank: [Drawn(rank)]),
@@ -176,6 +213,8 @@ def rows_of(name: str, operation: Callable[[int], object]) -> list[list[str]]:
 
 def main() -> None:
     """Count, print and write the table."""
+    torch.set_num_threads(1)
+    spent = [gathering(world) for world in (*WORLDS, 1024)]
     warnings.simplefilter("ignore")  # of orders that differ
     dist.get_rank = lambda *_: HERE.rank
     dist.get_world_size = lambda *_: HERE.world
@@ -186,6 +225,8 @@ def main() -> None:
     rows = [row for name, operation in OPERATIONS.items() for row in rows_of(name, operation)]
     print(markdown(head, rows))
     each = [[name, *(row[-1] for row in of_one)] for name, of_one in groupby(rows, key=itemgetter(0))]
+    head = ["", *(f"W = {world:,}" for world in (*WORLDS, 1024))]
+    show_and_put(PAGE, "many-ranks-gather", [head, ["ms", *(f"{each:.2g}" for each in spent)]])
     show_and_put(PAGE, "many-ranks", [["", *(row[1] for row in rows[: len(each[0]) - 1])], *each])
 
 

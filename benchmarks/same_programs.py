@@ -277,7 +277,7 @@ class Rank:
         outputs: Any = batches if amount % 2 else [torch.arange(len(batch)) for batch in batches]
         if amount == 4:
             outputs = torch.cat(outputs)
-        return ddp_patch.gather_in_order(outputs, self.loader, pad=0 if amount == 5 else None)
+        return ddp_patch.gather_in_order(outputs, self.loader)
 
     def gather_steps(self, amount: int) -> None:
         """Gather some steps."""

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import ACCELERATE_PREPARED, repeats_over_ranks
+from ddp_patch.compat.packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
 from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators, torchdata_batch_sampler
 from ddp_patch.costs import Cost, CostValues
-from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning
+from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.claims import claim_of, split_claim
 from ddp_patch.loaders.copying import METHODS, copy_loader
@@ -327,6 +327,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
     patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
+    gather_in_accelerate(_gathered_for_metrics)
     if facts.repeater is None:
         OwnMethods(patched, sharded, batches_of=_even_steps(facts, sharded))
     else:
@@ -340,6 +341,22 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     if facts.unit is not ShardedUnit.ITERABLE:
         _warn_of_own_length(patched, sharded)
     return patched
+
+
+def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usual: Callable[[], Any]) -> Any:
+    """Gather as accelerate does, or the step of the patched loader that is iterated, whose padding only we know."""
+    # Not imported before, because the first patch does without it.
+    from ddp_patch.evaluation.gather import gather_step, is_in_a_step
+
+    iterated = [loader for loader in loaders if is_in_a_step(loader)]
+    if not iterated:
+        return usual()
+    if len(iterated) > 1:
+        raise UnsupportedLoaderError(
+            f"gather_for_metrics cannot know which of {len(iterated)} patched loaders, whose loops have not ended, the "
+            "outputs are of. Call gather_step(outputs, loader), or prepare loaders with prepare_patched()."
+        )
+    return gather_step(outputs, iterated[0])
 
 
 def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> None:

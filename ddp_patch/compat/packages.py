@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ __all__ = [
     "asks_for_its_own_dataset",
     "forget_loaded_state",
     "full_name",
+    "gather_in_accelerate",
     "held_loaders",
     "is_any_of",
     "is_fastai_loader",
@@ -203,6 +204,27 @@ class AccelerateLeavesAlone:
 
     def _update_state_dict(self) -> None:
         """Do nothing: accelerate calls this before it saves, and the state follows from how many batches were given."""
+
+
+def gather_in_accelerate(gathered: Callable[[Sequence[Any], Any, Callable[[], Any]], Any]) -> None:
+    """Let ``Accelerator.gather_for_metrics`` ask a function, which it knows nothing of loaders that it did not shard.
+
+    Args:
+        gathered: Called with the loaders that the accelerator was given, or with none if one of its own is iterated;
+            with what is to be gathered; and with what gathers it as ever.
+    """
+    kind: Any = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    usual = getattr(kind, "gather_for_metrics", None)
+    if usual is None or getattr(usual, "__module__", "") == __name__:
+        return
+
+    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        is_own = self.num_processes == 1 or self.gradient_state.active_dataloader is not None
+        loaders = () if is_own else getattr(self, "_dataloaders", ())
+        return gathered(loaders, input_data, lambda: usual(self, input_data, use_gather_object))
+
+    gather_for_metrics.__doc__ = usual.__doc__
+    kind.gather_for_metrics = gather_for_metrics
 
 
 def shards_in_accelerate(kind: type) -> bool:

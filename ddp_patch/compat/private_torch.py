@@ -48,6 +48,7 @@ __all__ = [
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
+    "sum_in_background",
     "thread_workers",
     "torchdata_batch_sampler",
     "worker_info_told",
@@ -156,16 +157,26 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo group of these ranks alone.
+    """Return a gloo group of these ranks alone, which connects two of them when they first send each other something.
 
     The public ``dist.new_group`` needs all ranks of the job, or that each is in as many groups as the others, because
-    it names the new group by their number.
+    it names the new group by their number. It connects each rank with all others, and so does a torch that cannot do
+    otherwise (seen in 2.4).
 
     Raises:
         TorchVersionError: This torch was built without gloo.
     """
     group = private("torch.distributed.ProcessGroupGloo", "What ranks send each other of batches and outputs")
-    return group(store, rank, size, timeout)
+    try:
+        options, names = group._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options._devices = [
+            group.create_device(interface=name, lazy_init=True) if name else group.create_default_device(lazy_init=True)
+            for name in names.split(",")
+        ]
+        options._timeout = timeout
+    except (AttributeError, TypeError):
+        return group(store, rank, size, timeout)
+    return group(store, rank, size, options)
 
 
 def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, timeout: timedelta) -> Any:
@@ -177,9 +188,18 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     Raises:
         TorchVersionError: This torch takes no such options.
     """
-    options = private("torch._C._distributed_c10d.AllgatherOptions", "share='by_worker'")()
+    return group.allgather([list(rows)], [row], _in_background("AllgatherOptions", timeout))
+
+
+def sum_in_background(group: Any, values: torch.Tensor, timeout: timedelta) -> Any:
+    """Begin to sum every member's values in place, as ``gather_in_background`` gathers rows."""
+    return group.allreduce([values], _in_background("AllreduceOptions", timeout))
+
+
+def _in_background(name: str, timeout: timedelta) -> Any:
+    options = private(f"torch._C._distributed_c10d.{name}", "What ranks tell each other in the background of steps")()
     options.timeout, options.asyncOp = timeout, True
-    return group.allgather([list(rows)], [row], options)
+    return options
 
 
 # What launchers put into the environment of each rank.

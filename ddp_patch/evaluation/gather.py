@@ -5,43 +5,28 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
 from numbers import Number
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
-import numpy as np
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import DDPPatchError, UnsupportedLoaderError, message_of
-from ddp_patch.evaluation.judging import (
-    GATHERING,
-    Agreement,
-    ExpectedRows,
-    LocalOutputs,
-    RankRows,
-    RemoteReport,
-    judge_outputs,
-    report,
-    require_pad,
-)
-from ddp_patch.evaluation.outputs import Misfit, RankShare, RowKind, cut, filled, padded_lists
-from ddp_patch.evaluation.row_order import Placed, RowKeys, array_of, joined, keys_of, placed, placed_samples
-from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
+from ddp_patch.evaluation.judging import GATHERING, Agreement, ExpectedRows, Report, judge_outputs, report, said_by
+from ddp_patch.evaluation.members import Members
+from ddp_patch.evaluation.outputs import Misfit, RankShare
+from ddp_patch.evaluation.row_order import Keys, joined, keys_of
+from ddp_patch.evaluation.sending import Sending, batch_sizes, result_of
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.plan import BatchRecord, Part, Schedule
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.sharding.batches import Batches, batches_delivered
+from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 
-__all__ = [
-    "expected_of_pass",
-    "expected_of_step",
-    "gather_in_order",
-    "gather_step",
-    "gather_this_step",
-    "placed_by_kind",
-]
+__all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "gather_this_step", "is_in_a_step"]
 
 Outputs = TypeVar("Outputs")
 
@@ -59,7 +44,7 @@ def expected_of_pass(batches: Batches) -> ExpectedRows:
     schedule = current.whole_schedule()
     if schedule is None or sampler.batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
-    length = schedule.length if schedule.batch_plan is None else sum(_batch_sizes(schedule, [], 0))
+    length = schedule.length if schedule.batch_plan is None else sum(batch_sizes(schedule, [], 0))
     at = f"gather_in_order() of patched loader {sampler.agreed.number} after epoch {_pass_text(current)}"
     return _expected(f"{at}, of {length} items", batches, current, schedule)
 
@@ -97,7 +82,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
             "come; use gather_in_order() after the loop, or uneven='pad'"
         )
     at = f"gather_step() of patched loader {sampler.agreed.number} in step {number + 1} of epoch {_pass_text(current)}"
-    return _expected(at, batches, current, schedule, number, is_last=ends.count == number + 1)
+    return _expected(at, batches, current, schedule, number)
 
 
 def _require_one_pass(current: Pass[Any]) -> None:
@@ -124,8 +109,6 @@ def _expected(
     current: Pass[Any],
     schedule: Schedule,
     number: int | None = None,
-    *,
-    is_last: bool = True,
 ) -> ExpectedRows:
     """Return what this rank got.
 
@@ -135,7 +118,6 @@ def _expected(
         current: The pass.
         schedule: Its batches.
         number: Which of them; None for all.
-        is_last: Whether no step follows.
     """
     sizes: list[int] = []  # how many samples each batch has,
     real: list[int] = []  # how many of them are not padding,
@@ -149,7 +131,7 @@ def _expected(
                 real_sizes.append(record.real_samples)
             yield record
 
-    keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
+    keys: Keys = keys_of(schedule.keys(noted(schedule.records() if number is None else [schedule.record(number)])))
     is_whole = batches.unit is ShardedUnit.BATCH and schedule.batch_plan is None
     has_sizes = not is_whole or schedule.sizes is not None
     share = RankShare(
@@ -161,9 +143,8 @@ def _expected(
         "item" if batches.unit is ShardedUnit.UNBATCHED else "sample",
     )
     count = len(real_sizes) if is_whole else len(share.real_samples)
-    is_array = any(isinstance(run, np.ndarray) for run in keys)
-    sizes_sent = (real_sizes if has_sizes else [0] * count) if is_whole else None
-    return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
+    sizes_known = (real_sizes if has_sizes else [0] * count) if is_whole else None
+    return ExpectedRows(at, share, keys, sizes_known, schedule)
 
 
 def _real_rows(sizes: Sequence[int], real: Sequence[int]) -> Sequence[int]:
@@ -176,24 +157,17 @@ def _real_rows(sizes: Sequence[int], real: Sequence[int]) -> Sequence[int]:
     return runs[0] if len(runs) == 1 else list(chain.from_iterable(runs))
 
 
-_CONNECTIONS = Connections()
-
-
 @overload
-def gather_in_order(
-    outputs: Outputs, loader: DataLoader[Any], *, dst: None = None, pad: float | None = None
-) -> Outputs: ...
+def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: None = None) -> Outputs: ...
 @overload
-def gather_in_order(
-    outputs: Outputs, loader: DataLoader[Any], *, dst: int | None, pad: float | None = None
-) -> Outputs | None: ...
-def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None, pad: float | None = None) -> Any:
+def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: int | None) -> Outputs | None: ...
+def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None) -> Any:
     """Return all ranks' outputs in the unpatched loader's order, without padding.
 
     Call it on every rank after a whole pass over the loader. The result is what one process would have: metrics
     computed from it equal those of one process. Samples that ``uneven="drop"`` or ``drop_last=True`` left out are not
-    in it. Besides the result, it needs up to 64 MiB of memory; lists and strings are pickled, which needs one rank's
-    part once more; and a list of batches is put together first, which needs this rank's outputs once more.
+    in it. Besides the result, it needs up to 64 MiB of memory; lists and strings are pickled, which needs all ranks'
+    once more; and a list of batches is put together first, which needs this rank's outputs once more.
 
     Args:
         outputs: This rank's outputs of the pass, in its own order, padding included. Each tensor, array or list has one
@@ -204,8 +178,6 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where the outputs
             come back unchanged.
         dst: The global rank that gets the result; the others get None. Default: every rank gets it.
-        pad: Fills up rows that are narrower than others, as generated texts are: all dimensions but the first become as
-            large as the largest of any rank. Default: rows that differ in width are an error.
 
     Returns:
         The same structure, with tensors on the device of this rank's own; where it has none, on its current one of the
@@ -218,7 +190,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` has changed their order.
-        InvalidOptionError: ``dst`` is not one of the ranks, or ``pad`` is no number that fits the rows.
+        InvalidOptionError: ``dst`` is not one of the ranks.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -228,18 +200,14 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         >>> torch.cat([batch["doubled"] for batch in gather_in_order(outputs, loader)])
         tensor([0, 2, 4, 6, 8])
     """
-    return _gathered("gather_in_order", outputs, loader, dst, pad)
+    return _gathered("gather_in_order", outputs, loader, dst)
 
 
 @overload
-def gather_step(
-    outputs: Outputs, loader: DataLoader[Any], *, dst: None = None, pad: float | None = None
-) -> Outputs: ...
+def gather_step(outputs: Outputs, loader: DataLoader[Any], *, dst: None = None) -> Outputs: ...
 @overload
-def gather_step(
-    outputs: Outputs, loader: DataLoader[Any], *, dst: int | None, pad: float | None = None
-) -> Outputs | None: ...
-def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None, pad: float | None = None) -> Any:
+def gather_step(outputs: Outputs, loader: DataLoader[Any], *, dst: int | None) -> Outputs | None: ...
+def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None) -> Any:
     """Return all ranks' outputs of the step that the loop is in, in the stream's order and without padding.
 
     Call it on every rank in every step that is gathered, inside the loop over the loader, as accelerate's
@@ -253,7 +221,6 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         loader: The loader that is iterated, or an unpatched one in a single process, where the outputs come back
             unchanged.
         dst: As in ``gather_in_order``.
-        pad: As in ``gather_in_order``: rows are as wide as the widest of this step.
 
     Returns:
         The same structure, as in ``gather_in_order``.
@@ -266,7 +233,7 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: It is unknown which samples a batch holds.
-        InvalidOptionError: ``dst`` is not one of the ranks, or ``pad`` is no number that fits the rows.
+        InvalidOptionError: ``dst`` is not one of the ranks.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -275,7 +242,14 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         >>> [gather_step(2 * batch, loader).tolist() for batch in loader]
         [[0, 2], [4, 6], [8]]
     """
-    return _gathered("gather_step", outputs, loader, dst, pad)
+    return _gathered("gather_step", outputs, loader, dst)
+
+
+def is_in_a_step(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader is patched, and a loop over it has begun and not ended."""
+    sampler = sharded_by(loader)
+    current = sampler.latest if isinstance(sampler, EpochSampler) else None
+    return current is not None and current.batches > 0 and not current.loop_saw_end
 
 
 def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Outputs:
@@ -283,104 +257,42 @@ def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Ou
 
     See ``gather_step``.
     """
-    gathered: Outputs = _gathered("gather_step", outputs, loader, None, None, step)
+    gathered: Outputs = _gathered("gather_step", outputs, loader, None, step)
     return gathered
 
 
-def _gathered(
-    operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, pad: Any, step: int | None = None
-) -> Any:
+def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, step: int | None = None) -> Any:
     """Compare the outputs with the other ranks', and return all ranks'; see ``gather_in_order``."""
     if is_alone(operation, loader):
-        require_pad(pad)
-        return outputs if pad is None else padded_lists(outputs, pad)
+        return outputs
     batches = require_one_stream(operation, loader)
     if operation == "gather_in_order" and batches.sampler.agreed.options.costs is not None:
         raise UnsupportedLoaderError(
             "gather_in_order was given a loader with cost=, which changes the order of the samples, so the outputs "
             "would not be in the sampler's. Leave cost= out of loaders that evaluate, or use gather_step() in the loop."
         )
-    members = _members(operation, batches, _plain(dst))
-    agreed, current = batches.sampler.agreed, batches.sampler.latest
+    world, timeout = batches.sampler.agreed.world, batches.sampler.agreed.options.timeout
+    plain = dst if dst is None or isinstance(dst, Number | str) else repr(dst)
     expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
-    said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
-    judged = partial(judge_outputs, operation, agreed.world.share_of_rank or [0])
-    if len(members.ranks) == 1:
-        agreement = judged({members.rank: said})
-    else:
-        # Pickled, because outputs are built of the user's classes.
-        judge = partial(_judged_pickled, judged)
-        agreement = unpacked(exchange(members.ranks, GATHERING, packed(said), judge, members.timeout))
-    is_last = all(rows.is_last for rows in agreement.rows)
-    with _CONNECTIONS.connected(current, members, agreement.name, is_last=is_last) as connection:
-        return _received(agreement, cast(LocalOutputs, own), connection, pad)  # where it has none, all ranks raised
+    said, own = report(outputs, partial(expect, batches), plain)
+    judge = partial(judge_outputs, operation)
+    if world.num_replicas == 1:
+        rank = 0 if world.share_of_rank is None else dist.get_rank()
+        sending = Sending.of(judge({rank: said}), own)
+        return result_of(sending, sending.header[None], lambda data, _: [data])
+    members = Members(world.peer_ranks(operation), timeout)
+    with members.talking():
+        sending = Sending.of(said.preferred(members.ranks), own, said.at, plain)
+        headers = members.headers(sending.header)
+        if len(set(headers[:, 0].tolist())) > 1 or not headers[0, 0]:
+            # Pickled, because outputs are built of the user's classes.
+            judge_pickled = partial(_judged_pickled, judge)
+            answer = exchange(members.ranks, GATHERING, said_by(said), judge_pickled, timeout)
+            sending = Sending.of(unpacked(answer), own)
+            headers = members.headers(sending.header)
+        receives = dst is None or dst == dist.get_rank()
+        return result_of(sending, headers, members.transport(dst), receives=receives)
 
 
-def _judged_pickled(judged: Callable[[Mapping[int, RemoteReport]], Agreement], records: Mapping[int, bytes]) -> bytes:
-    return packed(judged({rank: unpacked(record) for rank, record in records.items()}))
-
-
-def _plain(value: Any) -> Any:
-    """Return an option that is to be compared between the ranks, as something that surely can be sent."""
-    return value if value is None or isinstance(value, Number | str) else repr(value)
-
-
-def _members(operation: str, batches: Batches, dst: int | None) -> Members:
-    """Return the ranks that gather with this one: one rank for each share."""
-    agreed = batches.sampler.agreed
-    world, timeout = agreed.world, agreed.options.timeout
-    if world.share_of_rank is None and world.num_replicas == 1:
-        return Members([0], 0, dst, timeout)
-    return Members(world.peer_ranks(operation), dist.get_rank(), dst, timeout)
-
-
-def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, pad: Any) -> Any:
-    """Send and receive all rows, and put them together.
-
-    Args:
-        agreement: How to read the outputs.
-        own: This rank's.
-        connection: Connects the ranks.
-        pad: What fills up narrower rows.
-    """
-    keys = gathered_keys(connection, [rows.keys for rows in agreement.rows], own.expected.keys)
-    placed_as, sizes = placed_by_kind(agreement.rows, keys, own.expected.schedule)
-    leaves = {}
-    for path, (kind, nest, columns) in agreement.leaves.items():
-        rows = {
-            name: gathered(connection, column, placed_as[kind], own.given(path, kind, name, pad), pad)
-            for name, column in columns.items()
-        }
-        if connection.members.receives:
-            leaves[path] = cut(nest, rows, sizes()) if kind is RowKind.LIST else rows[path]
-    return filled(agreement.nest, leaves) if connection.members.receives else None
-
-
-def placed_by_kind(
-    rows: Sequence[RankRows], keys: Sequence[RowKeys] | None, schedule: Schedule
-) -> tuple[Mapping[RowKind, Placed], Callable[[], Sequence[int]]]:
-    """Return where rows go, by what they stand for, and what tells how many each batch of the unpatched loader has.
-
-    Args:
-        rows: What each share's rank got.
-        keys: The keys of each share's rows; None on a rank that does not get the result.
-        schedule: This rank's batches.
-    """
-    units = Placed([of_share.count for of_share in rows]) if keys is None else placed(keys)
-    if rows[0].sizes is None:
-        return {RowKind.SAMPLES: units, RowKind.LIST: units}, partial(_batch_sizes, schedule, keys or [], units.rows)
-    sizes = [of_share.sizes or () for of_share in rows]
-    samples, in_order = (Placed(list(map(sum, sizes))), ()) if keys is None else placed_samples(units, sizes)
-    return {RowKind.BATCHES: units, RowKind.SAMPLES: samples, RowKind.LIST: samples}, lambda: in_order
-
-
-def _batch_sizes(schedule: Schedule, keys: Sequence[RowKeys], rows: int) -> Sequence[int]:
-    """Return how many samples that are not padding each batch of the unpatched loader has."""
-    size = schedule.batching.size
-    if schedule.batch_plan is not None:
-        return [record.samples_of_all or 0 for record in schedule.records()]
-    if len(schedule.parts) > 1:
-        of_batches = [array_of(run) // size for of_share in keys for run in of_share]
-        counts: list[int] = np.unique(np.concatenate(of_batches), return_counts=True)[1].tolist()
-        return counts
-    return [min(size, rows - at) for at in range(0, rows, size)]
+def _judged_pickled(judge: Callable[[Mapping[int, Report]], Agreement], records: Mapping[int, bytes]) -> bytes:
+    return packed(judge({rank: unpacked(record) for rank, record in records.items()}))

@@ -1,16 +1,14 @@
 """Outputs as users make them: nests of tensors, rows, and how they are read."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-
-from ddp_patch.errors import InvalidOptionError
-from ddp_patch.evaluation.row_order import Place
 
 __all__ = [
     "Form",
@@ -24,15 +22,11 @@ __all__ = [
     "apart",
     "at",
     "cut",
-    "empty_rows",
     "filled",
     "form_of",
-    "joined_rows",
     "nest_text",
-    "padded_lists",
-    "put",
     "readings_of",
-    "widest",
+    "room_for",
     "wrong_leaf",
 ]
 
@@ -138,80 +132,37 @@ class Form:
     Attributes:
         kind: "tensor", "array" or "list".
         dtype: The dtype of a tensor or an array.
-        row: The shape of one row of a tensor or an array; of several tensors, the widest.
-        narrowest: The narrowest, where several tensors differ; else None.
+        row: The shape of one row of a tensor or an array.
         device: The type of a tensor's device.
 
     Examples:
-        >>> print(Form("tensor", torch.float32, row=(3, 5), narrowest=(3, 4)))
-        tensor torch.float32 (n, 3, 4..5)
+        >>> print(Form("tensor", torch.float32, row=(3, 5)))
+        tensor torch.float32 (n, 3, 5)
     """
 
     kind: str
     dtype: Any = None
     row: tuple[int, ...] = ()
-    narrowest: tuple[int, ...] | None = None
     device: str = "cpu"
 
     def __str__(self) -> str:
         if self.kind == "list":
             return "list"
-        least = self.row if self.narrowest is None else self.narrowest
-        dims = [str(most) if few == most else f"{few}..{most}" for few, most in zip(least, self.row, strict=True)]
-        return f"{self.kind} {self.dtype_text} ({', '.join(['n', *dims])}{'' if dims else ','})"
+        # An array of strings is as wide as its widest.
+        dtype = _STRINGS.get(self.dtype.kind, self.dtype) if self.kind == "array" else self.dtype
+        return f"{self.kind} {dtype} ({', '.join(['n', *map(str, self.row)])}{'' if self.row else ','})"
 
     @property
-    def dtype_text(self) -> str:
-        """The dtype's name; ranks may differ in a string's width."""
-        return _STRINGS[self.dtype.kind] if self.is_string else str(self.dtype)
-
-    @property
-    def but_for_widths(self) -> tuple[str, str, int]:
-        """What padding cannot make alike: kind, dtype and number of dimensions."""
-        return self.kind, "" if self.kind == "list" else self.dtype_text, len(self.row)
-
-    @property
-    def is_string(self) -> bool:
-        """Whether this is an array of strings, whose dtype is as wide as the widest string."""
-        return self.kind == "array" and self.dtype.kind in _STRINGS
+    def row_bytes(self) -> int:
+        """How many bytes a row of a tensor or an array has."""
+        return int(self.dtype.itemsize) * math.prod(self.row)
 
     @property
     def is_pickled(self) -> bool:
         """Whether rows are sent pickled, because they do not have a fixed number of bytes."""
-        return self.kind == "list" or self.is_string or (self.kind == "array" and self.dtype.hasobject)
-
-    def require_holds(self, pad: Any, path: str = "") -> None:
-        """Raise InvalidOptionError unless a number can stand in these rows of a leaf."""
-        if not self.holds(pad):
-            raise InvalidOptionError(
-                f"pad={pad!r} cannot fill up the rows{at(path)}, which are {self}: it is no value of that dtype. "
-                "Pass another number, or make the rows equally wide on every rank."
-            )
-
-    def holds(self, pad: Any) -> bool:
-        """Tell whether a number can stand in these rows: as it is, or rounded where they are of floats.
-
-        Examples:
-            >>> [Form("tensor", torch.uint8).holds(pad) for pad in (0, -100, 0.5)]
-            [True, False, False]
-        """
-        if self.is_string:
-            return False
-        try:
-            found = torch.full((), pad, dtype=self.dtype) if self.kind == "tensor" else np.full((), pad, self.dtype)
-            is_exact = self.dtype.is_floating_point if self.kind == "tensor" else self.dtype.kind in "fcO"
-            return bool(np.isfinite(found.item()) == np.isfinite(pad)) if is_exact else bool(found.item() == pad)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            return False
-
-
-def widest(forms: Sequence[Form]) -> Form:
-    """Return the form that rows of several forms fit into, which differ in widths alone."""
-    first, rows = forms[0], [form.row for form in forms]
-    least = [form.row if form.narrowest is None else form.narrowest for form in forms]
-    row, few = tuple(map(max, zip(*rows, strict=True))), tuple(map(min, zip(*least, strict=True)))
-    dtype = np.result_type(*(form.dtype for form in forms)) if first.is_string else first.dtype
-    return replace(first, dtype=dtype, row=row, narrowest=None if few == row else few)
+        if self.kind != "array":
+            return self.kind == "list"
+        return self.dtype.hasobject or self.dtype.kind in _STRINGS
 
 
 def form_of(leaf: Leaf) -> Form:
@@ -223,59 +174,23 @@ def form_of(leaf: Leaf) -> Form:
     return Form("list")
 
 
-def empty_rows(form: Form, rows: int, device: torch.device | None, pad: Any) -> Any:
-    """Return room for rows of a form, filled up with ``pad`` where some are narrower; tensors are on the device."""
+def room_for(form: Form, rows: int) -> Leaf:
+    """Return room for rows of a form, on the CPU."""
     if form.kind == "list":
         return [None] * rows
-    result: Any
     if form.kind == "array":
-        result = np.empty((rows, *form.row), form.dtype)
-    else:
-        result = torch.empty((rows, *form.row), dtype=form.dtype, device=device)
-    if form.narrowest is not None:
-        result[...] = pad
-    return result
+        return np.empty((rows, *form.row), form.dtype)
+    return torch.empty((rows, *form.row), dtype=form.dtype, device="cpu")
 
 
-# torch cannot put values of every dtype at indices.
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _indexable(tensor: torch.Tensor) -> torch.Tensor:
-    dtype = _OF_SIZE.get(tensor.dtype.itemsize)
-    return tensor if dtype is None else tensor.resolve_conj().resolve_neg().view(dtype)
-
-
-def put(rows: Any, result: Any, place: Place) -> None:
-    """Put rows into their places in the result, whose rows may be wider."""
-    if isinstance(rows, torch.Tensor):
-        rows = rows.detach()
-    where: Any = place
-    if isinstance(place, range):
-        where = slice(place.start, place.stop, place.step)
-    elif isinstance(result, list):
-        for each, row in zip(place.tolist(), rows, strict=True):
-            result[each] = row
-        return
-    elif isinstance(result, torch.Tensor):
-        where, rows, result = torch.from_numpy(place), _indexable(rows), _indexable(result)
-    within = () if isinstance(result, list) else tuple(map(slice, rows.shape[1:]))
-    result[(where, *within) if within else where] = rows
-
-
-def joined_rows(leaves: Sequence[Leaf], pad: Any = 0) -> Any:
-    """Return the rows of several leaves as one leaf on the first one's device, as wide as the widest.
-
-    Examples:
-        >>> joined_rows([torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])], pad=-1).tolist()
-        [[1, 2, -1], [3, 4, 5]]
-    """
-    first, ends = leaves[0], accumulate(map(len, leaves))
-    device = first.device if isinstance(first, torch.Tensor) else None
-    result = empty_rows(widest(list(map(form_of, leaves))), sum(map(len, leaves)), device, pad)
-    for leaf, end in zip(leaves, ends, strict=True):
-        put(leaf, result, range(end - len(leaf), end))
-    return result
+def _joined(leaves: Sequence[Any]) -> Any:
+    """Return the rows of several leaves of one form as one leaf, on the first one's device."""
+    first = leaves[0]
+    if len(leaves) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat([leaf.detach().to(first.device) for leaf in leaves])
+    return np.concatenate(leaves) if isinstance(first, np.ndarray) else list(chain.from_iterable(leaves))
 
 
 def wrong_leaf(leaf: Any) -> str:
@@ -361,10 +276,9 @@ class Reading:
     forms: Mapping[str, Form]
     leaves: Mapping[str, Sequence[Leaf]] = field(repr=False, default_factory=dict)
 
-    def column(self, path: str, share: RankShare, pad: Any) -> Leaf:
+    def column(self, path: str, share: RankShare) -> Leaf:
         """Return the rows of a column that are not padding."""
-        leaves, rows = self.leaves[path], share.rows(self.kind)
-        leaf: Any = leaves[0] if len(leaves) == 1 else joined_rows(leaves, pad)
+        leaf, rows = _joined(self.leaves[path]), share.rows(self.kind)
         if isinstance(rows, range) and rows == range(len(rows)):
             return leaf[: len(rows)]  # type: ignore[no-any-return]  # a view
         return [leaf[row] for row in rows] if isinstance(leaf, list) else leaf[list(rows)]
@@ -427,10 +341,11 @@ def _read_list(entries: Sequence[Any], path: str, sizes: Sequence[int]) -> Readi
             columns[column].append(leaf)
     forms = {}
     for column, of_entries in columns.items():
-        each = list(map(form_of, of_entries))
-        if len({form.but_for_widths for form in each}) > 1:
-            raise Misfit(f"its entries have different dtypes or dimensions at {column}")
-        forms[column] = widest(each)
+        each = {f"{form}": form for form in map(form_of, of_entries)}
+        if len(each) > 1:
+            found = " and ".join(sorted(each)[:2])
+            raise Misfit(f"its entries have different dtypes or dimensions, {found}, at {column}")
+        forms[column] = form_of(of_entries[0])
     if not forms:
         raise Misfit("its entries are empty")
     filled(nest, dict(first))  # raises if it cannot be built again
@@ -449,30 +364,3 @@ def cut(nest: Structure, columns: Mapping[str, Leaf], sizes: Sequence[int]) -> l
         filled(nest, {path: rows[end - size : end] for path, rows in columns.items()})
         for size, end in zip(sizes, ends, strict=True)
     ]
-
-
-def padded_lists(outputs: Any, pad: Any) -> Any:
-    """Return outputs of one process whose lists of batches have rows of one width each.
-
-    Examples:
-        >>> [batch.tolist() for batch in padded_lists([torch.tensor([[1]]), torch.tensor([[2, 3]])], 0)]
-        [[[1, 0]], [[2, 3]]]
-    """
-    nest, leaves = apart(outputs)
-    return filled(nest, {path: _padded(leaf, pad) for path, leaf in leaves})
-
-
-def _padded(leaf: Any, pad: Any) -> Any:
-    if not isinstance(leaf, list) or not leaf:
-        return leaf
-    try:
-        sizes = [len(apart(entry)[1][0][1]) for entry in leaf]
-        reading = _read_list(leaf, "", sizes)
-    except (Misfit, IndexError, TypeError):  # no list of batches
-        return leaf
-    ragged = [form for form in reading.forms.values() if form.narrowest is not None]
-    if not ragged:
-        return leaf
-    for form in ragged:
-        form.require_holds(pad)
-    return cut(reading.nest, {path: joined_rows(leaves, pad) for path, leaves in reading.leaves.items()}, sizes)

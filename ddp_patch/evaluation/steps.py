@@ -1,12 +1,13 @@
 """The step that a loop is in: its mask, its weight, and what all ranks have of it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.plan import BatchRecord
 from ddp_patch.ranks.channel import opened_sums
+from ddp_patch.ranks.group import closed_at_exit
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
 
@@ -126,6 +128,9 @@ _MASKING = "iter_with_mask"
 def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield each batch of a pass with a mask that is False on padding.
 
+    A rank's last batch may be all padding, and what the mask keeps of it is empty, which not every metric takes. So
+    update a metric ``if mask.any()``, and let the ranks communicate after the loop.
+
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, which has no
             padding.
@@ -135,7 +140,7 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
-        UnsupportedLoaderError: It is unknown which samples a batch holds.
+        UnsupportedLoaderError: It is unknown which samples a batch holds, or a batch has fewer rows than samples.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -156,7 +161,24 @@ def _masked(steps: Steps, loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.
     is_unbatched = loader.batch_sampler is None
     for batch, record in steps:
         mask = torch.arange(record.samples, device="cpu") < record.real_samples  # whatever is the default
+        if not is_unbatched and (rows := max(_rows_in(batch, record.samples), default=record.samples)) < record.samples:
+            raise UnsupportedLoaderError(
+                f"{_MASKING} cannot know which rows are padding: a batch of {record.samples} samples came with {rows} "
+                "rows, so collate_fn leaves some out. Let it keep a row for each sample, or leave these samples out of "
+                "the dataset."
+            )
         yield batch, mask[0] if is_unbatched else mask
+
+
+def _rows_in(batch: Any, samples: int) -> Iterator[int]:
+    """Yield how many rows the tensors and arrays of a batch have; of a list with one element per sample, as many."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        yield from batch.shape[:1]
+    elif isinstance(batch, list | tuple) and len(batch) == samples:
+        yield samples
+    elif isinstance(batch, list | tuple | Mapping):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _rows_in(part, samples)
 
 
 WeightOf: TypeAlias = Callable[[Any], "torch.Tensor | Sequence[float] | float"]
@@ -228,13 +250,13 @@ def iter_with_weights(
         weighed = _weighed(steps_alone(_WEIGHING, loader), 1, dtype, weight_of, sum_of)
     else:
         batches = require_one_stream(_WEIGHING, loader)
-        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, dtype, weight_of)
+        weighed = closed_at_exit(_shared(steps_of(_WEIGHING, loader, batches), batches, dtype, weight_of))
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
 
 
-def _shared(steps: Steps, batches: Batches, dtype: torch.dtype, weight_of: WeightOf | None) -> Weighed:
+def _shared(steps: Steps, batches: Batches, dtype: torch.dtype, weight_of: WeightOf | None) -> Generator[Any]:
     """Yield the batches of a patched loader, with their weights."""
     sampler, world = batches.sampler, batches.sampler.agreed.world
     ranks = world.num_replicas

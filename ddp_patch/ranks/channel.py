@@ -1,16 +1,14 @@
 """A side channel of some ranks for one pass: each sends numbers to all, and may send values to one.
 
-It is a separate gloo group, made when the pass begins and closed when it ends. The numbers are gathered in the
-background of the steps, and a rank that leaves or fails is named to the others.
+It borrows the ranks' group (``ranks/group``) for the pass. The numbers are gathered in the background of the steps, and
+a rank that leaves or fails is named to the others.
 """
 
-import atexit
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from time import monotonic
 from typing import Any, Literal
 from uuid import uuid4
@@ -18,63 +16,18 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
+from ddp_patch.ranks.group import Group, kept_groups, made_group
 from ddp_patch.ranks.packing import bytes_of, from_parts, in_parts
 
-__all__ = ["Channel", "StepSums", "gloo_between", "opened", "opened_sums"]
-
-
-# A tag that nothing is sent with.
-_NO_TAG = 2**30
+__all__ = ["Channel", "StepSums", "opened", "opened_sums"]
 
 
 # Keys of a loader's earlier channels in the store, by the members and the loader's number. Nobody reads them once all
 # members have met for another channel: they are deleted then.
 _stale: defaultdict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
-
-# Of channels that this rank left while others may still need what it has sent: the work, and what breaks the
-# connections. To drop them would wait for the others.
-_lingering: list[tuple[Any, Callable[[], None]]] = []
-
-
-@atexit.register
-def _cut_all() -> None:
-    """Break what lingers, so that no process waits for others at its end."""
-    for _, cut in _lingering:
-        cut()
-    _lingering.clear()
-
-
-def gloo_between(name: str, index: int, count: int, timeout: float) -> Any:
-    """Return a gloo group of some ranks alone, which sends from CPU to CPU, whatever the training's backend is.
-
-    torch's ``new_group`` will not do: it needs all ranks, or names a group of some by how many groups a process is in,
-    and that number may differ between the ranks.
-
-    Args:
-        name: A name that no other group has.
-        index: This rank's number among the members.
-        count: How many there are.
-        timeout: How many seconds they wait for each other.
-    """
-    store = dist.PrefixStore(f"ddp_patch/gloo/{name}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
-    group = gloo_group(store, index, count, timedelta(seconds=timeout))
-    group.barrier().wait()  # when all have read the addresses, nobody needs them
-    with suppress(RuntimeError):
-        store.delete_key(f"0/{index}")  # gloo leaves every rank's address there
-    return group
-
-
-def _cut(group: Any, count: int, index: int) -> None:
-    """Break all connections of a group."""
-    for other in range(count):
-        if other != index:
-            # gloo breaks all connections when a time is over.
-            with suppress(RuntimeError):
-                group.recv([torch.empty(1)], other, _NO_TAG).wait(timedelta(milliseconds=1))
-
 
 # The first message of a value, which has it whole where that is small. Of a larger one, up to so much is in one more:
 # to copy that takes less than a message for each part.
@@ -85,9 +38,6 @@ _SLICE_S = 1.0
 
 # After so long, a rank that waits does what else it can.
 _MOMENT_S = 0.005
-
-# Gathering may wait some steps: the timeout runs only in ``gathered``.
-_BACKGROUND = timedelta(days=1)
 
 
 @contextmanager
@@ -107,14 +57,23 @@ def opened(
         RankMismatchError: The facts differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
     """
+    free = {group.name: group for group in kept_groups(members) if not group.is_lent}
+    own = {"groups": {name: group.begun for name, group in free.items()}}
 
-    def named(records: Mapping[int, Mapping[str, object]]) -> str:
-        require_same(doing, records)
-        return uuid4().hex
+    def chosen(records: Mapping[int, Mapping[str, Any]]) -> tuple[str, str | None]:
+        require_same(doing, {rank: {**record, "groups": ""} for rank, record in records.items()})
+        first, *others = (record["groups"] for record in records.values())
+        alike = (name for name, begun in first.items() if all(other.get(name) == begun for other in others))
+        return uuid4().hex, next(alike, None)
 
-    name: str = exchange(members, doing, {"patched as": f"number {number}", **facts}, named, timeout)
-    _lingering[:] = [(work, cut) for work, cut in _lingering if not work.is_completed()]
-    channel = Channel(members, doing, name, _stale[tuple(members), number], timeout)
+    record = {"patched as": f"number {number}", **facts, **own}
+    name, kept = exchange(members, doing, record, chosen, timeout)
+    if kept is None:  # in those that are free, a rank has begun what others have not
+        for group in free.values():
+            group.close()
+            kept_groups(members).remove(group)
+    group = free[kept] if kept is not None else made_group(members, doing, timeout)
+    channel = Channel(members, doing, name, group, _stale[tuple(members), number], timeout)
     try:
         yield channel
     except BaseException as error:
@@ -131,6 +90,7 @@ class Channel:
         members: The global ranks that take part.
         doing: What they are doing, for errors.
         name: A name that no other channel has.
+        group: Of these ranks, which nobody else has borrowed.
         stale: Keys of earlier channels, which are deleted; this channel's come there.
         timeout: How many seconds they wait for each other.
 
@@ -139,38 +99,58 @@ class Channel:
         batches_delivered: How many batches this rank has given, for errors.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, name: str, stale: list[str], timeout: float) -> None:
+    def __init__(
+        self, members: Sequence[int], doing: str, name: str, group: Group, stale: list[str], timeout: float
+    ) -> None:
         self.index: int = members.index(dist.get_rank())
         self.batches_delivered: int = 0
-        self._begun = self._gathered = 0  # how many gathers
-        self._members, self._doing, self._stale, self._timeout = members, doing, stale, timeout
+        self._begun = self._heard = 0  # how many gathers or sums
+        self._members, self._doing, self._group = members, doing, group
+        self._stale, self._timeout = stale, timeout
+        self._in_group = [group.ranks.index(member) for member in members]
         self._work: Any = None
-        self._rows = torch.empty(0)
+        self._values = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
         self._store: Any = default_store()
         # Who left first, and why: that stays until its writer opens its next channel. Who waits for which gather.
         self._left = f"ddp_patch/words/{name}"
         self._waits = [f"ddp_patch/waits/{name}/{index}" for index in range(len(members))]
+        group.is_lent = True
         with store_reached(doing):
             while stale:
                 self._store.delete_key(stale.pop())
-        try:
-            self._group: Any = gloo_between(name, self.index, len(members), timeout)
-        except RuntimeError as error:  # what gloo and stores raise
-            raise self._lost(error, []) from error
 
     def count_batch(self) -> None:
         """Count a batch that this rank has given."""
         self.batches_delivered += 1
 
-    def begin_gather(self, row: Sequence[float], dtype: torch.dtype = torch.int64) -> None:
+    def begin_gather(self, row: Sequence[int]) -> None:
         """Begin to send a row of numbers to all members, in the background; equally many on each."""
         self._begun += 1
-        self._rows = torch.empty(len(self._members), len(row), dtype=dtype)
-        self._work = gather_in_background(self._group, torch.tensor(row, dtype=dtype), self._rows, _BACKGROUND)
+        self._values = torch.empty(len(self._members), len(row), dtype=torch.int64)
+        self._work = self._group.gather(torch.tensor(row, dtype=torch.int64), self._values)
 
-    def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[Any]]:
-        """Return each member's row, as soon as all have sent theirs.
+    def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[int]]:
+        """Return each member's row, as soon as all have sent theirs; see ``_wait``."""
+        self._wait(meanwhile)
+        rows: list[list[int]] = self._values[self._in_group].tolist()
+        return rows
+
+    def summed(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of all members' values; see ``_wait``."""
+        self._begun += 1
+        self._values = torch.tensor(values, dtype=torch.float64)
+        self._work = self._group.sum(self._values)
+        self._wait(lambda: False)
+        sums: list[float] = self._values.tolist()
+        return sums
+
+    def meet(self) -> None:
+        """Wait until all members are here; see ``_wait``."""
+        self.summed([0.0])
+
+    def _wait(self, meanwhile: Callable[[], bool]) -> None:
+        """Wait until all members have sent what was begun.
 
         Args:
             meanwhile: Called while this waits; returns whether to call it again in a moment.
@@ -186,15 +166,13 @@ class Channel:
                 continue
             looked = now
             with store_reached(self._doing):
-                self._store.set(self._waits[self.index], f"{self._gathered}")
-                self.require_nobody_left(self._gathered)
+                self._store.set(self._waits[self.index], f"{self._heard}")
+                self.require_nobody_left(self._heard)
                 if now > begun + self._timeout:
                     waiting = already_in(self._store, dict(enumerate(self._waits)))
-                    missing = [at for at in range(len(self._waits)) if int(waiting.get(at, -1)) != self._gathered]
+                    missing = [at for at in range(len(self._waits)) if int(waiting.get(at, -1)) != self._heard]
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
-        self._gathered += 1
-        rows: list[list[Any]] = self._rows.tolist()
-        return rows
+        self._heard += 1
 
     def _has_come(self, seconds: float) -> bool:
         try:
@@ -220,7 +198,7 @@ class Channel:
             parts = [torch.cat(parts)]
         messages = [first, header[_FIRST_BYTES:], *parts]
         with self._connected(target):
-            self._sends += [(target, self._group.send([part], target, 0)) for part in messages if len(part)]
+            self._sends += [(target, self._group.send(part, self._in_group[target])) for part in messages if len(part)]
 
     def all_sent(self) -> None:
         """Wait until all that was sent has left this rank."""
@@ -244,7 +222,7 @@ class Channel:
         into = torch.empty(max(0, size), dtype=torch.uint8)
         if size > 0:
             with self._connected(source):
-                self._group.recv([into], source, 0).wait()
+                self._group.receive(into, self._in_group[source])
         return into
 
     def fail(self, error: BaseException) -> None:
@@ -263,11 +241,7 @@ class Channel:
             self._note("left", f"{self.batches_delivered} batches")
         else:
             self.fail(error)
-        # The others may need what this rank has sent, and who breaks off on all ranks waits for no more than that.
-        with suppress(DDPPatchError):
-            if self._work is not None and not self._has_come(_SLICE_S):
-                _lingering.append((self._work, partial(_cut, self._group, len(self._members), self.index)))
-        self.close()
+        self.close(is_whole=isinstance(error, GeneratorExit) and not self._sends)
 
     def _note(self, kind: Literal["left", "failed", "missing"], why: str) -> None:
         """Write why this rank leaves, unless another has written already, or the store is gone.
@@ -307,25 +281,21 @@ class Channel:
             "one on all, or iterate to the end."
         )
 
-    def close(self) -> None:
-        """Remove this rank's end of the channel."""
-        if self._sends:  # which broke off
-            _cut(self._group, len(self._members), self.index)
-        self._group = self._work = None
-        self._sends.clear()
+    def close(self, *, is_whole: bool = True) -> None:
+        """Give the group back; where something may still be on its way, break its connections."""
+        self._group.is_lent = False
+        if not is_whole:
+            self._group.close()
+            with suppress(ValueError):  # the process group, or another pass, may have ended it
+                kept_groups(self._members).remove(self._group)
+        self._work = None
         with suppress(RuntimeError):  # the store may be gone
             self._store.delete_key(self._waits[self.index])
 
     def _closed(self) -> list[int]:
         """Return the numbers of the members whose connections are closed."""
-        closed = []
-        for other in range(len(self._members)):
-            if other != self.index:
-                try:
-                    self._group.send([torch.empty(1)], other, _NO_TAG)
-                except RuntimeError:  # known at once, without waiting
-                    closed.append(other)
-        return closed
+        others = [index for index in range(len(self._members)) if index != self.index]
+        return [index for index in others if self._group.is_closed_by(self._in_group[index])]
 
     @contextmanager
     def _connected(self, other: int) -> Iterator[None]:
@@ -372,11 +342,10 @@ class StepSums:
             RankMismatchError: A rank broke off or failed.
             MissingRanksError: A rank did not come to this step in time.
         """
-        self._channel.begin_gather([value, is_step], torch.float64)
-        values, are_steps = zip(*self._channel.gathered(), strict=True)
-        self.go_on = any(are_steps)
+        total, steps = self._channel.summed([value, is_step])
+        self.go_on = steps > 0
         self._channel.batches_delivered += is_step
-        return float(sum(values))
+        return total
 
 
 @contextmanager

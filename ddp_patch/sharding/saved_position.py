@@ -11,6 +11,7 @@ from ddp_patch.plan import Consumed
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
 __all__ = [
+    "OF_BY_WORKER",
     "BatchNote",
     "NotedBatch",
     "PartsConsumed",
@@ -22,6 +23,10 @@ __all__ = [
     "split_consumed",
     "write_state",
 ]
+
+
+# The facts from which it follows what each worker reads with share="by_worker".
+OF_BY_WORKER = ("num_replicas", "num_workers", "batch_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,15 +312,24 @@ def _require_same(said: Any, facts: Mapping[str, object], seed: Seed) -> None:
         raise _damaged(f"its loader's seed is {said.get('seed')!r}, not a whole number of at least 0")
     # A seed that nobody chose differs at each start.
     facts = {**facts, "seed": seed.value if seed.is_chosen else said["seed"]}
-    rows = [
-        f"  {name}: {said.get(name, 'nothing')} in the state; {facts.get(name, 'nothing')} here"
+    rows = {
+        name: f"  {name}: {said.get(name, 'nothing')} in the state; {facts.get(name, 'nothing')} here"
         for name in dict.fromkeys([*facts, *said])
         if said.get(name, "nothing") != facts.get(name, "nothing")
-    ]
+    }
+    if rows and rows.keys() <= {*OF_BY_WORKER} and facts.get("split") == said.get("split"):
+        raise StateError(
+            "The state is of the same loader with share='by_worker', by which each worker reads a part that follows "
+            "from these numbers, and they were others.\n"
+            + "\n".join(rows.values())
+            + "\nUse the numbers of the state. A loader that is patched without share resumes on any number of "
+            "ranks, from a state of its own."
+        )
     if rows:
         other_seed = facts["seed"] != said["seed"]
         raise _other(
-            rows, f" Pass seed={said['seed']} to it, or no seed: then it gets the state's." if other_seed else ""
+            [*rows.values()],
+            f" Pass seed={said['seed']} to it, or no seed: then it gets the state's." if other_seed else "",
         )
 
 

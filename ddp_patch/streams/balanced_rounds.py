@@ -193,6 +193,7 @@ class RoundPlan:
         is_fast: Whether it is worth waiting a little for these.
         gets: What each rank gets in the planned rounds, in order; places count from the first that they take.
         takes: How many of its own the planned rounds take.
+        hands_over: Whether a rank gets another one's batch in them.
         has_reported: Whether it has reported since all were last heard.
     """
 
@@ -207,6 +208,7 @@ class RoundPlan:
         self.is_fast: bool = False
         self.gets: Sequence[Sequence[BatchSource]] = ()
         self.takes: int = 0
+        self.hands_over: bool = False
         self.has_reported: bool = False
 
     def hear(self, ranks: Sequence[Holding], *, is_fast: bool, room: int) -> None:
@@ -222,6 +224,7 @@ class RoundPlan:
         self.is_over = not rounds and next_round(ranks, self._uneven) is NextMove.END
         self._rounds.extend(rounds)
         self._planned = len(rounds)
+        self.hands_over = any(step.hands_over for step in rounds)
         self.gets, taken = gets_of(rounds, len(ranks))
         self.takes = taken[self._rank]
         self.least = ahead_of_next(ranks, taken)

@@ -14,6 +14,7 @@ from ddp_patch.compat.private_torch import pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
+from ddp_patch.ranks.group import closed_at_exit
 from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, RoundPlan
 from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
@@ -52,7 +53,7 @@ class EvenSteps:
     def __call__(self, wrapped: Iterator[Any]) -> Iterator[Any]:
         """Return the batches of a pass, of which this rank's own come from ``wrapped``."""
         own = OwnBatches(wrapped, self.sampler.monitor.note_batch)
-        return (batch for batch in _handed_out(own, self) if batch is not WAITS)
+        return (batch for batch in closed_at_exit(_handed_out(own, self)) if batch is not WAITS)
 
     def opened(self, own: "OwnBatches") -> AbstractContextManager[Channel]:
         """Synchronise with the other ranks when a pass begins; raise this rank's failure, and report it to them."""
@@ -224,6 +225,8 @@ def even_steps(
             is_fast = clock() - heard_at < _FAST_S * (rounds.count - steps)
             heard = _heard(channel, own, rounds, 2 * plan.wanted)
             plan.hear(heard, is_fast=is_fast, room=own.room)
+            if plan.hands_over:
+                channel.meet()  # one that has reported and then left would be waited for
             # All at once: it takes fewer messages, and in the planned rounds nobody waits for another.
             own.hand_over(plan, channel)
             yield WAITS

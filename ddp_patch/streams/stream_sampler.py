@@ -22,7 +22,7 @@ from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.remedies import ONE_STREAM, SEED
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_position import Position
+from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import can_snapshot
 from ddp_patch.streams.shared_state import SharedWorkerState
@@ -99,11 +99,8 @@ class StreamSampler(EpochSampler[None]):
         }
         if agreed.options.by_worker:
             # What each worker reads follows from these, so there is no one stream of which others could take a rest.
-            facts |= {
-                "num_replicas": agreed.world.num_replicas,
-                "num_workers": given.num_workers,
-                "batch_size": given.batch_size or 1,
-            }
+            numbers = agreed.world.num_replicas, given.num_workers, given.batch_size or 1
+            facts |= dict(zip(OF_BY_WORKER, numbers, strict=True))
         super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
         is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
         takes_states = can_snapshot(given.dataset, agreed.options)

@@ -72,7 +72,7 @@ def test_the_rest_of_an_epoch_goes_on_on_any_number_of_processes(tmp_path: Path)
 
 
 def gathered(rank: int, world_size: int) -> list[Any]:
-    """What is gathered in each step of two passes, and in one of a loader that accelerate shards."""
+    """What is gathered of a loader that is patched alone, of prepared ones, and of one that accelerate shards."""
     seed_ambient(rank)
     accelerator = accelerators()
     found = []
@@ -84,7 +84,9 @@ def gathered(rank: int, world_size: int) -> list[Any]:
             found.append([step["rows"].tolist() for step in steps])
     data: Any = torch.arange(N)
     theirs = accelerator.prepare(DataLoader(data, BATCH))
-    return [*found, [accelerator.gather_for_metrics(rows).tolist() for rows in theirs]]
+    found.append([accelerator.gather_for_metrics(rows).tolist() for rows in theirs])
+    plain: Any = accelerator.prepare(patch_dataloader_to_ddp(DataLoader(data, BATCH)))
+    return [[accelerator.gather_for_metrics(rows).tolist() for rows in plain], *found]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -92,7 +94,8 @@ def gathered(rank: int, world_size: int) -> list[Any]:
 def test_gathering_for_metrics_gives_each_sample_once_in_order(world_size: int) -> None:
     first, *others = run_ranks(gathered, world_size)
     assert all(other == first for other in others)
-    *patched, theirs = (list(chain(*steps)) for steps in first)
+    plain, *patched, theirs = (list(chain(*steps)) for steps in first)
+    assert plain == list(range(N))
     padded, dropped, divided = patched[:2], patched[2:4], patched[4:]
     assert padded == divided == [list(range(N))] * 2
     assert dropped == [list(range(N - N % world_size))] * 2

@@ -69,6 +69,10 @@ class FakeChannel:
         self.heard += 1
         return [rows[rank] for rank in range(self.world)]
 
+    def meet(self) -> None:
+        if self.is_lost:
+            raise LostError
+
     def send(self, target: int, value: Any) -> None:
         self.sent_to[self.heard, target] += 1
         self.is_sending = True

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from ddp_patch.evaluation.row_order import keys_of, placed, placed_samples
+from ddp_patch.evaluation.row_order import Keys, RowOrder, SampleOrder, keys_of
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, BatchRecord, Part, Plan, Schedule, Sizes, ready_in_turn
 
@@ -160,22 +160,19 @@ rows_of_ranks = st.sets(st.integers(0, 300)).flatmap(
 @given(rows_of_ranks, st.lists(st.booleans(), min_size=4, max_size=4), st.randoms(use_true_random=False))
 def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_arrays: list[bool], random: object) -> None:
     """In runs, or in any order as an array."""
-    of_ranks = []
+    of_ranks: list[Keys] = []
     for own, is_array in zip(keys, are_arrays, strict=True):
         if is_array:
             random.shuffle(own)  # type: ignore[attr-defined]
-        of_ranks.append([np.array(own, np.int64)] if is_array else keys_of(range(key, key + 1) for key in own))
-    in_order, found = sorted(chain.from_iterable(keys)), placed(of_ranks)
+        of_ranks.append(np.array(own, np.int64) if is_array else keys_of(range(key, key + 1) for key in own))
+    in_order, found = sorted(chain.from_iterable(keys)), RowOrder(of_ranks)
     assert found.rows == len(in_order)
-    for rank, own in enumerate(keys):
-        places = [place for run in found.places(rank) for place in run]
+    for places, own in zip(found.places(), keys, strict=True):
         assert [in_order[place] for place in places] == own
-    sizes = [[key % 5 for key in own] for own in keys]
-    samples, sizes_in_order = placed_samples(found, sizes)
-    assert list(sizes_in_order) == [key % 5 for key in in_order]
+    samples = SampleOrder(found, [np.array([key % 5 for key in own], np.int64) for own in keys])
+    assert samples.sizes.tolist() == [key % 5 for key in in_order]
     expected = list(chain.from_iterable([key] * (key % 5) for key in in_order))
-    for rank, own in enumerate(keys):
-        places = [place for run in samples.places(rank) for place in run]
+    for places, own in zip(samples.places(), keys, strict=True):
         assert [expected[place] for place in places] == [key for key in own for _ in range(key % 5)]
 
 

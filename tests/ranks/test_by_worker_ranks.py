@@ -3,6 +3,8 @@
 import copy
 import os
 import pickle
+import subprocess
+import sys
 import time
 import weakref
 from collections import Counter
@@ -560,3 +562,46 @@ def test_ranks_that_take_the_same_share_get_the_same_batches() -> None:
     assert second == same_as_second
     for epoch in range(2):
         check_epoch(Case([3, 11], 2), [first[epoch], second[epoch]])
+
+
+# Nothing is closed in it: a module's last line is often the last of a training.
+MODULE_LEVEL = """
+import torch.distributed as dist
+from itertools import count
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from ddp_patch import iter_with_weights, patch_dataloader_to_ddp
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        return count(info.id, info.num_workers)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    loader = patch_dataloader_to_ddp(DataLoader(Endless(), 2, num_workers=2), share="by_worker")
+    batches = iter(loader)
+    for _ in range(10):
+        next(batches)
+    weighed = iter_with_weights(patch_dataloader_to_ddp(DataLoader(range(20), 2)), weight_of=lambda batch: batch)
+    next(weighed)
+"""
+
+
+def test_a_script_that_ends_within_its_passes_raises_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MODULE_LEVEL)
+    # The launcher's. torch leaves it out of what it exports.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0"}
+    ranks = [
+        subprocess.Popen(  # noqa: S603 - our own script
+            [sys.executable, "-W", "error", str(script)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | shared | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[1] for rank in ranks] == ["", ""]
+    assert [rank.returncode for rank in ranks] == [0, 0]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from messages import assert_tells, missing
+from messages import assert_tells, missing, raises
 from quick import run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
@@ -28,8 +28,8 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import MissingRanksError, message_of
-from ddp_patch.evaluation import send
+from ddp_patch.errors import InvalidOptionError, MissingRanksError, message_of
+from ddp_patch.evaluation import rows, sending
 from ddp_patch.plan import Plan
 
 SEED = 100
@@ -145,7 +145,7 @@ def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
 
 def every_form(rank: int, world_size: int) -> None:
     for most in (50, 2**26):  # bytes at once
-        send._LARGEST_MESSAGE = most
+        rows._LARGEST_MESSAGE = most
         ways: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep", "layout": "contiguous"}]
         for n, way in product((0, 1, N), ways):
             given = patch_dataloader_to_ddp(loader(sampler=list(range(n))), **way)
@@ -284,19 +284,21 @@ def in_groups(rank: int, world_size: int) -> list[Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     stepped = patched("shuffle=True", rank, device_mesh=mesh)
     for step, batch in enumerate(stepped):
-        to = gather_step(batch, stepped, dst=0 if step == 1 else None)
-        assert (to is None) == (step == 1 and rank != 0)
+        to = gather_step(batch, stepped, dst=rank % 2 if step == 1 else None)
+        assert (to is None) == (step == 1 and rank > 1)
     given = patched("shuffle=True", rank, device_mesh=mesh)
     own = outputs_of("shuffle=True", given)
     found.append(gather_in_order(np.array(own), given).tolist())
-    to = gather_in_order(own, given, dst=3)
-    assert (to is None) == (rank != 3)
+    to = gather_in_order(own, given, dst=2 + rank % 2)
+    assert (to is None) == (rank < 2)
+    with raises(InvalidOptionError, ("dst=3", "[0, 2]") if rank in {0, 2} else ("dst=2", "[1, 3]"), "one"):
+        gather_in_order(own, given, dst=3 - rank % 2)
     assert len(_world.pg_map) == len(set(_world.pg_names.values()))
     return [*found, to]
 
 
 def test_some_ranks_and_meshes() -> None:
-    """Tensor-parallel peers gather the same; with ``dst`` one rank of the mesh gets it, and nobody hangs."""
+    """Tensor-parallel peers gather the same; with ``dst`` one of each group gets it, and nobody hangs."""
     ranks = run_ranks(in_groups, 4)
     stream = stream_of("shuffle=True")
     assert [found for rank in ranks for found in rank[:2]] == [stream] * 8
@@ -343,7 +345,6 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
         "a list of batches": lambda: gather_in_order(in_batches if odd else own, given),
         "a class of its own": lambda: gather_in_order(Local(own) if odd else own, given),
         "what raises": lambda: gather_in_order(Unmeasured(own) if odd else own, given),
-        "another pad": lambda: gather_in_order(own, given, pad=None if odd else 0),
         "another loader": lambda: gather_in_order(own, other if odd else given),
         "another call": lambda: (gather_step if odd else gather_in_order)(own, given),
         "an array": lambda: gather_in_order(np.array(own, "f4") if odd else torch.zeros(len(own)), given),
@@ -376,7 +377,6 @@ SAID: dict[str, list[tuple[str, ...]]] = {
     "a class of its own": [("rank 1", "pickled")],
     "what raises": [("rank 1", "RuntimeError", "no length")],
     "another dst": [("ranks 0, 2", "dst=0"), ("rank 1", "dst=1")],
-    "another pad": [("ranks 0, 2", "pad=0"), ("rank 1", "pad=None")],
     "another call": [("rank 1", "after the loop", "epoch 0 is over")],
     "another loader": [("ranks 0, 2", "patched loader 1 "), ("rank 1", "patched loader 4 ")],
 }
@@ -390,7 +390,9 @@ def test_what_one_rank_does_wrong_is_told_to_all() -> None:
     assert ranks[0].keys() == SAID.keys()
     for name, message in ranks[0].items():
         assert_tells(
-            message, ("OutputsError", "Gathering outputs"), "pad=" if name == "another shape" else "every rank"
+            message,
+            ("OutputsError", "Gathering outputs"),
+            "outputs.extend(rows)" if name == "another shape" else "every rank",
         )
         _, *lines, _ = message.split("\n")
         for line, facts in zip(lines, SAID[name], strict=True):
@@ -402,10 +404,10 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
     given = patched("sequential", rank, timeout=6)
     own = torch.tensor(outputs_of("sequential", given))
     if rank == 1:
-        bytes_of, send._bytes_of = send._bytes_of, None  # type: ignore[assignment]
-        with pytest.raises(TypeError):
-            gather_in_order(own, given)
-        send._bytes_of = bytes_of
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sending, "sent", None)
+            with pytest.raises(TypeError):
+                gather_in_order(own, given)
         return "", ""
     with pytest.raises(MissingRanksError) as broken:
         gather_in_order(own, given)
@@ -433,40 +435,36 @@ def test_a_rank_that_leaves_the_loop_alone_is_missed_in_the_next_step() -> None:
         assert_tells(said, ("Gathering outputs", "rank 1 of 3", "ranks 0, 2 did"), "timeout=")
 
 
-def padded_steps(rank: int, world_size: int) -> None:
-    """Texts of any length, on every rank and to one; the same connection is used in all steps."""
+def ragged_steps(rank: int, world_size: int) -> None:
+    """Texts of any length, on every rank and to one."""
     given = patched("shuffle=True", rank)
     for dst in (None, world_size - 1):
         ids: list[Any] = []
         whole: list[int] = []
         for batch in given:
-            own = torch.tensor([[1] * item + [0] * (max(batch) - item) for item in batch], dtype=torch.int16)
-            ids.append({"ids": own, "none": None})
-            step: Any = gather_step({"ids": own, "length": [*batch]}, given, dst=dst, pad=0)
+            own = [torch.ones(item, dtype=torch.int16) for item in batch]
+            ids.extend(own)
+            step: Any = gather_step({"ids": own, "length": [*batch], "none": None}, given, dst=dst)
             if step is not None:
-                assert step["ids"].sum(dim=1).tolist() == step["length"]
+                assert [len(row) for row in step["ids"]] == step["length"]
                 whole += step["length"]
-        lists: Any = gather_in_order(ids, given, dst=dst, pad=0)
+        rows: Any = gather_in_order(ids, given, dst=dst)
         if dst in {None, rank}:
-            lengths = [int(row.sum()) for batch in lists for row in batch["ids"]]
-            assert lengths == whole
-            assert sorted(lengths) == list(range(N))
-            assert {batch["ids"].shape[1] for batch in lists} == {N - 1}
+            assert [len(row) for row in rows] == whole
+            assert sorted(whole) == list(range(N))
         else:
-            assert lists is None
+            assert rows is None
             assert not whole
 
 
-def test_texts_of_any_length_are_padded_to_the_longest_of_any_rank() -> None:
-    run_ranks(padded_steps, 3)
+def test_texts_of_any_length_are_rows_of_a_list() -> None:
+    run_ranks(ragged_steps, 3)
 
 
 def test_ranks_that_fail_or_do_not_come_are_missed() -> None:
     (broken, missing), _, (also_broken, also_missing) = run_ranks(failing, 3)
-    for said in (broken, also_broken):
-        assert_tells(said, ("Gathering outputs", "[0, 1, 2]", "failed"), ("GLOO_SOCKET_IFNAME", "timeout="))
-    for said in (missing, also_missing):
-        assert_tells(said, ("Gathering outputs", "rank 1 of 3", "6 s", "ranks 0, 2 did"), "timeout=")
+    for said in (broken, also_broken, missing, also_missing):
+        assert_tells(said, ("Gathering outputs", "rank 1 of 3", " s; ranks 0, 2 did"), "timeout=")
 
 
 def test_nothing_is_left_in_this_process() -> None:

@@ -49,7 +49,7 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.evaluation.row_order import keys_of, placed
+from ddp_patch.evaluation.row_order import RowOrder, keys_of
 from ddp_patch.options import Layout, Uneven
 from ddp_patch.plan import Batching, Part, Plan, Schedule
 from ddp_patch.ranks.packing import packed
@@ -164,6 +164,21 @@ def test_two_passes_with_masks_side_by_side() -> None:
     next(first)
     second = list(iter_with_mask(given))
     assert all(len(batch) == len(mask) for batch, mask in [*first, *second])
+
+
+def test_a_collate_fn_that_leaves_rows_out_has_no_mask() -> None:
+    def collate(samples: list[int]) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([sample for sample in samples if sample % 5])}
+
+    given = patch_dataloader_to_ddp(DataLoader(Indices(23), 4, collate_fn=collate), rank=0, num_replicas=2)
+    with raises(UnsupportedLoaderError, ("iter_with_mask", "4 samples", "3 rows", "collate_fn"), "row for each sample"):
+        list(iter_with_mask(given))
+
+
+def test_samples_that_are_short_tensors_have_masks() -> None:
+    raw: DataLoader[Any] = DataLoader(TensorDataset(torch.zeros(7, 1)), 4, collate_fn=as_it_is)
+    given = patch_dataloader_to_ddp(raw, rank=0, num_replicas=2)
+    assert [len(mask) for _, mask in iter_with_mask(given)] == [len(batch) for batch in given]
 
 
 # One process, without a group: the loader is the unpatched one.
@@ -317,9 +332,7 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
             keys.append(keys_of(schedule.keys(schedule.records())))
         in_order = sorted(place for places in given for place in places)
         result: list[int | None] = [None] * len(in_order)
-        found = placed(keys)
-        for rank, rows in enumerate(given):
-            places = [place for run in found.places(rank) for place in run]
+        for places, rows in zip(RowOrder(keys).places(), given, strict=True):
             for place, row in zip(places, rows, strict=True):
                 result[place] = row
         assert result == in_order, (n, world_size, skip, dropped)
@@ -328,14 +341,13 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
 @pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
 def test_rows_in_a_regular_order_need_no_memory_of_their_own(uneven: Uneven, layout: Layout) -> None:
-    """A million rows of each rank have one run of keys, and one of places."""
+    """A million rows of each rank have one run of keys."""
     keys = []
     for rank in range(3):
         schedule = Schedule(Plan(rank, 3, uneven, layout), Batching(10_000, drop_last=False), [Part(0, 3_000_001)])
         keys.append(keys_of(schedule.keys(schedule.records())))
-    found = placed(keys)
-    for rank, own in enumerate(keys):
-        assert [type(run) for run in own] == [type(run) for run in found.places(rank)] == [range]
+    assert [type(run) for run in keys] == [range] * 3
+    assert [len(places) for places in RowOrder(keys).places(5, 10)] == [5] * 3
 
 
 # What is refused.

@@ -8,8 +8,8 @@ import pytest
 from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import RankMismatchError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.claims import split_claim
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.ranks.claims import require_same_held
@@ -96,3 +96,17 @@ def test_what_it_holds_is_the_same_on_every_rank() -> None:
     for one in aware:
         one.is_ddp_aware = False
     assert {split_claim(look_at(DataLoader(one))) for one in aware} == {None}
+
+
+def test_a_state_of_another_number_of_ranks_says_so() -> None:
+    def patched(ranks: int) -> Any:
+        return patch_dataloader_to_ddp(
+            DataLoader(Split(), 2), rank=0, num_replicas=ranks, share="by_worker", uneven="keep"
+        )
+
+    with raises(
+        StateError,
+        ("same loader", "share='by_worker'", "num_replicas: 2 in the state; 3 here"),
+        ("Use the numbers", "without share"),
+    ):
+        restore_loader(patched(3), loader_state(patched(2)))
