@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.utils.data._utils
 from compatibility import write_row
 from documented import blocks
 from hypothesis import settings
@@ -18,11 +19,14 @@ if "DDP_PATCH_DIST" in os.environ:
     # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
     sys.path.remove(str(Path(__file__).parent))
 
+# torch waits so long for a worker whose iterator the garbage collector ends, which may have lost the word to stop.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0
+
 settings.register_profile("untimed", deadline=None)  # the machine may be busy with something else
 settings.load_profile("untimed")
 
 pytest_collect_file = Sybil(parsers=[blocks], patterns=["*.md"]).pytest()
-collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_ci_page.py runs
+collect_ignore = ["docs/examples/ci"]  # a project of its own, whose tests tests/unit/test_pages.py runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -34,7 +34,7 @@ import quick
 import torch
 import torch.distributed as dist
 import users
-from after_patch import Me, Run, Together, run_case, verdict
+from jobs import AllReduce, Job, Run, run_job, verdict
 from pages import markdown, put
 from program_loaders import (
     CLAIMS,
@@ -129,7 +129,7 @@ class Plan:
         keeper: Which rank's loops do; -1 for all.
         gc_off: Whether the garbage collector is off.
         options: Of the patch.
-        together: When the ranks meet.
+        all_reduce: After what the ranks meet.
         epochs: How many are trained.
         acts: What is done.
     """
@@ -143,14 +143,14 @@ class Plan:
     keeper: int
     gc_off: bool
     options: dict[str, Any]
-    together: Together
+    all_reduce: AllReduce
     epochs: int
     acts: tuple[Act, ...]
 
     def __str__(self) -> str:
         loader = f"{self.kind!r}, num_workers={self.workers}, persistent_workers={self.persistent}"
         loops = f"loops: {self.keeping or 'plain'} on rank {self.keeper}{', gc off' if self.gc_off else ''}"
-        lines = [f"{self.ranks} ranks, {self.epochs} epochs, meeting: {self.together}, {loops}", f"make({loader})"]
+        lines = [f"{self.ranks} ranks, {self.epochs} epochs, meeting: {self.all_reduce}, {loops}", f"make({loader})"]
         return "\n  ".join([*lines, f"patch_dataloader_to_ddp(..., {self.options})", *map(str, self.acts)])
 
     @classmethod
@@ -167,14 +167,14 @@ class Plan:
             options = {"share": "by_worker"}
         elif kind not in (*BATCHES, *STREAMS, *ROWS, *ALREADY) and numbers.random() < 0.3:
             options = numbers.choice(OPTIONS)
-        together: Together = numbers.choice(["steps", "steps", "epochs", "never"])
+        all_reduce: AllReduce = numbers.choice(["each step", "each step", "each epoch", "never"])
         # A thread's passes are its own, so a fault in them is none that ranks can tell of; and it must not wait.
         may_thread = is_honest and kind not in BY_WORKER and "order" not in options
         keeping = numbers.choice(KEEPING if may_thread else KEEPING[:-1]) if numbers.random() < 0.5 else ""
         keeper = -1 if keeping in {"ahead", "thread"} else numbers.randrange(-1, ranks)
         gc_off = numbers.random() < 0.3
         loops = (keeping, keeper, gc_off)
-        plan = cls(number, ranks, kind, workers, persistent, *loops, options, together, epochs, ())
+        plan = cls(number, ranks, kind, workers, persistent, *loops, options, all_reduce, epochs, ())
         may = [what for what, how in ACTS.items() if how.fits(plan) and not (is_honest and how.loses)]
         loses = [what for what in may if ACTS[what].loses]
         if kind in FAILING and numbers.random() < 0.5:
@@ -221,21 +221,21 @@ def _together(acts: Sequence[Act]) -> Iterator[Act]:
 class Training:
     """A program on one rank."""
 
-    def __init__(self, me: Me, plan: Plan) -> None:
-        self.me, self.plan = me, plan
+    def __init__(self, job: Job, plan: Plan) -> None:
+        self.job, self.plan = job, plan
         self.dataset: Any = None
         self.upcoming = 0
         self.kept: list[Any] = []
         self.raw = self.made()
-        self.train = me.patch(self.raw, **plan.options)
+        self.train = job.patch(self.raw, **plan.options)
         validates = any("validat" in act.what and ACTS[act.what].does is not validate for act in plan.acts)
-        self.val: Any = me.patch(users.loader()) if validates else None
+        self.val: Any = job.patch(users.loader()) if validates else None
 
     def made(self) -> Any:
         """Return the loader, unpatched."""
         plan, how = self.plan, self._workers()
         if plan.kind in ALREADY or plan.kind in BY_WORKER:
-            return {**ALREADY, **BY_WORKER}[plan.kind](self.me.rank, self.me.world, **how)
+            return {**ALREADY, **BY_WORKER}[plan.kind](self.job.rank, self.job.world, **how)
         match plan.kind:
             case "unreadable":
                 return users.loader(Unreadable(), shuffle=True, **how)
@@ -295,7 +295,7 @@ class Training:
         return N * set_to[-1] if set_to else N * (1 + self.plan.number % 8)
 
     def _is_done(self, act: Act) -> bool:
-        return act.epoch <= len(self.me.run.epochs)
+        return act.epoch <= len(self.job.run.epochs)
 
     def run(self) -> None:
         """Train."""
@@ -305,13 +305,13 @@ class Training:
                 if not act.step and act.what not in ENDS:
                     self.act(act)
             self.epoch(acts)
-            self.me.end()
+            self.job.end()
             self.upcoming += 1
 
     def act(self, act: Act) -> None:
         """Do it, on the ranks that do."""
         how = ACTS[act.what]
-        if act.rank in {-1, self.me.rank}:
+        if act.rank in {-1, self.job.rank}:
             how.does(self, act)
         if how.then is not None:
             how.then(self, act)
@@ -319,15 +319,15 @@ class Training:
     def epoch(self, acts: Sequence[Act]) -> None:
         """Train an epoch, to the end that somebody makes."""
         end = next((act for act in acts if act.what in ENDS), None)
-        epoch = self.me.begin(
-            self.due, is_part=end is not None and end.what == "all break off", padding=(self.me.world - 1) * SIZE
+        epoch = self.job.begin(
+            self.due, is_part=end is not None and end.what == "all break off", padding=(self.job.world - 1) * SIZE
         )
-        most = self.steps_to(end) if end is not None and end.rank in {-1, self.me.rank} else None
+        most = self.steps_to(end) if end is not None and end.rank in {-1, self.job.rank} else None
         if self.plan.kind in WITH_EPOCH:
             self.sampler.set_epoch(self.upcoming)
-        catches = any(act.what == "catches an error alone" and act.rank == self.me.rank for act in acts)
+        catches = any(act.what == "catches an error alone" and act.rank == self.job.rank for act in acts)
         with suppress(*[OSError] * catches):
-            for step, _ in enumerate(self.me.step(epoch, self.loop(), most), 1):
+            for step, _ in enumerate(self.job.step(epoch, self.loop(), most), 1):
                 for act in acts:
                     if act.step == step and act.what not in ENDS:
                         self.act(act)
@@ -337,11 +337,11 @@ class Training:
             # A loop that reads ahead has been given fewer batches than its loader has given.
             state = loader_state(self.train, batches_done=most)
             users.begin_anew()  # as a new process does, which knows of no pass that somebody made before
-            self.me.run.owed = ""
+            self.job.run.owed = ""
             self.raw = self.made()
-            self.train = self.me.patch(self.raw, **self.plan.options)
+            self.train = self.job.patch(self.raw, **self.plan.options)
             restore_loader(self.train, state)
-            for _ in self.me.step(epoch, self.loop()):
+            for _ in self.job.step(epoch, self.loop()):
                 pass
 
     def steps_to(self, end: Act) -> int:
@@ -352,11 +352,11 @@ class Training:
         # One after the last batch is of the next epoch; and what a loop that is a batch behind leaves out, its loader
         # has given.
         left = 1 + (self.plan.keeping == "ahead")
-        return min(max(least, end.amount + (end.what == "all resume")), N // (SIZE * self.me.world) - left)
+        return min(max(least, end.amount + (end.what == "all resume")), N // (SIZE * self.job.world) - left)
 
     def loop(self) -> Iterable[Any]:
         """Return what the training loop iterates."""
-        is_keeper = self.plan.keeper in {-1, self.me.rank}
+        is_keeper = self.plan.keeper in {-1, self.job.rank}
         return iterated(self.train, self.plan.keeping if is_keeper else "", self.kept)
 
     @property
@@ -426,7 +426,7 @@ class How:
 
 def seed_all(training: Training, act: Act) -> None:
     """Seed the global states by the rank."""
-    seed = 100 * act.amount + training.me.rank
+    seed = 100 * act.amount + training.job.rank
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -496,7 +496,7 @@ def look_at_validation(training: Training, act: Act) -> None:
 def validate_alone(training: Training, act: Act) -> None:
     """As ``validate_patched``, and note that somebody must be told."""
     validate_patched(training, act)
-    training.me.run.owed = f"rank {act.rank} validated alone"
+    training.job.run.owed = f"rank {act.rank} validated alone"
 
 
 def fail(training: Training, act: Act) -> None:
@@ -565,7 +565,7 @@ def draw(training: Training, times: int) -> None:
 
 def mine(training: Training, act: Act) -> str:
     """Return a seed of a rank's own."""
-    return f"{training.me.rank}/{act}"
+    return f"{training.job.rank}/{act}"
 
 
 BOTH = ("claims", "workers")
@@ -649,15 +649,15 @@ ENDS = {"all break off", "all resume", "breaks off alone"}  # of an epoch
 
 
 # Nobody knows of these before the rank begins the next epoch.
-TOLD_NEXT = {"breaks off alone", "StopIteration in the dataset alone", "catches an error alone"}
+FOUND_NEXT = {"breaks off alone", "StopIteration in the dataset alone", "catches an error alone"}
 
 
-def run_plan(plan: Plan, me: Me) -> None:
+def run_plan(plan: Plan, job: Job) -> None:
     """Run a program on this rank."""
     if plan.gc_off:
         gc.disable()
     try:
-        Training(me, plan).run()
+        Training(job, plan).run()
     finally:
         gc.enable()
 
@@ -669,9 +669,9 @@ def run_plans(rank: int, world: int, plans: Sequence[Plan]) -> list[Run]:
     """
     runs: list[Run] = []
     for plan in plans:
-        runs.append(run_case(rank, world, partial(run_plan, plan), plan.together))
+        runs.append(run_job(rank, world, partial(run_plan, plan), plan.all_reduce))
         patches, waits = runs[-1].patches, "order" in plan.options or plan.kind in BY_WORKER
-        found = torch.tensor([patches, -patches, bool(runs[-1].told and waits)])
+        found = torch.tensor([patches, -patches, bool(runs[-1].error and waits)])
         dist.all_reduce(found, dist.ReduceOp.MAX)
         if found[0] + found[1] or found[2]:
             break
@@ -687,19 +687,19 @@ def launched(plans: Sequence[Plan]) -> list[str]:
     found: list[str] = []
     for runs in zip(*ranks, strict=True):
         warned = [text for run in runs for text in run.warned]
-        said, told = verdict(runs), next((run.told for run in runs if run.told), "")
+        came, error = verdict(runs), next((run.error for run in runs if run.error), "")
         found.append(
-            f"warned: {warned[0]}" if said == "right" and warned else f"told: {told}" if said == "told" else said
+            f"warned: {warned[0]}" if came == "complete" and warned else f"error: {error}" if came == "error" else came
         )
     return found + (launched(plans[len(found) :]) if len(found) < len(plans) else [])
 
 
-def _is_told_later(plan: Plan, lost: str) -> bool:
-    """Return whether it was told in a later epoch, in a program that nobody could tell of before."""
-    found = re.search(r"epoch (\d+): .*; told in epoch (\d+)$", lost)
-    epoch, told = map(int, found.groups()) if found else (0, 0)
-    is_next = told == epoch + 1 and any(act.what in TOLD_NEXT and act.epoch == epoch for act in plan.acts)
-    return is_next or (told > epoch and plan.together == "never")
+def _is_found_later(plan: Plan, lost: str) -> bool:
+    """Return whether an error came in a later epoch, in a program in which nobody could raise it before."""
+    found = re.search(r"epoch (\d+): .*; error in epoch (\d+)$", lost)
+    epoch, raised = map(int, found.groups()) if found else (0, 0)
+    is_next = raised == epoch + 1 and any(act.what in FOUND_NEXT and act.epoch == epoch for act in plan.acts)
+    return is_next or (raised > epoch and plan.all_reduce == "never")
 
 
 @dataclass
@@ -711,7 +711,7 @@ class Found:
         wrong: Those that fail, with what came of them.
     """
 
-    CAME = ("right", "told", "told later", "lost in silence")
+    CAME = ("complete", "error", "error later", "lost in silence")
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: list[tuple[Plan, str]] = field(default_factory=list)
@@ -720,12 +720,12 @@ class Found:
         """Note what came of a program."""
         came, _, rest = said.partition(":")
         if came == "warned" and not is_honest:
-            came = "right"
-        elif _is_told_later(plan, rest):
-            came = "told later"
-        if came not in ({"right"} if is_honest else {"right", "told", "told later"}):
+            came = "complete"
+        elif _is_found_later(plan, rest):
+            came = "error later"
+        if came not in ({"complete"} if is_honest else {"complete", "error", "error later"}):
             self.wrong.append((plan, said))
-            came = came if came in {"told"} else "lost in silence"
+            came = came if came in {"error"} else "lost in silence"
         for what in {"all programs", *(act.what for act in plan.acts)}:
             self.counts[what, came] += 1
 
@@ -755,7 +755,7 @@ def run_all(plans: Sequence[Plan], seed: int, is_honest: bool) -> Found:
 def told_of(found: dict[str, Found], seed: int) -> str:
     """Return what came of all programs in a sentence."""
     counts = {kind: those.counts for kind, those in found.items()}
-    faulty, honest = (counts[kind]["all programs", "right"] for kind in ("faulty", "honest"))
+    faulty, honest = (counts[kind]["all programs", "complete"] for kind in ("faulty", "honest"))
     told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
@@ -773,7 +773,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first program")
     parser.add_argument("--only", choices=["faulty", "honest"])
     given = parser.parse_args()
-    multiprocessing.set_forkserver_preload([*quick.OF_RANKS, "after_patch", "users", "program_loaders"])
+    multiprocessing.set_forkserver_preload([*quick.OF_RANKS, "jobs", "users", "program_loaders"])
     numbers, found = range(given.first, given.first + given.programs), {}
     for kind in ("faulty", "honest") if given.only is None else (given.only,):
         plans = [Plan.drawn(given.seed, number, kind == "honest") for number in numbers]

@@ -57,7 +57,7 @@ def raises(error: type[E], facts: Words, remedy: Words | None = ()) -> Iterator[
     """Expect an error of this very type, whose message tells the facts and the remedy.
 
     What the frames that it went through hold is let go: torch raises a worker's error from a frame that holds it, and
-    a loader's iterator that is left to the garbage collector waits 5 s for each worker.
+    a loader's iterator that is left to the garbage collector waits for each worker.
     """
     with pytest.raises(error) as caught:
         yield caught

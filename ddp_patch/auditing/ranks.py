@@ -22,6 +22,7 @@ from ddp_patch.compat.private_torch import (
     noted_worker_info,
     worker_info_told,
 )
+from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.copying import OWN_METHODS, change_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.samples import steps_of, tell_epoch
@@ -278,7 +279,9 @@ class Rank:
         loader, traits = self._facts.loader, self.traits
         record = _Record(coding, self._subject.max_items)
         with warnings.catch_warnings(), self._own_generators(), self._ambient, unwatched():
-            warnings.simplefilter("ignore")  # the audit reports wrong lengths itself
+            # The audit reports wrong lengths itself.
+            warnings.simplefilter("ignore", StreamLengthWarning)
+            warnings.filterwarnings("ignore", "Length of IterableDataset")
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
             before = steps_of(loader)

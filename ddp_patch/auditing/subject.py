@@ -23,11 +23,12 @@ from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import is_loader, nested_datasets, shards_itself
 from ddp_patch.loaders.samples import length_of, nested_samplers
+from ddp_patch.options import Share
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.sharding.epoch_sampler import EpochSampler
-from ddp_patch.sharding.refusals import ignored_index_text
+from ddp_patch.sharding.refusals import ignored_index_text, unit_shared
 
 __all__ = ["Audited", "Factory", "Traits", "base_of", "digest", "indexed", "layers_of", "made_by", "name_of"]
 
@@ -104,7 +105,7 @@ class Audited:
             is_real: Whether this process is that rank, with a process group and its own copy of the subject.
         """
         if isinstance(self.make, LoaderFacts):
-            given = _whole(self.make) if self.whole else self.make
+            given = _whole(self.make, self.options.get("share", "auto")) if self.whole else self.make
             made = given.loader if is_real else _copied(given)
             if self.patches:
                 where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
@@ -116,7 +117,7 @@ class Audited:
                     f"The factory {self.name}(rank={rank}, world_size={world_size}) returned {made!r} "
                     f"({type(made).__name__}), not a DataLoader. Return the loader that this rank would iterate."
                 )
-        facts = _whole(look_at(made)) if self.whole and self.is_made else look_at(made)
+        facts = _whole(look_at(made), "auto") if self.whole and self.is_made else look_at(made)
         return look_at(copy_loader(facts.loader, num_workers=1)) if self.by_one_worker else facts
 
 
@@ -149,12 +150,16 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
         raise
 
 
-def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
-    """Return a look at the loader as one that leaves nothing out."""
-    if facts.unit is ShardedUnit.SAMPLE and facts.drop_last:
+def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
+    """Return a look at the loader as one that leaves nothing out; where whole batches are shared, no batch."""
+    if not facts.drop_last or (
+        facts.unit is ShardedUnit.SAMPLE and unit_shared(facts, share).unit is ShardedUnit.BATCH
+    ):
+        return facts
+    if facts.unit is ShardedUnit.SAMPLE:
         batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
         return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
-    if facts.unit is ShardedUnit.ITERABLE and facts.drop_last:
+    if facts.unit is ShardedUnit.ITERABLE:
         return look_at(copy_loader(facts.loader, drop_last=False))
     return facts
 

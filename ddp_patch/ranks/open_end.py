@@ -52,7 +52,7 @@ class OpenEnd:
         """
         self._ends += 1
         ended = self._mailbox.count("ended", 1)
-        step_s = (perf_counter() - self._first_s) / max(1, batches - 1)
+        step_s = (perf_counter() - self._first_s) / max(1, batches - 1) if batches else 0.0
         until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
         more = batches + slack + 1
         while True:

@@ -1,12 +1,9 @@
 """Give every rank but the first one a world of its own for its files, and keep what was for them."""
 
-import bz2  # noqa: F401 - its open is replaced
-import importlib
 import os
 import shutil
-import tarfile  # noqa: F401 - as above
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from getpass import getuser
@@ -16,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 
+from ddp_patch.compat.files import files_opened_by
 from ddp_patch.running.overlay import MAY_CREATE, UNNAMED, Overlay
 from ddp_patch.running.past import Past, is_there, make_folders, open_file, real
 
@@ -169,17 +167,12 @@ def shadowed(rank: int, folder: str, *, keep: bool = False) -> Iterator[None]:
     # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
     left_alone = (home, *_DEVICES, os.path.realpath(get_temp_dir()), *_caches())
     past = Past(home)
-    replaced = _of_first(Keeper(past, left_alone)) if rank == 0 else _of_shadow(Overlay(own, past, left_alone))
-    replaced["shutil._use_fd_functions"] = False  # rmtree goes by paths, wherever it was imported
-    if hasattr(shutil, "_rmtree_impl"):  # as of Python 3.13
-        replaced["shutil._rmtree_impl"] = vars(shutil)["_rmtree_unsafe"]
-    openers: Any = importlib.import_module("numpy.lib._datasource")._file_openers
-    openers.keys()  # which numpy fills in at the first use
     try:
         with ExitStack() as stack:
-            for name, ours in replaced.items():
-                stack.enter_context(patch(name, ours))
-            stack.enter_context(patch.dict(openers._file_openers, {None: replaced["io.open"]}))
+            if rank == 0:
+                _keep(stack, Keeper(past, left_alone))
+            else:
+                _lay_over(stack, Overlay(own, past, left_alone))
             _entered = True
             yield
     finally:
@@ -190,22 +183,18 @@ def shadowed(rank: int, folder: str, *, keep: bool = False) -> Iterator[None]:
                 shutil.rmtree(home, ignore_errors=True)
 
 
-def _opening(open_file: Callable[..., Any]) -> dict[str, Any]:
-    return dict.fromkeys(("builtins.open", "io.open", "tarfile.bltn_open", "bz2._builtin_open"), open_file)
-
-
-def _of_first(keeper: Keeper) -> dict[str, Any]:
-    """Return what replaces what on the first rank."""
+def _keep(stack: ExitStack, keeper: Keeper) -> None:
+    """Let the first rank keep what was, until the stack closes."""
     functions: dict[str, Callable[..., Any]] = {"open": keeper.os_open, "truncate": keeper.truncate}
     functions |= {"mkdir": keeper.mkdir, "link": keeper.link, "symlink": keeper.symlink}
     functions |= {name: partial(keeper.removing, getattr(real, name)) for name in ("remove", "unlink", "rmdir")}
     functions |= {name: partial(keeper.renaming, getattr(real, name)) for name in ("rename", "replace")}
-    of_os = {f"os.{name}": _of_paths(getattr(real, name), ours) for name, ours in functions.items()}
-    return {**of_os, **_opening(keeper.open), "torch.save": keeper.save}
+    _replace(stack, functions)
+    stack.enter_context(files_opened_by(keeper.open, keeper.save))
 
 
-def _of_shadow(overlay: Overlay) -> dict[str, Any]:
-    """Return what replaces what on another rank."""
+def _lay_over(stack: ExitStack, overlay: Overlay) -> None:
+    """Let another rank see and write its own world, until the stack closes."""
     functions: dict[str, Callable[..., Any]] = {
         "open": overlay.os_open,
         "mkdir": overlay.mkdir,
@@ -222,12 +211,12 @@ def _of_shadow(overlay: Overlay) -> dict[str, Any]:
     }
     functions |= {name: partial(overlay.looking, getattr(real, name)) for name in _LOOKS}
     functions |= {name: partial(overlay.changing, getattr(real, name)) for name in _CHANGES}
-    return {
-        **{f"os.{name}": _of_paths(getattr(real, name), ours) for name, ours in functions.items()},
-        **_opening(overlay.open),
-        "io.open_code": lambda path: overlay.open(path, "rb"),
-        "os.getcwd": overlay.getcwd,
-        "os.getcwdb": lambda: os.fsencode(overlay.getcwd()),
-        "torch.save": overlay.save,
-        "torch.load": overlay.load,
-    }
+    _replace(stack, functions)
+    stack.enter_context(patch.object(os, "getcwd", overlay.getcwd))
+    stack.enter_context(patch.object(os, "getcwdb", lambda: os.fsencode(overlay.getcwd())))
+    stack.enter_context(files_opened_by(overlay.open, overlay.save, overlay.load))
+
+
+def _replace(stack: ExitStack, functions: Mapping[str, Callable[..., Any]]) -> None:
+    for name, ours in functions.items():
+        stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,11 @@ from ddp_patch.orders.random_states import GlobalState, look
 from ddp_patch.samplers.checks import flag, sequence, whole
 from ddp_patch.samplers.classes import Classes, Labels
 from ddp_patch.samplers.keyed import (
+    At,
     KeyedSampler,
-    LatestEpoch,
     Positions,
     ResumableSampler,
     ScalableRandomSampler,
-    check_number,
 )
 from ddp_patch.samplers.lengths import LengthBatches, cut
 
@@ -76,7 +75,6 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             )
         self._length = 0  # of the latest pass
         self._begun: dict[str, Any] | None = None  # what the latest pass follows from, if a state can hold that
-        self._latest = LatestEpoch[LengthBatches]()
 
     @property
     def drop_last(self) -> bool:
@@ -112,7 +110,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         if (fixed := _fixed_indices(self.sampler)) is not None:
             return self._number(fixed)
         if self._keyed is not None:
-            return len(self._epoch(self._keyed, self._keyed.epochs.upcoming))
+            return len(cast(LengthBatches, self._epoch(self._keyed.epochs.upcoming)))
         held = _attributes(nested_samplers(self.sampler))
         datasets = [value for value in held if isinstance(value, Dataset)]  # which the copy shares
         with look():
@@ -140,10 +138,11 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
                 f"GroupedBatchSampler.items_at() was called over a {type(self.sampler).__name__}, which can only be "
                 "iterated. Give it a sampler of ddp_patch.samplers with seed=, or iterate it."
             )
-        return self._epoch(self._keyed, epoch)(positions)
+        return list(self._epoch(epoch)(positions))
 
-    def _epoch(self, sampler: KeyedSampler[int], epoch: int) -> LengthBatches:
-        return self._latest.of(epoch, lambda: self._batches(sampler.items_at(np.arange(len(sampler)), epoch)))
+    def _draw(self, epoch: int) -> At:
+        sampler = cast(KeyedSampler[int], self.sampler)
+        return self._batches(sampler.items_at(np.arange(len(sampler)), epoch))
 
     def _begin(self, skip: int) -> Iterator[Sequence[list[int]]]:
         before, ambient = self._state(in_pass=False), GlobalState.capture().values()
@@ -153,7 +152,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         else:  # no state holds the global generators, so it must not have drawn from them
             self._begun = before if GlobalState.capture().values() == ambient else None
         self._length = len(batches)
-        return self._looked_up(batches, skip, self._length)
+        return self._parts_of(batches, skip, self._length)
 
     def _batches(self, drawn: Iterable[int]) -> LengthBatches:
         """Group the indices of an epoch into batches."""
@@ -178,14 +177,14 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         return bounds[bounds[:, 1] - bounds[:, 0] == self.batch_size] if self.drop_uneven else bounds
 
     def _state(self, *, in_pass: bool) -> dict[str, Any]:
-        if in_pass and self._begun is None:
+        if in_pass and self._begun is not None:
+            return self._begun
+        if in_pass:
             raise SamplerError(
                 f"GroupedBatchSampler.state_dict() was called in the middle of a pass that its "
                 f"{type(self.sampler).__name__} drew from the global generators, which no state can restore. Give that "
                 "sampler generator=, wrap one of ddp_patch.samplers, or ask between two passes."
             )
-        if in_pass and self._begun is not None:
-            return self._begun
         sampler: Any = self.sampler
         has_state = is_stateful(sampler)
         return {
@@ -196,7 +195,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if state["epoch"] is not None:
-            check_number(self, "epoch", state["epoch"], 0)
+            self._check("epoch", state["epoch"], 0)
         here = self._state(in_pass=False)
         is_alike = (state["sampler"] is None) == (here["sampler"] is None)
         if not is_alike or len(state["generators"]) != len(here["generators"]):

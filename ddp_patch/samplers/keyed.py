@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,67 +21,18 @@ __all__ = [
     "CountingSampler",
     "IterationBatchSampler",
     "KeyedSampler",
-    "LatestEpoch",
     "Positions",
     "ResumableSampler",
     "ScalableRandomSampler",
-    "check_names",
-    "check_number",
     "generator_of",
-    "named_state",
     "taken_from",
 ]
 
 T = TypeVar("T")
-Epoch = TypeVar("Epoch")
 
 
 # Raise this number when states get other contents, or when an epoch's order changes.
 _VERSION = 1
-
-
-def named_state(sampler: object, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with the sampler's kind and the version in it.
-
-    Examples:
-        >>> named_state(range(3), {"taken": 2})
-        {'kind': 'range', 'version': 1, 'taken': 2}
-    """
-    return {"kind": type(sampler).__name__, "version": _VERSION, **values}
-
-
-def check_names(sampler: object, state: Mapping[str, Any], names: set[str]) -> None:
-    """Raise SamplerError unless a state has this sampler's kind and version, and exactly these names."""
-    name = type(sampler).__name__
-    if not isinstance(state, Mapping) or state.get("kind") != name:
-        kind = state.get("kind", "nothing named") if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise SamplerError(
-            f"{name}.load_state_dict() was given the state of {kind}, which another kind of sampler saved. Pass what "
-            f"the state_dict() of a {name} returned."
-        )
-    if state.get("version") != _VERSION:
-        raise SamplerError(
-            f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: the order of "
-            "an epoch may differ. Use the version of ddp_patch that saved it, or begin the epoch again."
-        )
-    if differing := sorted(names ^ state.keys()):
-        raise SamplerError(
-            f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names)}: "
-            f"{', '.join(differing)} is in only one of them, as when one sampler was given generator= and the other "
-            "was not. Make the sampler with the arguments of the one that was saved."
-        )
-
-
-def check_number(sampler: object, name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raise SamplerError unless a number in a state lies in the range that the sampler can have saved."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (is_whole and least <= value and (most is None or value <= most)):  # type: ignore[operator]  # a whole one
-        bounds = f"at least {least}" if most is None else f"{least} to {most}"
-        raise SamplerError(
-            f"{type(sampler).__name__} cannot resume from a state with {name}={value!r}: it must be a whole number, "
-            f"{bounds}. Pass what the state_dict() of a sampler with the same arguments returned."
-        )
-
 
 Positions: TypeAlias = npt.NDArray[np.int64]
 # An epoch, as a function that returns the items at any of its positions.
@@ -92,7 +43,8 @@ class ResumableSampler(Sampler[T]):
     """A sampler whose pass can be stopped and resumed, in this process or another.
 
     A subclass implements ``_begin``, which begins a pass and returns its items in parts. It also implements ``_state``,
-    ``_check_state`` and ``_load_state`` for all that a pass follows from, except how many items were taken.
+    ``_check_state`` and ``_load_state`` for all that a pass follows from, except how many items were taken. One whose
+    epochs can be looked up implements ``_draw``.
     """
 
     _count = "taken"  # the name in a state for how far the pass has come
@@ -100,6 +52,7 @@ class ResumableSampler(Sampler[T]):
     _block = 4096  # how many items are looked up at once, at most
     _progress: IterationProgress | None = None  # of the latest pass
     _skip = 0  # where the next pass begins
+    _looked_up: tuple[int, At] | None = None  # the latest epoch that was looked up
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(self._parts())
@@ -116,11 +69,20 @@ class ResumableSampler(Sampler[T]):
     def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
         raise NotImplementedError
 
-    def _looked_up(self, at: At, skip: int, length: int) -> Iterator[Sequence[Any]]:
+    def _parts_of(self, at: At, skip: int, length: int) -> Iterator[Sequence[Any]]:
         """Look an epoch's items up in parts, from position ``skip`` on."""
-        self._require_count(skip, length)
+        self._check(self._count, skip, self._first, length)
         parts = (at(np.arange(run.start, run.stop)) for run in blocks(range(skip, length), self._block))
         return (found.tolist() if isinstance(found, np.ndarray) else found for found in parts)
+
+    def _epoch(self, epoch: int) -> At:
+        """Return an epoch, which is drawn once however often it is looked up."""
+        if self._looked_up is None or self._looked_up[0] != epoch:
+            self._looked_up = epoch, self._draw(epoch)
+        return self._looked_up[1]
+
+    def _draw(self, epoch: int) -> At:
+        raise NotImplementedError
 
     @property
     def _is_running(self) -> bool:
@@ -139,11 +101,21 @@ class ResumableSampler(Sampler[T]):
         """
         if self._progress is None or self._progress.is_ended:
             return self.state_between_passes()
-        return named_state(self, {self._count: self._progress.items_taken, **self._state(in_pass=True)})
+        return self._saved(self._progress.items_taken, in_pass=True)
 
     def state_between_passes(self) -> dict[str, Any]:
         """Return the state from which the next pass begins, as if a pass that is running were left."""
-        return named_state(self, {self._count: self._skip, **self._state(in_pass=False)})
+        return self._saved(self._skip, in_pass=False)
+
+    def state_of_latest_pass(self) -> dict[str, Any]:
+        """Return the state at the beginning of the latest pass, with the number that the pass drew."""
+        if self._progress is None:  # a subclass iterates in its own way
+            return self.state_between_passes()
+        return self._saved(self._progress.skip, in_pass=True)
+
+    def _saved(self, taken: int, *, in_pass: bool) -> dict[str, Any]:
+        kind = {"kind": type(self).__name__, "version": _VERSION}
+        return {**kind, self._count: taken, **self._state(in_pass=in_pass)}
 
     def _state(self, *, in_pass: bool) -> dict[str, Any]:
         """Return what the running pass follows from if ``in_pass``, else what the next one follows from."""
@@ -160,15 +132,12 @@ class ResumableSampler(Sampler[T]):
         Raises:
             SamplerError: The state is damaged or belongs to something else. Nothing has changed then.
         """
-        check_names(self, state_dict, set(self.state_between_passes()))
-        self._require_count(state_dict[self._count])
+        self._check_names(state_dict)
+        self._check(self._count, state_dict[self._count], self._first)
         self._check_state(state_dict)
         self._leave()
         self._load_state(state_dict)
         self._skip = state_dict[self._count]
-
-    def _require_count(self, taken: object, most: int | None = None) -> None:
-        check_number(self, self._count, taken, self._first, most)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise SamplerError unless ``_load_state`` can load the state."""
@@ -176,6 +145,37 @@ class ResumableSampler(Sampler[T]):
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         raise NotImplementedError
+
+    def _check_names(self, state: Mapping[str, Any]) -> None:
+        """Raise SamplerError unless a state has this sampler's kind and version, and exactly its names."""
+        name, names = type(self).__name__, self.state_between_passes().keys()
+        if not isinstance(state, Mapping) or state.get("kind") != name:
+            kind = state.get("kind", "nothing named") if isinstance(state, Mapping) else f"a {type(state).__name__}"
+            raise SamplerError(
+                f"{name}.load_state_dict() was given the state of {kind}, which another kind of sampler saved. Pass "
+                f"what the state_dict() of a {name} returned."
+            )
+        if state.get("version") != _VERSION:
+            raise SamplerError(
+                f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: the order "
+                "of an epoch may differ. Use the version of ddp_patch that saved it, or begin the epoch again."
+            )
+        if differing := sorted(names ^ state.keys()):
+            raise SamplerError(
+                f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names)}: "
+                f"{', '.join(differing)} is in only one of them, as when one sampler was given generator= and the "
+                "other was not. Make the sampler with the arguments of the one that was saved."
+            )
+
+    def _check(self, name: str, value: object, least: int, most: int | None = None) -> None:
+        """Raise SamplerError unless a number in a state lies in the range that the sampler can have saved."""
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (is_whole and least <= value and (most is None or value <= most)):  # type: ignore[operator]  # a whole one
+            bounds = f"at least {least}" if most is None else f"{least} to {most}"
+            raise SamplerError(
+                f"{type(self).__name__} cannot resume from a state with {name}={value!r}: it must be a whole number, "
+                f"{bounds}. Pass what the state_dict() of a sampler with the same arguments returned."
+            )
 
 
 class CountingSampler(ResumableSampler[T]):
@@ -200,7 +200,7 @@ class CountingSampler(ResumableSampler[T]):
         return {"epoch": self.epochs.current if in_pass else self.epochs.upcoming}
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        check_number(self, "epoch", state["epoch"], 0)
+        self._check("epoch", state["epoch"], 0)
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self.epochs.set(state["epoch"])
@@ -226,25 +226,6 @@ def taken_from(order: npt.NDArray[np.integer[Any]], positions: Positions) -> npt
     return np.take(order, positions, axis=0).astype(np.int64)
 
 
-class LatestEpoch(Generic[Epoch]):
-    """Keeps the latest epoch, so that an epoch is drawn once however often it is looked up.
-
-    Examples:
-        >>> latest = LatestEpoch[str]()
-        >>> latest.of(3, lambda: "drawn"), latest.of(3, lambda: "drawn again")
-        ('drawn', 'drawn')
-    """
-
-    def __init__(self) -> None:
-        self._kept: tuple[int, Epoch] | None = None
-
-    def of(self, epoch: int, draw: Callable[[], Epoch]) -> Epoch:
-        """Return the epoch with this number, and draw it unless it is the latest."""
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = epoch, draw()
-        return self._kept[1]
-
-
 class KeyedSampler(CountingSampler[T]):
     """A sampler whose every epoch follows from one key.
 
@@ -262,7 +243,6 @@ class KeyedSampler(CountingSampler[T]):
         self.generator = generator
         self._drawn: int | None = None  # the running pass's number
         self._to_come: int | None = None  # the number of a pass that was loaded and has not begun
-        self._latest = LatestEpoch[At]()
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -294,19 +274,19 @@ class KeyedSampler(CountingSampler[T]):
                 f"{type(self).__name__}.items_at() was called without a seed: the order of epoch {epoch} then follows "
                 "from what generators draw, not from its number. Pass seed=, or iterate the sampler."
             )
-        return self._epoch(self.seed, epoch)(positions)
+        return self._epoch(epoch)(positions)
 
-    def _epoch(self, seed: int, epoch: int) -> At:
-        return self._latest.of(epoch, lambda: self._order(shuffle_key(seed, epoch)))
+    def _draw(self, epoch: int) -> At:
+        return self._order(shuffle_key(cast(int, self.seed), epoch))
 
     def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
         self.epochs.begin(self.epochs.upcoming)
-        return self._looked_up(self._order_of_pass(), skip, len(self))
+        return self._parts_of(self._order_of_pass(), skip, len(self))
 
     def _order_of_pass(self) -> At:
         """Return the order of the pass that begins, and draw its number if there is no seed."""
         if self.seed is not None:
-            return self._epoch(self.seed, self.epochs.current)
+            return self._epoch(self.epochs.current)
         loaded, self._to_come = self._to_come, None
         drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator) if loaded is None else loaded
         self._drawn = int(drawn)
@@ -315,12 +295,6 @@ class KeyedSampler(CountingSampler[T]):
     def _leave(self) -> None:
         super()._leave()
         self._to_come = None
-
-    def state_of_latest_pass(self) -> dict[str, Any]:
-        """Return the state at the beginning of the latest pass, with the number that the pass drew."""
-        if self._progress is None:  # a subclass iterates in its own way
-            return self.state_between_passes()
-        return named_state(self, {self._count: self._progress.skip, **self._state(in_pass=True)})
 
     def _state(self, *, in_pass: bool) -> dict[str, Any]:
         state = super()._state(in_pass=in_pass) | {
@@ -331,9 +305,9 @@ class KeyedSampler(CountingSampler[T]):
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         super()._check_state(state)
-        self._require_count(state[self._count], len(self))
+        self._check(self._count, state[self._count], self._first, len(self))
         if state["drawn"] is not None:
-            check_number(self, "drawn", state["drawn"], 0)
+            self._check("drawn", state["drawn"], 0)
         if state["seed"] != self.seed:
             raise SamplerError(
                 f"{type(self).__name__}.load_state_dict() was given a state of seed={state['seed']!r} and has "
@@ -456,4 +430,4 @@ class IterationBatchSampler(CountingSampler[list[int]]):
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         super()._check_state(state)
-        self._require_count(state[self._count], self.num_iterations)
+        self._check(self._count, state[self._count], self._first, self.num_iterations)

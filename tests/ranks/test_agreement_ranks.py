@@ -35,6 +35,14 @@ def said(act: Callable[[], Any]) -> tuple[str, str]:
         return type(error).__name__, message_of(error)
 
 
+def items(loader: Any) -> list[Any]:
+    return [item for batch in loader for item in batch]
+
+
+def led_loader(sampler: Any, **options: Any) -> Any:
+    return patch_dataloader_to_ddp(loader(sampler=sampler), order="leader", **options)
+
+
 # Ranks that differ.
 
 
@@ -99,7 +107,7 @@ def disagreeing(rank: int, world_size: int) -> Any:
             warnings.simplefilter("always")
             patched = patch_dataloader_to_ddp(make())
         messages = [str(warning.message) for warning in caught if warning.category is LeaderWarning]
-        told[name] = messages, [[item for batch in patched for item in batch] for _ in range(2)]
+        told[name] = messages, [items(patched) for _ in range(2)]
     return told
 
 
@@ -169,15 +177,14 @@ class HardFirst(Sampler[int]):
 
 def mining(rank: int, world_size: int) -> list[list[int]]:
     sampler = HardFirst(rank)
-    patched = patch_dataloader_to_ddp(loader(sampler=sampler), order="leader")
-    epochs = [[item for batch in patched for item in batch]]
+    patched = led_loader(sampler)
+    epochs = [items(patched)]
     if rank == 0:
         sampler.losses.reverse()
-    epochs.append([item for batch in patched for item in batch])
+    epochs.append(items(patched))
     for _ in patched:  # an epoch that is left early leaves nothing behind
         break
-    epochs.append([item for batch in patched for item in batch])
-    return epochs
+    return [*epochs, items(patched)]
 
 
 def test_a_sampler_that_follows_rank_0s_training_is_led() -> None:
@@ -198,7 +205,7 @@ class Breaking(Forever):
 
 
 def failing_leader(rank: int, world_size: int) -> tuple[int, str]:
-    patched = patch_dataloader_to_ddp(loader(sampler=Breaking()), order="leader")
+    patched = led_loader(Breaking())
     steps = 0
     try:
         for _ in patched:
@@ -227,7 +234,7 @@ class FailsAtOnce(Sampler[int]):
 def failing_at_once(rank: int, world_size: int) -> list[tuple[str, str]]:
     told = []
     for sampler in (FailsAtOnce(), [open for _ in range(3)], [lambda: None]):
-        patched = patch_dataloader_to_ddp(loader(sampler=sampler), order="leader", timeout=300)
+        patched = led_loader(sampler, timeout=300)
         try:
             told.append(("nothing", str(len(list(patched)))))
         except Exception as error:  # noqa: BLE001 - what each rank says is looked at
@@ -257,43 +264,33 @@ def test_a_leader_sends_contiguous_runs_at_once() -> None:
     assert run_ranks(led_in_runs, 3) == [list(range(start, start + 100)) for start in (0, 100, 200)]
 
 
-def beginning_different_loaders(rank: int, world_size: int) -> tuple[str, str]:
+def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """Ranks that begin different loaders, an epoch that is not the leader's, or that fetch unequally far ahead."""
     loaders = [patch_dataloader_to_ddp(loader(shuffle=True), order="leader", timeout=20) for _ in range(2)]
-    return said(lambda: list(loaders[rank]))
-
-
-def test_ranks_that_begin_different_loaders_are_told() -> None:
-    for name, told in run_ranks(beginning_different_loaders, 2):
-        assert name == "RankMismatchError"
-        assert_tells(told, "patched as: number 1 on rank 0; number 2 on rank 1", "same loaders")
-
-
-def led_from_elsewhere(rank: int, world_size: int) -> tuple[str, str]:
-    patched: Any = patch_dataloader_to_ddp(loader(sampler=Own(lambda: range(N))), order="leader", timeout=20)
+    elsewhere: Any = led_loader(Own(lambda: range(N)), timeout=20)
     if rank == 1:
-        patched.sampler.set_epoch(4)
-    return said(lambda: list(patched))
+        elsewhere.sampler.set_epoch(4)
+    ahead = loader(sampler=range(N), num_workers=rank)
+    own = SubsetRandomSampler(range(2 * rank, 2 * rank + 20))
+    return [
+        said(lambda: list(loaders[rank])),
+        said(lambda: list(elsewhere)),
+        said(lambda: patch_dataloader_to_ddp(ahead, order="leader")),
+        said(lambda: len(patch_dataloader_to_ddp(ahead))),
+        # Each rank shuffles samples of its own, and no rank could draw for another.
+        said(lambda: patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=own), order="scalable")),
+    ]
 
 
-def test_a_rank_that_begins_another_epoch_than_the_leader_is_told() -> None:
-    for name, told in run_ranks(led_from_elsewhere, 2):
-        assert name == "RankMismatchError"
-        assert told.split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
-        assert_tells(told, "Sending every rank its share", "same on every rank")
-
-
-def fetching_ahead_differently(rank: int, world_size: int) -> list[tuple[str, str]]:
-    def make(**options: Any) -> Any:
-        return patch_dataloader_to_ddp(loader(sampler=range(N), num_workers=rank), **options)
-
-    return [said(lambda: make(order="leader")), said(lambda: len(make()))]
-
-
-def test_ranks_that_meet_in_an_epoch_must_fetch_equally_far_ahead() -> None:
-    for led, seeded in run_ranks(fetching_ahead_differently, 2):
-        assert led[0] == "RankMismatchError"
-        assert led[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
+def test_ranks_that_one_leads_must_begin_the_same_pass_and_fetch_equally_far_ahead() -> None:
+    for other, epoch, ahead, seeded, samples in run_ranks(leading_apart, 2):
+        assert {other[0], epoch[0], ahead[0], samples[0]} == {"RankMismatchError"}
+        assert_tells(other[1], "patched as: number 1 on rank 0; number 2 on rank 1", "same loaders")
+        assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
+        assert_tells(epoch[1], "Sending every rank its share", "same on every rank")
+        assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
         assert seeded == ("nothing", "3")
+        assert "samples to shuffle: " in samples[1]
 
 
 # Ranks that refuse.
@@ -391,8 +388,7 @@ def on_a_mesh(rank: int, world_size: int, shape: tuple[int, ...], names: tuple[s
     if "tp" in names and len(shape) == 2:
         mesh = mesh["dp"]  # as many write it
     seed_ambient(SEED + rank)
-    patched = patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh)
-    return [item for batch in patched for item in batch]
+    return items(patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh))
 
 
 @pytest.mark.parametrize(
@@ -424,10 +420,7 @@ def on_a_mesh_of_other_names(rank: int, world_size: int) -> list[Any]:
     return [
         said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=mesh)),
         said(lambda: patch_dataloader_to_ddp(loader(), device_mesh=of_models["tp"])),
-        [
-            [i for batch in patch_dataloader_to_ddp(loader(), device_mesh=one) for i in batch]
-            for one in (mesh["rows"], alone, unnamed)
-        ],
+        [items(patch_dataloader_to_ddp(loader(), device_mesh=one)) for one in (mesh["rows"], alone, unnamed)],
     ]
 
 
@@ -440,19 +433,6 @@ def test_dimensions_of_other_names_are_given_as_a_sub_mesh() -> None:
     assert first == second == list(range(0, N, 2))
     assert third == fourth == [*range(1, N, 2), 0]
     assert of_four == unnamed == [*range(0, N, 4)]
-
-
-def shuffling_others(rank: int, world_size: int) -> tuple[str, str]:
-    """Each rank shuffles samples of its own, and no rank could draw for another."""
-    seed_ambient(rank)
-    own = SubsetRandomSampler(range(2 * rank, 2 * rank + 20))
-    return said(lambda: patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=own), order="scalable"))
-
-
-def test_ranks_that_would_compute_the_order_of_other_samples_are_told() -> None:
-    for name, message in run_ranks(shuffling_others, 2):
-        assert name == "RankMismatchError"
-        assert "samples to shuffle: " in message
 
 
 def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:
@@ -480,19 +460,12 @@ class Unsized(Sampler[int]):
         return iter(range(self.n))
 
 
-STEPPING: list[tuple[int, type, dict[str, Any]]] = [
-    (5001, Unsized, {"order": "leader"}),
-    (5001, Unsized, {"order": "leader", "uneven": "keep"}),
-    (5001, Unsized, {"order": "leader", "uneven": "drop"}),
-]
-
-
 def stepping(rank: int, world_size: int) -> list[list[int]]:
     """Train: every step that all ranks have is a collective."""
-    steps = []
-    for n, kind, options in STEPPING:
-        given = DataLoader(Indices(), sampler=kind(n), batch_size=1, collate_fn=as_it_is)
-        patched = patch_dataloader_to_ddp(given, timeout=20, **options)
+    n, steps = 5001, []
+    for uneven in ("pad", "keep", "drop"):
+        given = DataLoader(Indices(), sampler=Unsized(n), batch_size=1, collate_fn=as_it_is)
+        patched = patch_dataloader_to_ddp(given, timeout=20, order="leader", uneven=uneven)
         steps.append([0, 0])
         for epoch in range(2):
             for _ in patched:
@@ -547,20 +520,30 @@ def test_a_leader_that_draws_too_slowly_does_not_go_on_alone() -> None:
     assert_tells(second[1], ("rank 0", "did not answer", "4.5 s"), "all ranks again")
 
 
-def led_iterator(rank: int, world_size: int) -> list[list[int]]:
-    patched = patch_dataloader_to_ddp(loader(sampler=iter(range(40))), order="leader")
-    taken = []
-    for batch in patched:
+def leading_others(rank: int, world_size: int) -> tuple[list[list[int]], list[int], int]:
+    """What an iterator gives after a break, a sampler that was copied and pickled, and how much large keys hold."""
+    iterator = led_loader(iter(range(40)))
+    taken: list[list[int]] = []
+    for batch in iterator:
         taken.append(batch)
         if len(taken) == 2:
             break
-    return taken + list(patched)
+    taken += list(iterator)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(led_loader(range(N)).sampler)))  # noqa: S301 - its own
+    copied = list(again)
+    keys = [str(index) * 100_000 for index in range(1, 200)]  # more bytes than a store takes in one value
+    given = DataLoader(Indices(), sampler=keys, batch_size=None, collate_fn=as_it_is)
+    large = patch_dataloader_to_ddp(given, order="leader")
+    return taken, copied, sum(len(key) for key in large.sampler)
 
 
-def test_an_iterator_goes_on_under_a_leader_where_a_break_left_it() -> None:
-    first, second = run_ranks(led_iterator, 2)
+def test_iterators_copies_and_keys_of_any_size_are_led() -> None:
+    (first, copied, keys), (second, others, rest) = run_ranks(leading_others, 2)
     assert first == [[*range(start, start + 8, 2)] for start in range(0, 40, 8)]
     assert second == [[*range(start, start + 8, 2)] for start in range(1, 40, 8)]
+    assert (copied, others) == (list(range(0, N, 2)), [*range(1, N, 2), 0])
+    total = sum(len(str(index)) for index in range(1, 200)) * 100_000
+    assert keys + rest == total + 100_000  # and one key twice
 
 
 # An older torch sorts a group's ranks.
@@ -582,7 +565,7 @@ def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
                 patch_dataloader_to_ddp(loader(sampler=own), process_group=group),
                 patch_dataloader_to_ddp(loader(shuffle=True), process_group=group),
             ]
-        told = [[[item for batch in one for item in batch] for _ in range(2)] for one in patched]
+        told = [[items(one) for _ in range(2)] for one in patched]
     dist.barrier()
     return told
 
@@ -612,7 +595,7 @@ def led_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
             # Groups that know nothing of each other, as tensor-parallel code often has them.
             patch_dataloader_to_ddp(loader(shuffle=True), process_group=mesh.get_group("dp")),
         ]
-    return [[item for batch in one for item in batch] for one in patched]
+    return [items(one) for one in patched]
 
 
 def test_ranks_of_a_mesh_lead_and_seed_alike() -> None:
@@ -621,28 +604,6 @@ def test_ranks_of_a_mesh_lead_and_seed_alike() -> None:
     assert ranks[1] == ranks[3]
     for ours, theirs in zip(ranks[0], ranks[1], strict=True):
         assert set(ours) | set(theirs) == set(range(N))
-
-
-def copied_under_a_leader(rank: int, world_size: int) -> list[int]:
-    patched = patch_dataloader_to_ddp(loader(sampler=range(N)), order="leader")
-    again = pickle.loads(pickle.dumps(copy.deepcopy(patched.sampler)))  # noqa: S301 - its own
-    return list(again)
-
-
-def test_a_led_sampler_can_be_copied_and_pickled() -> None:
-    assert run_ranks(copied_under_a_leader, 2) == [list(range(0, N, 2)), [*range(1, N, 2), 0]]
-
-
-def sends_large_keys(rank: int, world_size: int) -> int:
-    keys = [str(index) * 100_000 for index in range(1, 200)]  # more bytes than a store takes in one value
-    given = DataLoader(Indices(), sampler=keys, batch_size=None, collate_fn=as_it_is)
-    patched = patch_dataloader_to_ddp(given, order="leader")
-    return sum(len(key) for key in patched.sampler)
-
-
-def test_keys_of_any_size_are_sent() -> None:
-    total = sum(len(str(index)) for index in range(1, 200)) * 100_000
-    assert sum(run_ranks(sends_large_keys, 2)) == total + 100_000  # and one key twice
 
 
 def keys(rank: int, world_size: int) -> int:

@@ -11,8 +11,8 @@ import torch
 from audit_setups import Untouchable
 from messages import missing
 from numpy.typing import NDArray
-from test_contract import over
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
+from trying import over
 from zoo import ALL_KINDS, Kind
 
 from ddp_patch import Cost, audit, patch_dataloader_to_ddp

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from messages import raises
 from repeaters import BegunAtFirst, Infinite, MultiEpochs
-from test_contract import over
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from trying import over
 from zoo import ALL_KINDS, Indices, Kind, Source, seed_ambient, units
 
 import ddp_patch

@@ -13,9 +13,9 @@ import pytest
 import torch
 from costed import costed
 from messages import raises
-from test_contract import over_in_turn
 from test_resume import as_saved
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from trying import over_in_turn
 from zoo import (
     ALL_KINDS,
     STEPS,

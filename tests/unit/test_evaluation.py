@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import raises
-from test_contract import SEED, WORLDS, over, over_in_turn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from trying import SEED, WORLDS, over, over_in_turn
 from zoo import (
     BY_NAME,
     KINDS,

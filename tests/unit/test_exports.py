@@ -1,17 +1,21 @@
-"""The public names, and what importing them costs."""
+"""The public names, their examples, and what importing them costs."""
 
 import ast
+import doctest
 import importlib
+import json
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import ddp_patch
+from ddp_patch import samplers
 
 FOUND = ["ddp_patch", *(module.name for module in pkgutil.walk_packages(ddp_patch.__path__, "ddp_patch."))]
 # What imports a framework is tested where that is installed.
@@ -80,80 +84,84 @@ def test_every_module_lists_what_it_exports_sorted(name: str) -> None:
     assert all(hasattr(module, public) for public in module.__all__)
 
 
-# Sees each import that is tried, of what is not installed too.
-TRIED = """
-import sys
+@pytest.mark.parametrize("name", MODULES)
+def test_every_example_runs(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch}).failed == 0
+
+
+def test_every_public_call_and_sampler_has_an_example() -> None:
+    calls = [name for name in ddp_patch.__all__ if name[0].islower() or "Wrapper" in name]
+    described = [getattr(ddp_patch, name) for name in calls] + [getattr(samplers, name) for name in samplers.__all__]
+    assert [one.__name__ for one in described if ">>> " not in (one.__doc__ or "")] == []
+
+
+# Imports one after the other, and prints after each which modules were imported, or tried to be: those too of what is
+# not installed. At last, uses what is imported where it is used.
+STAGES = """
+import contextlib, json, sys
 tried = set()
 class Noting:
     def find_spec(name, path=None, target=None):
         tried.add(name)
 sys.meta_path.insert(0, Noting)
-{code}
-print(*tried)
+for name in ("torch", "numpy.random", "ddp_patch", "hypothesis", "not_installed"):
+    with contextlib.suppress(ImportError):
+        __import__(name)
+    print(json.dumps(sorted(tried)))
+    tried.clear()
+import ddp_patch
+loaded = [name in sys.modules for name in ("ddp_patch.auditing", "ddp_patch.samplers")]
+used = ddp_patch.audit.__module__, ddp_patch.samplers.PKBatchSampler.__name__
+print(json.dumps([loaded, "audit" in dir(ddp_patch), used]))
 """
 
 
 @cache
-def imported_by(code: str) -> frozenset[str]:
-    """The modules that are imported, or tried to be."""
-    command = [sys.executable, "-c", TRIED.format(code=code)]
-    return frozenset(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())  # noqa: S603 - as above
+def stages() -> tuple[list[set[str]], list[object]]:
+    """What each stage imports, and what the last line says."""
+    command = [sys.executable, "-c", STAGES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - as above
+    *lines, last = map(json.loads, done.stdout.splitlines())
+    return [set(line) for line in lines], last
 
 
 def packages(modules: Iterable[str]) -> set[str]:
     return {module.split(".")[0] for module in modules} - sys.stdlib_module_names
 
 
-def added_by(code: str) -> frozenset[str]:
-    return imported_by(f"import torch\n{code}") - imported_by("import torch")
+def test_importing_it_imports_no_framework_and_few_modules_more_than_torch() -> None:
+    """Not even a framework that is not installed. How long it takes is in docs/benchmarks.md."""
+    _, numpys, ours, *others = stages()[0]
+    assert packages(ours) == {"ddp_patch"}
+    modules = {name for name in numpys | ours if name.split(".")[0] != "ddp_patch"}
+    assert len(modules) <= 25  # numpy.random, numpy.typing, and decimal and fractions
+    # The checks above can fail.
+    assert [name in packages(found) for name, found in zip(("hypothesis", "not_installed"), others, strict=True)] == [
+        True,
+        True,
+    ]
 
 
-def test_importing_it_imports_no_framework_not_even_one_that_is_not_installed() -> None:
-    assert packages(added_by("import ddp_patch")) - packages(added_by("import numpy.random")) == {"ddp_patch"}
-
-
-@pytest.mark.parametrize("other", ["hypothesis", "not_installed"])
-def test_the_check_above_can_fail(other: str) -> None:
-    code = f"import ddp_patch, contextlib\nwith contextlib.suppress(ImportError): import {other}"
-    assert packages(added_by(code)) >= {"ddp_patch", other}
-
-
-def test_importing_it_adds_few_modules_to_those_of_torch() -> None:
-    """How long that takes is in docs/benchmarks.md."""
-    others = {name for name in added_by("import ddp_patch") if name.split(".")[0] != "ddp_patch"}
-    assert len(others) <= 25  # numpy.random, numpy.typing, and decimal and fractions
-
-
-def test_the_audit_is_imported_where_it_is_used() -> None:
-    script = (
-        "import sys, ddp_patch; print('ddp_patch.auditing' in sys.modules, 'audit' in dir(ddp_patch)); "
-        "print(ddp_patch.audit.__module__, 'ddp_patch.auditing' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
-    assert done.stdout.split() == ["False", "True", "ddp_patch.auditing.auditing", "True"]
+def test_the_audit_and_the_samplers_are_imported_where_they_are_used() -> None:
+    assert stages()[1] == [[False, False], True, ["ddp_patch.auditing.auditing", "PKBatchSampler"]]
     with pytest.raises(AttributeError, match="module 'ddp_patch' has no attribute 'no_such'"):
         ddp_patch.no_such  # type: ignore[attr-defined]  # noqa: B018 - it is the access that raises
 
 
-def test_the_samplers_are_imported_where_they_are_used() -> None:
-    script = (
-        "import sys, ddp_patch; print('ddp_patch.samplers' in sys.modules); "
-        "print(ddp_patch.samplers.PKBatchSampler.__name__)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603 - our own script
-    assert done.stdout.split() == ["False", "PKBatchSampler"]
+def imports_of(path: Path) -> Iterator[list[str]]:
+    """The parts of the names of the modules of this package that a file imports from."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch."):
+            yield str(node.module).split(".")
 
 
 def test_nothing_imports_upwards() -> None:
     root = Path(ddp_patch.__path__[0])
     for path in root.rglob("*.py"):
         here = path.relative_to(root).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch."):
-                imported = str(node.module).split(".")[1]
-                below = FLOORS[imported] < FLOORS[here]
-                # Within a room Python itself refuses circles.
-                assert below or here == imported, f"{path} imports {imported}"
+        for _, imported, *_ in imports_of(path):
+            # Within a room Python itself refuses circles.
+            assert FLOORS[imported] < FLOORS[here] or here == imported, f"{path} imports {imported}"
 
 
 # The audit's own floors; its other modules stand on top of all of these.
@@ -180,12 +188,10 @@ def test_nothing_in_the_audit_imports_upwards() -> None:
     assert all((root / name).is_dir() or (root / f"{name}.py").is_file() for name in AUDIT_FLOORS)
     for path in root.rglob("*.py"):
         here = path.relative_to(root).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch.auditing."):
-                imported = str(node.module).split(".")[2]
-                below = AUDIT_FLOORS.get(imported, 10) < AUDIT_FLOORS.get(here, 10)
-                both_on_top = {here, imported}.isdisjoint(AUDIT_FLOORS)
-                assert below or here == imported or both_on_top, f"{path} imports {imported}"
+        for imported in [parts[2] for parts in imports_of(path) if parts[1] == "auditing" and len(parts) > 2]:
+            below = AUDIT_FLOORS.get(imported, 10) < AUDIT_FLOORS.get(here, 10)
+            both_on_top = {here, imported}.isdisjoint(AUDIT_FLOORS)
+            assert below or here == imported or both_on_top, f"{path} imports {imported}"
 
 
 def test_each_integration_imports_its_framework_at_the_top_and_public_names_only() -> None:
@@ -198,9 +204,11 @@ def test_each_integration_imports_its_framework_at_the_top_and_public_names_only
 
 def test_the_samplers_know_nothing_of_ranks() -> None:
     for path in (Path(ddp_patch.__path__[0]) / "samplers").glob("*.py"):
-        imported = {
-            str(node.module).split(".")[1]
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_patch.")
+        assert {room for _, room, *_ in imports_of(path)} <= {
+            "errors",
+            "loaders",
+            "orders",
+            "plan",
+            "samplers",
+            "validation",
         }
-        assert imported <= {"errors", "loaders", "orders", "plan", "samplers", "validation"}

@@ -271,13 +271,16 @@ def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_afte
 
 
 class Drawing(IterableDataset[Any]):
-    """Draws each item, and says how often this process has swapped its random states."""
+    """Draws each item, and may say how often this process has swapped its random states."""
+
+    def __init__(self, *, tells_swaps: bool = True) -> None:
+        self.tells_swaps = tells_swaps
 
     def __iter__(self) -> Iterator[list[float]]:
         info = get_worker_info()
         for _ in range(40 + (info.id if info else 0)):
             drawn = float(torch.rand(1)), float(np.random.random()), random.random()
-            yield [*drawn, GlobalState.installs]
+            yield [*drawn, GlobalState.installs * self.tells_swaps]
 
 
 def draws_too(samples: list[Any]) -> Any:
@@ -292,11 +295,17 @@ def test_what_a_dataset_draws_does_not_depend_on_what_the_collate_fn_draws(
     options: dict[str, Any], persistent: bool
 ) -> None:
     def passes(collate_fn: Any) -> tuple[list[Any], set[float]]:
-        loader: DataLoader[Any] = DataLoader(
-            Drawing(), 2, num_workers=2, persistent_workers=persistent, collate_fn=collate_fn
-        )
         patched, resumed = (
-            patch_dataloader_to_ddp(loader, rank=1, num_replicas=2, seed=1, **options) for _ in range(2)
+            patch_dataloader_to_ddp(
+                DataLoader(
+                    Drawing(tells_swaps=tells), 2, num_workers=2, persistent_workers=persistent, collate_fn=collate_fn
+                ),
+                rank=1,
+                num_replicas=2,
+                seed=1,
+                **options,
+            )
+            for tells in (True, False)
         )
         given = [list(patched)]
         for _ in islice(patched, 3):

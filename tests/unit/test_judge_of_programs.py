@@ -1,7 +1,7 @@
 """The judge of users' programs sees what is lost."""
 
 import pytest
-from after_patch import Epoch, Run, verdict
+from jobs import Epoch, Run, verdict
 
 
 def epoch(*samples: int, steps: int = 1) -> Epoch:
@@ -13,18 +13,18 @@ OF_EPOCH_0 = "lost in silence: epoch 0: 0 of 4 lost, 0 too many, steps [1, 2]"
 
 
 @pytest.mark.parametrize(
-    ("epochs", "told", "said"),
+    ("epochs", "error", "came"),
     [
-        ([WHOLE], "", "right"),
+        ([WHOLE], "", "complete"),
         ([WHOLE, LOST], "", "lost in silence: epoch 1: 1 of 4 lost, 1 too many, steps [1, 1]"),
         ([UNEVEN], "", OF_EPOCH_0),
-        ([WHOLE, LOST], "RankMismatchError", "told"),
-        ([UNEVEN, WHOLE], "RankMismatchError", f"{OF_EPOCH_0}; told in epoch 1"),
+        ([WHOLE, LOST], "RankMismatchError", "error"),
+        ([UNEVEN, WHOLE], "RankMismatchError", f"{OF_EPOCH_0}; error in epoch 1"),
     ],
 )
-def test_the_judge_sees_what_is_lost(epochs: list[list[Epoch]], told: str, said: str) -> None:
-    runs = [Run([ranks[rank] for ranks in epochs], told=told if rank else "") for rank in range(2)]
-    assert verdict(runs) == said
+def test_the_judge_sees_what_is_lost(epochs: list[list[Epoch]], error: str, came: str) -> None:
+    runs = [Run([ranks[rank] for ranks in epochs], error=error if rank else "") for rank in range(2)]
+    assert verdict(runs) == came
 
 
 def test_the_judge_sees_ranks_that_wait() -> None:
@@ -33,7 +33,7 @@ def test_the_judge_sees_ranks_that_wait() -> None:
     assert verdict([Run(failed="KeyError: 1"), ended]) == "failed: KeyError: 1"
 
 
-def test_the_judge_sees_what_somebody_must_be_told() -> None:
+def test_the_judge_sees_what_somebody_must_raise() -> None:
     alone, other = Run([epoch(0, 1)], owed="rank 0 validated alone"), Run([epoch(2, 3)])
     assert verdict([alone, other]) == "lost in silence: rank 0 validated alone"
-    assert verdict([alone, Run([epoch(2, 3)], told="RankMismatchError")]) == "told"
+    assert verdict([alone, Run([epoch(2, 3)], error="RankMismatchError")]) == "error"

@@ -65,7 +65,7 @@ def run(tests: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
     return tests.runpytest_subprocess("-p", "_ddp_patch_pytestplugin", *options)
 
 
-def test_the_fixture_fails_with_the_report(tests: pytest.Pytester) -> None:
+def test_the_fixture_and_the_mark(tests: pytest.Pytester) -> None:
     result = run(
         tests,
         """
@@ -74,16 +74,7 @@ def test_holds(ddp_audit):
 
 def test_does_not(ddp_audit):
     ddp_audit(DataLoader(range(10), batch_size=2), world_size=4, padding=False)
-""",
-    )
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*DataLoader on 4 ranks: 1 problem", "*Remedy: Use gather_in_order*"])
 
-
-def test_a_marked_test_fails_where_ranks_iterate_an_unpatched_loader(tests: pytest.Pytester) -> None:
-    result = run(
-        tests,
-        """
 @pytest.mark.ddp_guard
 def test_patched():
     assert run_ranks(patched, 2) == [4, 4]
@@ -100,7 +91,9 @@ def test_not_marked():
     assert run_ranks(unpatched, 2) == [8, 8]
 """,
     )
-    result.assert_outcomes(passed=3, failed=1)
+    result.assert_outcomes(passed=4, failed=2)
+    result.stdout.fnmatch_lines(["*DataLoader on 4 ranks: 1 problem", "*Remedy: Use gather_in_order*"])
+    result.stdout.fnmatch_lines(["FAILED *::test_does_not - *", "FAILED *::test_unpatched - *"])
     assert re.search(UNPATCHED, result.stdout.str())
 
 
@@ -117,8 +110,7 @@ def test_of_a_loader_that_was_made_before_the_place_is_not_known(monkeypatch: py
     assert len(list(before)) == 8
 
 
-def test_ranks_are_guarded_however_they_are_started(tests: pytest.Pytester) -> None:
-    body = """
+GUARDED = """
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
@@ -127,26 +119,27 @@ def rank(number, folder):
     dist.barrier()
     assert len(list(Own(range(8)))) == 8  # of a class that is made while the guard is on
 
-def test_unpatched(tmp_path):
+def test_spawned(tmp_path):
     spawn(rank, (str(tmp_path),), nprocs=2)
+
+def test_unpatched():
+    run_ranks(unpatched, 2)
+
+def test_unpatched_own():
+    run_ranks(unpatched_own, 2)
 """
-    result = run(tests, body, "--ddp-guard")
-    result.assert_outcomes(failed=1)
-    assert "NotPatchedError" in result.stdout.str()
 
 
-@pytest.mark.parametrize(
-    ("way", "fn", "said"),
-    [
-        ("--ddp-guard", "unpatched", UNPATCHED),
-        soaked("-oddp_guard=true", "unpatched_own", UNPATCHED_OWN),
-    ],
-)
-def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str, fn: str, said: str) -> None:
-    """So does a class that iterates by itself. Unmarked it passes: see test_not_marked above."""
-    result = run(tests, f"def test_unpatched():\n    run_ranks({fn}, 2)\n", way)
-    result.assert_outcomes(failed=1)
-    assert re.search(said, result.stdout.str())
+@pytest.mark.parametrize("way", ["--ddp-guard", soaked("-oddp_guard=true")])
+def test_every_test_is_guarded_where_that_is_asked_for(tests: pytest.Pytester, way: str) -> None:
+    """So are ranks however they are started, and classes that iterate by themselves."""
+    result = run(tests, GUARDED, way)
+    result.assert_outcomes(failed=3)
+    said = result.stdout.str()
+    assert re.search(UNPATCHED, said)
+    assert re.search(UNPATCHED_OWN, said)
+    of_spawned = said.partition("test_spawned")[2].partition("test_unpatched")[0]
+    assert "NotPatchedError" in of_spawned
 
 
 def test_the_wheel_holds_the_plugin_and_names_it() -> None:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from messages import raises
 from quick import soaked
-from test_contract import over
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from trying import over
 from zoo import (
     BY_NAME,
     KINDS,

@@ -53,7 +53,6 @@ def in_pass(sampler: Any) -> Any:
 
 
 # What several messages tell.
-INT = "int"
 PLAIN = "['drawn', 'epoch', 'kind', 'seed', 'taken', 'version']"
 WITH_GENERATOR = "['drawn', 'epoch', 'generator', 'kind', 'seed', 'taken', 'version']"
 SAVED = ("state_dict()", "same arguments")
@@ -81,15 +80,7 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: weighted([0, 1], {0: 1, 1: True}, 3), ("weights[1]=True", "finite", "0"), "one"),
     (lambda: weighted([0, 1], [0, 0], 3), ("weights={0: 0, 1: 0}", "class"), ("label", "above 0")),
     (lambda: weighted([0, 1], 1.5, 3), ("weights=1.5", "float"), WEIGHED),
-    (lambda: weighted([0, 1], [1, 1], 0), ("length=0", "1", "indices"), INT),
-    (lambda: weighted([0, 1], [1, 1], 3.0), ("length=3.0", "1", "indices"), INT),
-    (lambda: weighted([0, 1], [1, 1], True), ("length=True", "1", "indices"), INT),
-    (lambda: weighted([0, 1], [1, 1], torch.tensor(2.5)), ("length=tensor(2.5000)", "1", "indices"), INT),
-    (lambda: WeightedClassSampler.n_per_class([0, 1], 0), ("n=0", "1", "every class"), INT),
-    (lambda: weighted([0, 1], [1, 1], 3, seed=-1), ("seed=-1", "0", "order"), INT),
-    (lambda: weighted([0, 1], [1, 1], 3, seed=1.0), ("seed=1.0", "0", "order"), INT),
     (lambda: weighted([0, 1], [1, 1], 3, generator=7), ("generator=7", "type int"), "torch.Generator"),
-    (lambda: weighted([0, 1], [1, 1], 3).set_epoch(-1), ("epoch=-1", "0", "order"), INT),
     (
         lambda: weighted([0, 1], [1, 1], 3).items_at(np.arange(2), 4),
         ("WeightedClassSampler.items_at()", "seed", "epoch 4"),
@@ -112,15 +103,9 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: weighted(np.array(["2020", "NaT"], "M8[D]"), [1, 1], 3), ("labels", repr(NAT)), "label"),
     (lambda: weighted([0, 0], torch.tensor(1.0), 3), ("weights=tensor(1.)", "Tensor"), WEIGHED),
     (lambda: weighted([0, 0], torch.ones(1, 2), 3), ("weights[0]=[1.0, 1.0]", "finite", "0"), "one"),
-    (lambda: pk(LABELS, 0, 2), ("p=0", "1", "labels"), INT),
-    (lambda: pk(LABELS, 2, 0), ("k=0", "1", "instances"), INT),
-    (lambda: pk(LABELS, 2, 1.5), ("k=1.5", "1", "instances"), INT),
     (lambda: pk(LABELS, 4, 2), ("p=4", "3"), ("p", "3")),
-    (lambda: pk(LABELS, 2, 2, num_batches=0), ("num_batches=0", "1", "epoch"), INT),
-    (lambda: pk(LABELS, 2, 2, num_batches=2.0), ("num_batches=2.0", "1", "epoch"), INT),
     (lambda: pk(LABELS, 2, 2, categories=LABELS), ("categories", "max_categories"), "max_categories"),
     (lambda: pk(LABELS, 2, 2, max_categories=2), ("categories", "max_categories"), "categories"),
-    (lambda: pk(LABELS, 2, 2, categories=LABELS, max_categories=0), ("max_categories=0", "1"), INT),
     (
         lambda: pk(LABELS, 2, 2, categories=LABELS[1:], max_categories=1),
         ("categories", "22", "labels", "23"),
@@ -160,23 +145,15 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
         "sample",
     ),
     (lambda: lengths([3, 9, 12], max_tokens=10), ("lengths[2]=12", "max_tokens=10"), ("larger max_tokens", "shorten")),
-    (lambda: lengths([3], max_tokens=0), ("max_tokens=0", "1", "batch"), INT),
-    (lambda: lengths([3], batch_size=0), ("batch_size=0", "1", "samples"), INT),
     (lambda: lengths([3], batch_size=1, max_padding=1), ("max_padding=1", "0", "1", "padding"), "0.1"),
     (lambda: lengths([3], batch_size=1, max_padding=True), ("max_padding=True", "0", "1", "padding"), "0.1"),
-    (lambda: windows(0, 1), ("size=0", "1", "points"), INT),
     (lambda: windows(2**62, 1), (f"size={2**62}", "2**62 - 1", "64 bits"), "at most"),
     (lambda: windows(2**64, 2**62), (f"size={2**64}", "2**62 - 1", "64 bits"), "at most"),
     (lambda: windows(10, 11), ("window=11", "10 points"), "10"),
-    (lambda: windows(10, 0), ("window=0", "1", "points"), INT),
-    (lambda: windows(10, 3, 0), ("stride=0", "1", "points"), INT),
     (lambda: windows(10, 3, 11), ("stride=11", "10 points"), "10"),
-    (lambda: windows(10, 3.0), ("window=3.0", "1", "points"), INT),
     (lambda: windows(10, 3, shuffle=1), ("shuffle=1", "True", "False", "random order"), "one"),
     (lambda: WindowDataset([1, 2], 3), ("window=3", "2 points"), "2"),
-    (lambda: scalable(-1), ("n=-1", "0", "samples"), INT),
     (lambda: scalable(2**63), (f"n={2**63}", "2**63 - 1", "64 bits"), "at most"),
-    (lambda: scalable(5.0), ("n=5.0", "0", "samples"), INT),
     (lambda: grouped([0, 1], [], 2), ("group_ids", "empty"), "each sample"),
     (
         lambda: grouped(RandomSampler(range(5)), [0, 1, 1, 0], 2),
@@ -200,7 +177,6 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
         ("GroupedBatchSampler", "taken=5", "0", "4"),
         SAVED,
     ),
-    (lambda: grouped([0, 1], [0, 0], 0), ("batch_size=0", "1", "samples"), INT),
     (lambda: grouped([0, 1], [0, 0], 2, drop_uneven=1), ("drop_uneven=1", "True", "False", "batches"), "one"),
     (lambda: list(grouped([0, 2], [0, 0], 2)), ("list", "index 2", "group_ids", "2 entries"), ("group", "each sample")),
     (
@@ -225,15 +201,12 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: ratios(["1"], ["2"]), ("widths", "(1,)", "<U1"), ("flat list", "array", "tensor")),
     (lambda: ratios([[1]], [[2]]), ("widths", "(1, 1)", "int64"), ("flat list", "array", "tensor")),
     (lambda: ratios([1], [1], [1, 1]), "edges=[1.0, 1.0]", "increasing order"),
-    (lambda: iterations([[0]], 0), ("num_iterations=0", "1", "training"), INT),
-    (lambda: iterations([[0]], 5, -1), ("start_iteration=-1", "0", "training"), INT),
     (lambda: iterations([[0]], 5, 6), ("start_iteration=6", "num_iterations=5"), ("later end", "earlier start")),
     (
         lambda: list(iterations(iter([[0]]), 2)),
         ("Epoch 1", "list_iterator", "2 iterations"),
         ("batch sampler", "not an iterator"),
     ),
-    (lambda: iterations([[0]], 5).set_epoch(1.5), ("epoch=1.5", "0", "order"), INT),
     (
         lambda: iterations([[0]], 5).load_state_dict(state_of(pk_batches(seed=1))),
         ("IterationBatchSampler.load_state_dict()", "state of PKBatchSampler"),
@@ -276,6 +249,36 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
         "arguments",
     ),
 ]
+
+
+# Every whole number that a sampler takes: its name, the least one, and what the message says it is.
+WHOLES: list[tuple[Callable[[Any], Any], str, int, str]] = [
+    (lambda value: weighted([0, 1], [1, 1], value), "length", 1, "indices"),
+    (lambda value: WeightedClassSampler.n_per_class([0, 1], value), "n", 1, "every class"),
+    (lambda value: weighted([0, 1], [1, 1], 3, seed=value), "seed", 0, "order"),
+    (lambda value: weighted([0, 1], [1, 1], 3).set_epoch(value), "epoch", 0, "order"),
+    (lambda value: pk(LABELS, value, 2), "p", 1, "labels"),
+    (lambda value: pk(LABELS, 2, value), "k", 1, "instances"),
+    (lambda value: pk(LABELS, 2, 2, num_batches=value), "num_batches", 1, "epoch"),
+    (lambda value: pk(LABELS, 2, 2, categories=LABELS, max_categories=value), "max_categories", 1, "categories"),
+    (lambda value: lengths([3], max_tokens=value), "max_tokens", 1, "batch"),
+    (lambda value: lengths([3], batch_size=value), "batch_size", 1, "samples"),
+    (lambda value: windows(value, 1), "size", 1, "points"),
+    (lambda value: windows(10, value), "window", 1, "points"),
+    (lambda value: windows(10, 3, value), "stride", 1, "points"),
+    (lambda value: scalable(value), "n", 0, "samples"),
+    (lambda value: grouped([0, 1], [0, 0], value), "batch_size", 1, "samples"),
+    (lambda value: iterations([[0]], value), "num_iterations", 1, "training"),
+    (lambda value: iterations([[0]], 5, value), "start_iteration", 0, "training"),
+    (lambda value: iterations([[0]], 5).set_epoch(value), "epoch", 0, "order"),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "least", "what"), WHOLES)
+def test_whole_numbers(call: Callable[[Any], Any], name: str, least: int, what: str) -> None:
+    for value in (least - 1, 3.0, True, torch.tensor(2.5)):
+        with raises(SamplerError, (f"{name}={value!r}", "whole number", f"{least}", what), "int"):
+            call(value)
 
 
 @pytest.mark.parametrize(("call", "facts", "remedy"), MESSAGES, ids=map(str, range(len(MESSAGES))))

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from messages import raises
-from test_contract import over_in_turn
 from torch.utils.data import BatchSampler, DataLoader
+from trying import over_in_turn
 from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
 from ddp_patch import iter_with_mask, iter_with_weights, patch_dataloader_to_ddp

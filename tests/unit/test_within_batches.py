@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from messages import raises
-from test_contract import over_in_turn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from trying import over_in_turn
 from zoo import (
     ALL_KINDS,
     STEPS,

@@ -1,4 +1,20 @@
-"""Programs of users on real ranks: what each rank was given, and one judge of it."""
+"""Users' programs on real ranks, and one judge of what each rank was given.
+
+A program is a function of a ``Job``, which is this rank as a training script knows it:
+
+    @program("error", each={"1 epoch": 1, "3 epochs": 3})
+    def each_rank_shuffles_its_own_rows(job, epochs):
+        dataset = users.Rows()
+        train = job.patch(loader(dataset))
+        for _ in range(epochs):
+            random.shuffle(dataset.rows)
+            job.train(train)
+
+``complete`` means that every epoch has each sample once, in equally many steps on all ranks, and that nothing is raised
+or warned of. ``error`` means that this package raises on some rank before the epoch ends in which a sample is lost.
+Ranks meet in an all-reduce after each step, as in ``DistributedDataParallel``; in some programs after each epoch or
+never.
+"""
 
 import threading
 import warnings
@@ -16,22 +32,10 @@ from zoo import seed_ambient
 from ddp_patch import errors, patch_dataloader_to_ddp
 from ddp_patch.errors import DDPPatchError
 
-__all__ = [
-    "Case",
-    "Epoch",
-    "Me",
-    "Run",
-    "Together",
-    "cases_of",
-    "disappointed",
-    "ids",
-    "run_case",
-    "run_cases",
-    "verdict",
-]
+__all__ = ["AllReduce", "Epoch", "Job", "Programs", "Run", "ids", "run_job", "verdict"]
 
-# When the ranks meet, as by an all-reduce: in each step as in DDP, after each epoch, or never.
-Together: TypeAlias = Literal["steps", "epochs", "never"]
+# After what the ranks meet.
+AllReduce: TypeAlias = Literal["each step", "each epoch", "never"]
 
 _TIMEOUT_S = 5.0  # that ranks wait for each other where this package lets them
 _FEW = 4  # ways to make a loader, which are all tried on 2 and on 3 ranks
@@ -72,16 +76,16 @@ class Run:
 
     Attributes:
         epochs: Those that it began.
-        told: The error of this package that ended it.
+        error: The error of this package that ended it.
         failed: Another error that ended it.
         is_stuck: Whether it waited for ranks that had ended.
         warned: Warnings of this package.
         patches: How many loaders it patched.
-        owed: What some rank must be told by the end, though each epoch is whole.
+        owed: What some rank must raise by the end, though each epoch is whole.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
-    told: str = ""
+    error: str = ""
     failed: str = ""
     is_stuck: bool = False
     warned: list[str] = field(default_factory=list)
@@ -93,7 +97,7 @@ class _OthersStopped(Exception):  # noqa: N818 - no error: their launcher would 
     """Another rank raised, or has ended while this one waits for it."""
 
 
-class Me:
+class Job:
     """A rank, as a user's program sees it.
 
     Attributes:
@@ -102,9 +106,9 @@ class Me:
         run: What comes of it.
     """
 
-    def __init__(self, rank: int, world: int, together: Together) -> None:
+    def __init__(self, rank: int, world: int, all_reduce: AllReduce) -> None:
         self.rank, self.world, self.run = rank, world, Run()
-        self._together = together
+        self._all_reduce = all_reduce
         self._thread = threading.get_ident()
 
     def patch(self, raw: Any, **options: Any) -> Any:
@@ -121,22 +125,31 @@ class Me:
         """Make the steps of an epoch, or so many, and yield each step's samples to the program."""
         for number, batch in enumerate(loader, 1):
             yield epoch.take(batch)
-            if self._together == "steps" and threading.get_ident() == self._thread:
+            if self._all_reduce == "each step" and threading.get_ident() == self._thread:
                 self.meet()
             if number == most:
                 break
 
-    def train(self, loader: Iterable[Any], due: Iterable[int] = range(N), most: int | None = None, **how: Any) -> Epoch:
-        """Train an epoch, or begin one and break it off after so many steps."""
-        epoch = self.begin(due, is_part=most is not None, **how)
-        for _ in self.step(epoch, loader, most):
-            pass
-        self.end()
+    def train(
+        self,
+        loader: Iterable[Any],
+        due: Iterable[int] = range(N),
+        *,
+        epochs: int = 1,
+        most: int | None = None,
+        **how: Any,
+    ) -> Epoch:
+        """Train some epochs, or begin one and break it off after so many steps; return the last."""
+        for _ in range(epochs):
+            epoch = self.begin(due, is_part=most is not None, **how)
+            for _ in self.step(epoch, loader, most):
+                pass
+            self.end()
         return epoch
 
     def end(self) -> None:
         """End an epoch."""
-        if self._together == "epochs":
+        if self._all_reduce == "each epoch":
             self.meet()
 
     def meet(self) -> None:
@@ -148,7 +161,7 @@ class Me:
 
     def leave(self) -> None:
         """Take part once more, so that nobody waits for this rank in vain."""
-        self._counted("stopped" if self.run.told or self.run.failed else "ended")
+        self._counted("stopped" if self.run.error or self.run.failed else "ended")
 
     def _counted(self, this: str) -> tuple[int, int]:
         """Return how many ranks go on and how many stopped."""
@@ -158,42 +171,69 @@ class Me:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A program, and what may come of it.
+class _Program:
+    """A program, what may come of it, after what its ranks meet, and on how many ranks it runs."""
 
-    Attributes:
-        program: What a rank does.
-        expected: "right", "told", or both.
-        together: When the ranks meet.
-        is_quiet: Whether nothing may be warned of.
-        world_sizes: On how many ranks it is run.
+    call: Callable[[Job], None]
+    expected: Sequence[str]
+    all_reduce: AllReduce
+    warns: bool
+    world_sizes: Sequence[int]
+
+
+class Programs:
+    """The programs of a module. Called, it is a decorator that adds one.
+
+    Args, when called:
+        expected: "complete", "error", or both, in one text.
+        each: Ways that the program is run in, each its second argument. Of many, every other is tried on 2 ranks, and
+            those between on 3.
+        all_reduce: After what the ranks meet.
+        warns: Whether this package may warn.
+        world_sizes: On how many ranks it is run; 2 and 3 where none are named.
     """
 
-    program: Callable[[Me], None]
-    expected: frozenset[str]
-    together: Together = "steps"
-    is_quiet: bool = False
-    world_sizes: tuple[int, ...] = (2, 3)
+    def __init__(self) -> None:
+        self._programs: dict[str, _Program] = {}
 
-
-def cases_of(cases: dict[str, Case]) -> Callable[..., Callable[[Any], Any]]:
-    """Return a decorator that notes a program among these cases: once, or for each way ``of`` to make its loader.
-
-    Where there are many ways, every other is tried on 2 ranks, and those between on 3.
-    """
-
-    def noted(expected: str, of: Mapping[str, Any] | None = None, **how: Any) -> Callable[[Any], Any]:
-        def note(program: Any) -> Any:
-            name, allowed = program.__name__.replace("_", " "), frozenset(expected.split(" or "))
-            for place, (kind, make) in enumerate(({"": None} if of is None else of).items()):
-                sizes = {"world_sizes": (2 + place % 2,)} if of is not None and len(of) > _FEW else {}
-                run = program if of is None else lambda me, make=make: program(me, make)
-                cases[f"{name}: {kind}".removesuffix(": ")] = Case(run, allowed, **{**sizes, **how})
+    def __call__(
+        self,
+        expected: str,
+        each: Mapping[str, Any] | None = None,
+        all_reduce: AllReduce = "each step",
+        warns: bool = False,
+        world_sizes: Sequence[int] = (),
+    ) -> Callable[[Any], Any]:
+        def add(program: Any) -> Any:
+            for place, (way, value) in enumerate(({"": None} if each is None else each).items()):
+                call = program if each is None else lambda job, value=value: program(job, value)
+                sizes = world_sizes or ((2, 3) if each is None or len(each) <= _FEW else (2 + place % 2,))
+                name = f"{program.__name__.replace('_', ' ')}: {way}".removesuffix(": ")
+                self._programs[name] = _Program(call, expected.split(" or "), all_reduce, warns, sizes)
             return program
 
-        return note
+        return add
 
-    return noted
+    def run(self, rank: int, world: int) -> dict[str, Run]:
+        """Run them on a rank one after the other, each with loaders of its own, whatever became of those before."""
+        runs = {}
+        for name, program in self._programs.items():
+            if world in program.world_sizes:
+                runs[name] = run_job(rank, world, program.call, program.all_reduce)
+                dist.monitored_barrier(timeout=timedelta(seconds=_LATE_S))
+        return runs
+
+    def unexpected(self, ranks: Sequence[Mapping[str, Run]]) -> dict[str, str]:
+        """Return each program that did not end as expected, and what came of it."""
+        found = {}
+        for name in ranks[0]:
+            runs, program = [rank[name] for rank in ranks], self._programs[name]
+            came, warned = verdict(runs), [text for run in runs for text in run.warned]
+            if came not in program.expected:
+                found[name] = f"{came} {[run.error for run in runs if run.error][:1]}"
+            elif came == "complete" and warned and not program.warns:
+                found[name] = f"warned: {warned[0]}"
+        return found
 
 
 def ids(batch: Any) -> Iterator[int]:
@@ -211,42 +251,32 @@ def ids(batch: Any) -> Iterator[int]:
         yield int(getattr(batch, "id", batch))
 
 
-def run_case(rank: int, world: int, program: Callable[[Me], None], together: Together) -> Run:
+def run_job(rank: int, world: int, program: Callable[[Job], None], all_reduce: AllReduce = "each step") -> Run:
     """Run a program on this rank to its end, or until a rank raises."""
     seed_ambient(1000 + rank)
     begin_anew()
-    me = Me(rank, world, together)
+    job = Job(rank, world, all_reduce)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            program(me)
-            me.leave()
+            program(job)
+            job.leave()
         except _OthersStopped:
             pass
         except DDPPatchError as error:
-            me.run.told = f"{type(error).__name__}: {error}"
-            me.leave()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the judge tells it
-            me.run.failed = f"{type(error).__name__}: {error}"
-            me.leave()
-    me.run.warned = [str(one.message) for one in caught if one.category.__module__ == errors.__name__]
-    return me.run
-
-
-def run_cases(rank: int, world: int, cases: Mapping[str, Case]) -> dict[str, Run]:
-    """Run programs one after the other, each with loaders of its own, and whatever became of those before."""
-    runs = {}
-    for name, case in cases.items():
-        if world in case.world_sizes:
-            runs[name] = run_case(rank, world, case.program, case.together)
-            dist.monitored_barrier(timeout=timedelta(seconds=_LATE_S))
-    return runs
+            job.run.error = f"{type(error).__name__}: {error}"
+            job.leave()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the judge names it
+            job.run.failed = f"{type(error).__name__}: {error}"
+            job.leave()
+    job.run.warned = [str(one.message) for one in caught if one.category.__module__ == errors.__name__]
+    return job.run
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """Return "right" or "told", or what went wrong.
+    """Return "complete" or "error", or what went wrong.
 
-    Told counts if a rank raised while no rank, or not every rank, had left the epoch in which the first sample was
+    An error counts if a rank raised while no rank, or not every rank, had left the epoch in which the first sample was
     lost. Where ranks meet in each step, all stop at that moment; elsewhere the others go on, to their end.
 
     Args:
@@ -254,19 +284,19 @@ def verdict(runs: Sequence[Run]) -> str:
     """
     if failed := sorted({run.failed for run in runs if run.failed}):
         return f"failed: {'; '.join(failed)}"
-    told = min(len(run.epochs) - 1 for run in runs) if any(run.told for run in runs) else None
+    raised = min(len(run.epochs) - 1 for run in runs) if any(run.error for run in runs) else None
     for number in range(max(len(run.epochs) for run in runs)):
-        if told is not None and number >= told:
+        if raised is not None and number >= raised:
             break
         if lost := _lost([run.epochs[number] for run in runs if number < len(run.epochs)], len(runs)):
-            late = "" if told is None else f"; told in epoch {told}"
+            late = "" if raised is None else f"; error in epoch {raised}"
             stuck = "; ranks wait for others that have ended" if any(run.is_stuck for run in runs) else ""
             return f"lost in silence: epoch {number}: {lost}{late}{stuck}"
-    if told is None and any(run.is_stuck for run in runs):
+    if raised is None and any(run.is_stuck for run in runs):
         return "lost in silence: ranks wait for others that have ended"
-    if told is None and (owed := next((run.owed for run in runs if run.owed), "")):
+    if raised is None and (owed := next((run.owed for run in runs if run.owed), "")):
         return f"lost in silence: {owed}"
-    return "right" if told is None else "told"
+    return "complete" if raised is None else "error"
 
 
 def _lost(epochs: Sequence[Epoch], ranks: int) -> str:
@@ -280,16 +310,3 @@ def _lost(epochs: Sequence[Epoch], ranks: int) -> str:
     if missing or extra > epochs[0].padding or (len(set(steps)) > 1 and not epochs[0].is_uneven):
         return f"{missing} of {due.total()} lost, {extra} too many, steps {steps}"
     return ""
-
-
-def disappointed(ranks: Sequence[Mapping[str, Run]], cases: Mapping[str, Case]) -> dict[str, str]:
-    """Return each case that is not as expected, and what came of it."""
-    found = {}
-    for name in ranks[0]:
-        runs, case = [rank[name] for rank in ranks], cases[name]
-        said, warned = verdict(runs), [text for run in runs for text in run.warned]
-        if said not in case.expected:
-            found[name] = f"{said} {[run.told for run in runs if run.told][:1]}"
-        elif case.is_quiet and warned:
-            found[name] = f"warned: {warned[0]}"
-    return found

@@ -1,0 +1,44 @@
+"""Where Python's own modules, numpy and torch open, save and remove files, each by a name of its own."""
+
+import bz2
+import importlib
+import io
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+__all__ = ["files_opened_by"]
+
+
+@contextmanager
+def files_opened_by(
+    open_file: Callable[..., Any], save: Callable[..., None], load: Callable[..., Any] | None = None
+) -> Iterator[None]:
+    """Let files be opened by a function in the place of ``open`` while entered; and removed by paths, as ``os`` has it.
+
+    Args:
+        open_file: Takes what ``open`` takes.
+        save: Takes what ``torch.save`` takes, which opens files in C.
+        load: Takes what ``torch.load`` takes; None to leave that.
+    """
+    openers: Any = importlib.import_module("numpy.lib._datasource")._file_openers
+    openers.keys()  # which numpy fills in at the first use
+    with ExitStack() as stack:
+        stack.enter_context(patch("builtins.open", open_file))
+        stack.enter_context(patch.object(io, "open", open_file))
+        stack.enter_context(patch.object(io, "open_code", lambda path: open_file(path, "rb")))
+        stack.enter_context(patch.object(tarfile, "bltn_open", open_file))
+        stack.enter_context(patch.object(bz2, "_builtin_open", open_file))
+        stack.enter_context(patch.dict(openers._file_openers, {None: open_file}))
+        stack.enter_context(patch.object(torch, "save", save))
+        stack.enter_context(patch.object(torch, "load", load or torch.load))
+        # rmtree by open folders would go past what is in the place of os.unlink.
+        stack.enter_context(patch.object(shutil, "_use_fd_functions", False))
+        if hasattr(shutil, "_rmtree_impl"):  # as of Python 3.13
+            stack.enter_context(patch.object(shutil, "_rmtree_impl", vars(shutil)["_rmtree_unsafe"]))
+        yield

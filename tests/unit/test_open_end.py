@@ -1,0 +1,34 @@
+"""How long a rank waits, at the end of a pass whose end nobody knew, for others that may be given more."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddp_patch.ranks import open_end
+from ddp_patch.ranks.open_end import OpenEnd
+
+
+@pytest.mark.parametrize(("batches", "step_s", "waits_s"), [(0, 0, 1), (1, 0.1, 1), (3, 2.0, 4), (3, 100.0, 60)])
+def test_it_waits_a_second_or_for_two_steps(
+    batches: int, step_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 10_000.0
+    slept: list[float] = []
+    monkeypatch.setattr(open_end, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(open_end, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(open_end, "sleep", lambda _: slept.append(0.25))
+    given: Any = SimpleNamespace(
+        leave=lambda *_: None,
+        count=lambda *_: 0,
+        left=lambda _: None,
+        is_open=True,
+        peers=SimpleNamespace(members=[0, 1]),
+    )
+    end = OpenEnd(given)
+    for number in range(1, batches + 1):
+        end.give("a pass", number)
+        now_s += step_s
+    now_s = 10_000.0 + max(0, batches - 1) * step_s
+    assert not end.is_longer("a pass", batches, 0)
+    assert waits_s <= sum(slept) <= waits_s + 0.5

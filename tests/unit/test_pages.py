@@ -1,0 +1,309 @@
+"""The pages: tests of their code blocks find what is wrong, they make up one site, and the job that they show runs."""
+
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from documented import CHECKOUT, nox_sessions, regions_of, run_command
+
+import ddp_patch
+from ddp_patch import samplers, testing
+
+DOCS = CHECKOUT / "docs"
+MARKDOWN = [*CHECKOUT.glob("*.md"), *DOCS.glob("*.md")]
+
+# Code blocks.
+
+FENCE = "```"
+
+
+def found(page: str, block: int = -1) -> str | None:
+    """Test one block of a page, the last one by default; return what is wrong with it."""
+    example = regions_of(page, DOCS / "page.md")[block]
+    result: str | None = example.region.evaluator(example)
+    return result
+
+
+def fenced(language: str, *lines: str) -> str:
+    return "\n".join([FENCE + language, *lines, FENCE, ""])
+
+
+PRINTING = fenced("python", "print(1 + 1)")
+
+
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [
+        (fenced("python", "x = 1") + fenced("python", "assert x == 1"), -1),
+        (PRINTING + fenced("text", "2"), 0),
+        (PRINTING + "\n" + fenced("text", "2"), 1),
+        (fenced("python", "print('took 3 s')") + fenced("text", "took ... s"), 0),
+        (fenced("console", "$ echo a; echo b >&2", "a", "$ echo c | \\", "  cat", "c"), 0),
+        (fenced("console", "$ echo a; exit 3", "a", "$ echo $?", "3", "$ echo $?", "0"), 0),
+        ("<!-- varies: [0-9]+ s -->\n" + fenced("console", "$ echo took 12 s", "took 3 s"), 0),
+        (fenced("sh", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt nox"), 0),
+        (fenced("sh", "pip install -e '.[test]'", "pytest -n auto tests/unit"), 0),
+        (
+            fenced(
+                "sh", "nox -r -s tests -- -k shares", ".venv/bin/nox -s tests lint types", "nox -s bench -- --largest 6"
+            ),
+            0,
+        ),
+        (fenced("sh", "python3 -m venv .venv && source .venv/bin/activate", "pip install '.[demo,test]'"), 0),
+        ("<!-- part: examples/single.py -->\n" + fenced("python", "import torch", "from torch import nn"), 0),
+        (
+            "<!-- part: examples/single.py -->\n" + fenced("python", "for x, y in train:", "    optimizer.zero_grad()"),
+            0,
+        ),
+        ("<!-- part: ../LICENSE -->\n" + fenced("", *(CHECKOUT / "LICENSE").read_text().splitlines()[:3]), 0),
+        (" 1. item\n\n    ```python\n    assert True\n    ```\n", 0),
+    ],
+)
+def test_what_holds(page: str, block: int) -> None:
+    assert found(page, block) is None
+
+
+@pytest.mark.parametrize(
+    ("page", "block", "message"),
+    [
+        (PRINTING, 0, "another output"),
+        (PRINTING + fenced("text", "3"), 0, "another output"),
+        (PRINTING + "words\n\n" + fenced("text", "2"), 0, "another output"),
+        (PRINTING + "words\n\n" + fenced("text", "2"), 1, "there is none"),
+        (fenced("text", "2"), 0, "there is none"),
+        (fenced("python", "x = 1") + fenced("text", "1"), 0, "another output"),
+        (fenced("console", "$ echo a", "b"), 0, "another output"),
+        (fenced("console", "$ echo a"), 0, "another output"),
+        (fenced("console", "$ echo a; exit 3", "a"), 0, "status 3"),
+        (fenced("console", "a", "$ echo a"), 0, "begins with a command"),
+        (fenced("console", "echo a"), 0, "begins with a command"),
+        (fenced("sh", "torchrun docs/examples/ddp.py"), 0, "is not run"),
+        (fenced("sh", "nox -s tests nothing"), 0, "sessions that do not exist: nothing"),
+        (fenced("sh", "nox"), 0, "is not run"),
+        (fenced("sh", "pytest -n auto tests/nothing"), 0, "names what does not exist: tests/nothing"),
+        (fenced("sh", "pip install '.[nothing]'"), 0, "extras that do not exist: nothing"),
+        (fenced("sh", "pip install -c other.txt nox"), 0, "other constraints"),
+        (fenced("sh", "pip install left-pad"), 0, "what constraints.txt does not: left-pad"),
+        (fenced("yaml", "a: 1"), 0, "Nothing tests"),
+        (fenced("", "a"), 0, "Nothing tests a block of this kind: no language"),
+        (fenced("diff", "+a"), 0, "Nothing tests"),
+        ("<!-- whole: examples/single.py -->\n" + fenced("python", "import torch"), 0, "not the whole"),
+        ("<!-- part: examples/single.py -->\n" + fenced("python", "import torch", "import os"), 0, "not a piece"),
+        ("<!-- part: examples/nothing.py -->\n" + fenced("python", "import torch"), 0, "name one file"),
+        ("<!-- part: examples/single.py -->\n" + fenced("diff", "+import torch"), 0, "name two files"),
+        (fenced("console", "$ false", "$ echo $?", "0"), 0, "another output"),
+        ("<!-- varies: [0-9]+ s -->\n" + fenced("console", "$ echo took 12 m", "took 3 s"), 0, "another output"),
+    ],
+)
+def test_what_does_not_hold(page: str, block: int, message: str) -> None:
+    assert message in str(found(page, block))
+
+
+def test_a_block_that_raises_fails() -> None:
+    with pytest.raises(ZeroDivisionError):
+        found(fenced("python", "1 / 0"))
+
+
+def test_blocks_need_not_be_tested_in_order() -> None:
+    page = fenced("python", "n = 1") + fenced("python", "n += 1", "print(n)") + fenced("text", "2")
+    examples = regions_of(page, DOCS / "page.md")
+    assert [example.region.evaluator(example) for example in reversed(examples)] == [None, None, None]
+
+
+def test_a_command_that_does_not_end_is_ended() -> None:
+    status, _, error = run_command("echo begun; sleep 100", limit_s=0.5)
+    assert status != 0
+    assert "did not end within 0.5 s" in error
+
+
+def test_the_sessions_are_read() -> None:
+    assert {"tests", "lint", "types", "docs", "integrations"} <= nox_sessions()
+    assert "install" not in nox_sessions()
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
+def test_pages_name_sessions_that_exist(page: Path) -> None:
+    assert set(re.findall(r"nox -s (\w+)", page.read_text())) <= nox_sessions()
+
+
+def test_ci_runs_the_commands_of_the_readme() -> None:
+    """They install from nothing, which takes minutes: here they are only compared."""
+    script = (CHECKOUT / ".ci" / "run").read_text()
+    prefix = re.search(r'^nox="(.*)"$', script, re.MULTILINE)
+    assert prefix is not None
+    called = {name.replace("$nox", prefix[1]) for name in re.findall(r'^as_in_readme "(.*?)"', script, re.MULTILINE)}
+    blocks = re.findall(r"^```sh\n(.*?)\n```$", (CHECKOUT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert called == set(blocks) - {"pip install ."}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for folder in ("", "coming_from/", "frameworks/") for path in DOCS.glob(f"examples/{folder}*.py")),
+    ids=lambda path: path.name,
+)
+def test_every_example_is_run_by_something(path: Path) -> None:
+    runners = [
+        CHECKOUT / "noxfile.py",
+        *MARKDOWN,
+        *(CHECKOUT / "tests").rglob("test_*.py"),
+    ]
+    module = rf"from {path.stem} import"
+    run = any(path.name in runner.read_text() for runner in runners if runner != Path(__file__))
+    imported = any(module in other.read_text() for other in path.parent.glob("*.py"))
+    assert run or imported
+
+
+# The site.
+
+PAGES = sorted(DOCS.glob("*.md"))
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def prose(page: Path) -> str:
+    """The page without its code."""
+    return re.sub(r"^( *)```.*?^\1```$|`[^`\n]*`", "`code`", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What can be linked to in a page: its headings, as Python-Markdown and GitHub name them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    slugs = [re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", slug) for slug in slugs}
+
+
+def links() -> Iterator[tuple[str, str, str]]:
+    for page in MARKDOWN:
+        for target, anchor in LINK.findall(prose(page)):
+            yield page.relative_to(CHECKOUT).as_posix(), target, anchor
+
+
+@pytest.mark.parametrize(("page", "target", "anchor"), sorted(set(links())))
+def test_every_link_leads_somewhere(page: str, target: str, anchor: str) -> None:
+    path = (CHECKOUT / page).parent / target if target else CHECKOUT / page
+    if target.endswith((".svg", ".png")):  # the anchor says in which colour scheme it is shown
+        assert path.is_file()
+        assert anchor in {"", "only-light", "only-dark"}
+    else:
+        assert path.exists()
+        assert anchor == "" or anchor in anchors(path)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    _, _, navigation = (CHECKOUT / "mkdocs.yml").read_text().partition("\nnav:\n")
+    navigation, _, rest = navigation.partition("\nnot_in_nav:")
+    left_out = re.findall(r"^  (\S+\.md)$", rest.partition("\nexclude_docs:")[0], re.MULTILINE)
+    named = re.findall(r"- (?:.*: )?(\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(named + left_out) == [page.name for page in PAGES]
+    assert len(named) <= 16 + 1  # and the changelog
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {target for _, target, _ in links()}
+    assert {path.name for path in DOCS.glob("*.svg")} <= shown
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """The page lists its members; the errors are listed by their module."""
+    described = set(re.findall(r"^ +- (\w+)$", (DOCS / "options.md").read_text(), re.MULTILINE))
+    assert "::: ddp_patch.errors" in (DOCS / "options.md").read_text()
+    public = {*ddp_patch.__all__, *samplers.__all__, *testing.__all__} - set(ddp_patch.errors.__all__)
+    assert public - described == set()
+
+
+def test_every_option_is_in_the_table_with_its_default_in_the_order_of_the_signature() -> None:
+    _, _, section = (DOCS / "options.md").read_text().partition("\n## The keywords\n")
+    told = re.findall(r"^\| `(.*?)` \| ", section.partition("\n### ")[0], re.MULTILINE)
+    parameters = list(inspect.signature(ddp_patch.patch_dataloader_to_ddp).parameters.values())[1:]
+    defaults = {parameter.name: parameter.default for parameter in parameters}
+    expected = [
+        name if default is None else f"{name}={default!r}".replace("'", '"') for name, default in defaults.items()
+    ]
+    assert told == expected
+
+
+# The job of docs/audit.md is a file whose steps run: here, in a copy of its project.
+
+PROJECT = DOCS / "examples" / "ci"
+WORKFLOW = PROJECT / ".github" / "workflows" / "loaders.yml"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy, with what the job's machine has: ``ddp-patch`` to run, and the plugin in every pytest."""
+    copy = shutil.copytree(PROJECT, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, module in {"ddp-patch": "ddp_patch", "python": ""}.items():
+        arguments = f"-m {module}" if module else ""
+        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        (tools / name).chmod(0o700)
+    return Path(copy)
+
+
+def steps() -> dict[str, str]:
+    """What the job runs, by the steps' names."""
+    job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["shares"]
+    return {step["name"]: step["run"] for step in job["steps"] if "run" in step}
+
+
+def run(command: str, project: Path) -> subprocess.CompletedProcess[str]:
+    """Run a step as GitHub does."""
+    environment = {
+        # The folder that it starts in is where it imports from, as on GitHub.
+        **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        "PATH": f"{project.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(ddp_patch.__path__[0]).parent),
+        "PYTEST_ADDOPTS": "-p _ddp_patch_pytestplugin",
+        "GITHUB_STEP_SUMMARY": str(project / "summary.md"),
+    }
+    arguments = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", command]
+    return subprocess.run(arguments, cwd=project, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - our own file's
+
+
+def test_what_is_installed_is_the_package_with_its_extra(project: Path) -> None:
+    install, *others = steps().values()
+    (project / "wheels").mkdir()
+    (project / "wheels" / "ddp_patch-0.1.0-py3-none-any.whl").touch()
+    (project.parent / "bin" / "pip").write_text('#!/bin/sh\necho "$@"\n')
+    (project.parent / "bin" / "pip").chmod(0o700)
+    done = run(install, project)
+    assert done.stdout == "install wheels/ddp_patch-0.1.0-py3-none-any.whl[audit] pytest\n"
+    assert not any("pip install" in command for command in others)
+
+
+@pytest.mark.soak  # each step starts processes of its own; the tests above hold what the steps are
+def test_every_step_of_the_job_runs_and_fails_where_a_loader_is_not_patched(project: Path) -> None:
+    _, audit, assertion = steps().values()
+    done = run(audit, project)
+    assert done.returncode == 0, done.stderr
+    assert "make_loaders.val" in (project / "summary.md").read_text()
+    assert "<svg" in (project / "loaders.html").read_text()  # which the last step keeps
+    done = run(assertion, project)
+    assert done.returncode == 0, done.stdout
+    loaders = project / "my_project" / "loaders.py"
+    loaders.write_text(
+        loaders.read_text().replace("return patch_dataloader_to_ddp(make_loaders())", "return make_loaders()")
+    )
+    done = run(assertion, project)
+    assert done.returncode == 1
+    assert "NotPatchedError" in done.stdout
+
+
+def test_the_job_uses_actions_in_pinned_versions() -> None:
+    job: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]["shares"]
+    used = [step["uses"] for step in job["steps"] if "uses" in step]
+    assert [name.partition("@")[0] for name in used] == [
+        "actions/checkout",
+        "actions/setup-python",
+        "actions/upload-artifact",
+    ]
+    assert all(name.partition("@")[2].startswith("v") for name in used)
