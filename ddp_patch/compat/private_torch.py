@@ -188,7 +188,8 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     Raises:
         TorchVersionError: This torch takes no such options.
     """
-    return group.allgather([list(rows)], [row], _in_background("AllgatherOptions", timeout))
+    options = _in_background("AllgatherOptions", timeout)
+    return group.allgather([list(rows)], [row], options)
 
 
 def sum_in_background(group: Any, values: torch.Tensor, timeout: timedelta) -> Any:
@@ -197,7 +198,8 @@ def sum_in_background(group: Any, values: torch.Tensor, timeout: timedelta) -> A
 
 
 def _in_background(name: str, timeout: timedelta) -> Any:
-    options = private(f"torch._C._distributed_c10d.{name}", "What ranks tell each other in the background of steps")()
+    needed_for = "What ranks tell each other with share='by_worker' or weight_of"
+    options = private(f"torch._C._distributed_c10d.{name}", needed_for)()
     options.timeout, options.asyncOp = timeout, True
     return options
 
