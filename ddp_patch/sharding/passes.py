@@ -6,19 +6,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import Batching, Consumed, Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
-from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
 from ddp_patch.sharding.saved_position import BatchNote, Position, split_consumed
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 __all__ = ["Pass", "PassContext", "SamplerPass"]
 
@@ -114,15 +112,6 @@ class Pass(IterationProgress, Generic[T]):
     def is_drawn_at_once(self) -> bool:
         """Whether the whole epoch is drawn before the first item is given."""
         return False
-
-    @property
-    def origins(self) -> "NDArray[np.int64] | None":
-        """The positions of this rank's items (or samples of divided batches), without padding and skipped ones.
-
-        They are positions in the stream of one process, in the order in which the items are given. If batches are
-        divided, they count from the first that this pass gives. None if they follow from the plan.
-        """
-        return None
 
     @property
     def sizes_of_all(self) -> Sizes | None:
@@ -425,13 +414,6 @@ class SamplerPass(Pass[T]):
         """How many samples each item of all ranks has; None if this rank does not see them, or nobody needs that."""
         return self.source.sizes
 
-    @property
-    def origins(self) -> "NDArray[np.int64] | None":
-        """The positions of this rank's items, or samples, in the stream of one process; see ``Pass``."""
-        if self._divide is not None:
-            return self._divide.origins(self.sizes or ())
-        return None if self.source.origins is None else self.source.origins.positions()
-
     def _chunks(self) -> Iterator[Sequence[T]]:
         for chunk in self.source.chunks(self.skip):
             if self.length is not None:
@@ -455,8 +437,10 @@ class SamplerPass(Pass[T]):
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
         found = super().position(taken)
-        return replace(found, sampler_snapshot=self.source.snapshot_before or found.sampler_snapshot)
+        beginning = self.source.beginning(sum(ranks * each for ranks, each in found.consumed))
+        snapshot = self.source.snapshot_before or found.sampler_snapshot
+        return replace(found, sampler_snapshot=snapshot, stream_snapshots=beginning)
 
     def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
         """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
-        return super().position_at_end(self.source.snapshot_after or snapshot)
+        return replace(super().position_at_end(self.source.snapshot_after or snapshot), stream_snapshots=())

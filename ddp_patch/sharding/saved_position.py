@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
 
 from ddp_patch.errors import StateError
-from ddp_patch.orders.generators import generators_restored, is_stateful, random_generators, set_generator_state
-from ddp_patch.orders.random_states import Seed
+from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state
+from ddp_patch.orders.random_states import Seed, look
 from ddp_patch.plan import Consumed
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
@@ -276,7 +276,7 @@ def _read_sampler_snapshot(state: Mapping[str, Any], holders: Sequence[Any]) -> 
     """Return what the holders held, after trying each generator's state on its generator."""
     generators = random_generators(holders)
     _require_number("generators", state["generators"], len(generators))
-    with generators_restored(generators):
+    with look(generators):
         for generator, kept in zip(generators, state["generators"], strict=True):
             try:
                 set_generator_state(generator, kept)

@@ -10,14 +10,13 @@ from time import monotonic, sleep
 from typing import Any
 
 from ddp_patch.errors import RankMismatchError, StateError
-from ddp_patch.plan import Consumed
-from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
+from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
 from ddp_patch.sharding.sampler_states import SamplerSnapshot
 from ddp_patch.sharding.saved_position import BatchNote, PartsConsumed, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
-from ddp_patch.streams.dataset import StreamWorker
 from ddp_patch.streams.stream_marks import StreamDigest
+from ddp_patch.streams.worker import StreamWorker
 
 __all__ = ["StreamPass"]
 
@@ -55,7 +54,7 @@ class StreamPass(Pass[None]):
         on_loop_end: Callable[[], object],
         on_first_batch: Callable[[StreamDigest], object],
     ) -> None:
-        digest = None if worker.marks is None else worker.marks.of_pass(number)
+        digest = StreamDigest(worker.shared, number) if worker.is_compared else None
         super().__init__(start, context, digest)
         self._on_loop_end, self._on_first_batch = on_loop_end, on_first_batch
         self.digest: StreamDigest | None = digest
@@ -292,7 +291,7 @@ class StreamPass(Pass[None]):
     @property
     def is_done_without_workers(self) -> bool:
         """Whether a loader without workers has found the end of it: it asked for more than there is."""
-        if self._worker.loaded_at_end == self.epoch:
+        if self._worker.loaded_end is not None and self._worker.loaded_end.epoch == self.epoch:
             return self.items_taken > self.skip
         end = self.schedule().count
         asked = self._batches_asked() + self._batching.count(self.resumed_elsewhere)
