@@ -207,9 +207,14 @@ def size(session: nox.Session) -> None:
 
 @nox.session
 def audit(session: nox.Session) -> None:
-    """Measure an audit of ten million samples, as ``docs/audit.md`` tells of it; ``--n 1000000`` is short."""
+    """Measure audits of ten million samples and of 1024 ranks, as ``docs/audit.md`` tells of them."""
     install(session, ".[audit]")
-    session.run("python", "benchmarks/audit.py", *session.posargs)
+    if session.posargs:
+        session.run("python", "benchmarks/audit.py", *session.posargs)
+        return
+    session.run("python", "benchmarks/audit.py")
+    many = ("--n", "1000000", "--world-size", "1024")
+    session.run("python", "benchmarks/audit.py", *many, "--most-seconds", "8", "--most-mib", "500")
 
 
 @nox.session

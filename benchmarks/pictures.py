@@ -21,9 +21,7 @@ from matplotlib import pyplot as plt
 from torch.utils.data import DataLoader, Sampler
 
 from ddp_patch import audit, patch_dataloader_to_ddp
-from ddp_patch.auditing.show_figures import figures_of
-from ddp_patch.auditing.show_report import Report
-from ddp_patch.auditing.show_svg import Figure, figures_svg
+from ddp_patch.auditing.picture import alternative, svg
 from ddp_patch.testing import run_ranks
 
 SAMPLES, RANKS, COLUMNS = 40, 4, 20
@@ -87,27 +85,17 @@ def summary(seen: Counter[int]) -> str:
     return f"{SAMPLES - len(seen)} never, {seen.total() - len(seen)} repeated"
 
 
-def audited() -> dict[str, list[Figure]]:
-    """Return figures of audits: how often samples are seen and by whom, and how long four ranks wait."""
-    made = run_path(str(DOCS / "examples" / "loaders.py"))
-    return {
-        "audit-seen": figures(audit(made["by_slices"], RANKS, epochs=1))[:2],
-        "audit": figures(audit(made["texts"], RANKS, epochs=1, cost=made["tokens"]))[-2:],
-    }
-
-
-def figures(report: Report) -> list[Figure]:
-    """Return a report's figures."""
-    balanced = None if report.balanced is None else report.balanced.pictured
-    return figures_of(report.pictured, balanced, report.world_size)
-
-
 def draw_audits() -> None:
-    """Write the figures of audits."""
-    for name, found in audited().items():
-        print(*(figure.alt for figure in found))
-        for scheme, ink in INK.items():
-            (DOCS / f"{name}-{scheme}.svg").write_text(figures_svg(found, ink), encoding="utf-8")
+    """Write pictures of audits: who gets which samples, and how long four ranks wait."""
+    made = run_path(str(DOCS / "examples" / "loaders.py"))
+    seen = audit(made["by_slices"], RANKS, epochs=1)
+    waiting = audit(made["texts"], RANKS, epochs=1, cost=made["tokens"])
+    for name, report, part in (("audit-seen", seen, "shares"), ("audit", waiting, "waits")):
+        balanced = None if report.balanced is None else report.balanced.pictured
+        print(alternative(report.pictured, balanced))
+        for scheme in INK:
+            drawn = svg(report.pictured, balanced, scheme, [part])
+            (DOCS / f"{name}-{scheme}.svg").write_text(drawn, encoding="utf-8")
 
 
 def main() -> None:

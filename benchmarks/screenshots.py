@@ -18,26 +18,25 @@ from typing import Any
 from playwright.sync_api import Browser, sync_playwright
 
 from ddp_patch import audit
-from ddp_patch.auditing.show_report import Provenance, page
+from ddp_patch.auditing.report import Provenance, page
 
 ROOT = Path(__file__).parents[1]
 SITE, OUT = ROOT / "site", ROOT / "screenshots"
 WIDTHS, SCHEMES = (390, 1280), ("light", "dark")
 # The width that is lacking: to the page in its window, or to any part of it that does not scroll by itself.
 OVERFLOW = """Math.max(...[...document.querySelectorAll("html, body, .ddp-report, .ddp-report *")]
-    .filter(part => part.clientWidth > 0 && !part.closest("svg, .ddp-ticks"))
+    .filter(part => part.clientWidth > 0 && !part.closest("svg"))
     .map(part => part.scrollWidth - part.clientWidth))"""
 
 
 def audits() -> dict[str, str]:
-    """Return pages of audits: set-ups that pass and that fail, costs, before and after the patch, and many ranks."""
+    """Return pages of audits: set-ups that pass and that fail, costs, and many ranks."""
     made = run_path(str(ROOT / "docs" / "examples" / "loaders.py"))
     reports: dict[str, Any] = {
         "passes": audit(made["train"], 8),
         "fails": audit(made["by_slices"], 4),
         "long": audit(made["texts"], 8, patch=False),
         "cost": audit(made["texts"], 4, epochs=1, cost=made["tokens"]),
-        "patched": audit(made["by_slices"], 4, epochs=1, patched=True),
         "ranks": audit(made["texts"], 96, epochs=1),
     }
     return {name: page({name: report}, Provenance("benchmarks/screenshots.py")) for name, report in reports.items()}

@@ -1,13 +1,13 @@
 """Show on one machine what every rank would get of any loader.
 
-The modules named ``draw_`` run the sampling of every rank, those named ``judge_`` compare what they got, and those
-named ``show_`` make reports of it. ``inspection`` leads an audit through the three, epoch by epoch.
+``world`` iterates every rank's own loader. The modules named ``judge_`` compare what they gave, and ``inspection``
+leads an audit through both, epoch by epoch. ``words``, ``picture`` and ``show`` say what was found, and decide nothing.
 """
 
 from ddp_patch.auditing.auditing import DDPAudit, audit
 from ddp_patch.auditing.judge_problems import Kind, Problem, problem_kinds
-from ddp_patch.auditing.show_figures import EpochReport
-from ddp_patch.auditing.show_maps import Pictured
-from ddp_patch.auditing.show_report import Report, Reports
+from ddp_patch.auditing.pictured import Pictured
+from ddp_patch.auditing.report import Report, Reports
+from ddp_patch.auditing.words import EpochReport
 
 __all__ = ["DDPAudit", "EpochReport", "Kind", "Pictured", "Problem", "Report", "Reports", "audit", "problem_kinds"]

@@ -7,14 +7,13 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overlo
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.draw_loaders import Audited, Factory, name_of
-from ddp_patch.auditing.draw_ranks import called
-from ddp_patch.auditing.draw_world import MadeUpWorld, Progress
 from ddp_patch.auditing.finding import leaves_of
-from ddp_patch.auditing.inspection import Expectations, Inspection
-from ddp_patch.auditing.judge_coverage import balanced, costs_of_samples
+from ddp_patch.auditing.inspection import Expectations, Inspection, beside
+from ddp_patch.auditing.judge_costs import balanced, costs_of_samples
 from ddp_patch.auditing.judge_problems import Kind, problem_kinds
-from ddp_patch.auditing.show_report import Report, Reports, place_in_code
+from ddp_patch.auditing.report import Report, Reports, place_in_code
+from ddp_patch.auditing.subject import Audited, Factory
+from ddp_patch.auditing.world import MadeUpWorld, Progress
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import look_at
@@ -40,7 +39,6 @@ class AuditOptions(PatchOptions, total=False):
     """The keywords of ``audit``: its own, and those of ``patch_dataloader_to_ddp``."""
 
     patch: bool
-    patched: bool
     set_epoch: bool
     padding: bool
     epochs_differ: bool
@@ -66,7 +64,6 @@ def audit(
     epochs: SupportsIndex = 2,
     *,
     patch: bool = True,
-    patched: bool = False,
     set_epoch: bool = False,
     padding: bool = True,
     epochs_differ: bool = False,
@@ -89,15 +86,13 @@ def audit(
               or a dict or list of them. These are not patched. ``make(0, 1)`` is called, too: it shows what a single
               process would get.
 
-            The audit reads indices from the ``batch_sampler`` or ``sampler``. It calls no dataset's ``__getitem__``,
-            except where each rank holds other data in a list, array or tensor. An iterable dataset has no indices, so
-            each simulated worker of each rank reads it, and so do those of one process. What a subclass adds in its
-            own ``__iter__`` is not seen.
+            The audit iterates each rank's loader over a dataset that gives indices instead of samples. So it calls no
+            dataset's ``__getitem__``, except where each rank holds other data in a list, array or tensor. An iterable
+            dataset has no indices, so it is read, by all workers of each rank. What a subclass adds in its own
+            ``__iter__`` is not seen.
         world_size: The number of ranks.
         epochs: How many epochs to simulate.
         patch: Whether to patch a loader by ``patch_dataloader_to_ddp`` first; with False, it is audited as it is.
-        patched: Whether to audit both before and after the patch. The report is that of before; ``report.patched`` is
-            that of after. For a factory, that is ``make(0, 1)`` patched.
         set_epoch: Whether to call ``set_epoch(epoch)`` before each epoch. Say True if your training does.
         padding: Whether samples may be repeated to fill the last round of ranks. Say False for an evaluation.
         epochs_differ: Whether every epoch must have another order.
@@ -138,120 +133,53 @@ def audit(
     """
     ranks, passes = _positive("world_size", world_size), _positive("epochs", epochs)
     most = -(-_MOST // ranks) if max_items is None else _positive("max_items", max_items)
-    flags = {
-        "patch": patch,
-        "patched": patched,
-        "set_epoch": set_epoch,
-        "padding": padding,
-        "epochs_differ": epochs_differ,
-        "processes": processes,
-    }
-    for name, value in flags.items():
+    flags = {"patch": patch, "set_epoch": set_epoch, "padding": padding, "epochs_differ": epochs_differ}
+    for name, value in {**flags, "processes": processes}.items():
         check_flag(name, value)
-    if patched and not patch:
-        raise InvalidOptionError(
-            "audit with patched=True shows a loader before and after the patch, and patch=False leaves the patch out. "
-            "Leave one of the two out."
-        )
     _check_allowed(allow)
     within = _checked_run(timeout, progress)
     _check_options(options, processes)
-    request = _Request(
-        world_size=ranks,
-        epochs=passes,
-        allow=frozenset(allow),
-        cost=cost,
-        max_items=most,
-        timeout=within,
-        progress=progress,
-        options=options,
-        **flags,
-    )
+    run = _Run(ranks, passes, processes, within, progress)
     leaves = leaves_of(loader)
+
+    def reported(audited: DataLoader[Any] | Factory) -> Report:
+        make = look_at(audited) if isinstance(audited, DataLoader) else audited
+        subject = Audited(make, patch, options, set_epoch, most)
+        costs = Options(cost=cost).costs
+        expect = Expectations(padding, epochs_differ, frozenset(allow), costs_of_samples(subject, costs))
+        return replace(run.report(subject, expect, costs), code=place_in_code(audited))
+
     if list(leaves) == [""]:
-        return request.report(leaves[""])
-    return Reports({place: request.report(leaf) for place, leaf in leaves.items()})
-
-
-@dataclass
-class _OverallProgress:
-    """Tells how much of the audit is done, over all worlds that it simulates.
-
-    Attributes:
-        show: Called with how much is done, and how much there is, where there is such a function.
-        worlds: How many worlds are simulated, as far as it is known.
-        ended: How many of them are done.
-    """
-
-    show: Progress | None
-    worlds: int
-    ended: int = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.show is not None:
-            self.show(self.ended * total + done, self.worlds * total)
+        return reported(leaves[""])
+    return Reports({place: reported(leaf) for place, leaf in leaves.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """Say what was asked for, all of it checked; the arguments are those of ``audit``."""
+class _Run:
+    """Say in which worlds loaders are audited; the arguments are those of ``audit``, all of them checked."""
 
     world_size: int
     epochs: int
-    patch: bool
-    patched: bool
-    set_epoch: bool
-    padding: bool
-    epochs_differ: bool
-    allow: frozenset[str]
-    cost: Cost | CostValues | None
-    max_items: int
     processes: bool
     timeout: float
     progress: Progress | None
-    options: Mapping[str, Any]
 
-    def report(self, audited: DataLoader[Any] | Factory) -> Report:
-        """Audit one loader or factory."""
-        steps = _OverallProgress(self.progress, worlds=2 if self.patched else 1)
-        if not self.patched:
-            return self._report(audited, steps)
-        # What the patch is asked to do differently has nothing to do with the loader as it is.
-        before = replace(self, patch=False, options={})._report(audited, steps)
-        after = self._report(audited if isinstance(audited, DataLoader) else _unsharded(audited), steps)
-        return replace(before, why_not_balanced=None, patched=replace(after, code=before.code))
-
-    def _report(self, audited: DataLoader[Any] | Factory, steps: _OverallProgress) -> Report:
-        make = look_at(audited) if isinstance(audited, DataLoader) else audited
-        subject = Audited(make, self.patch, self.options, self.set_epoch, self.max_items)
-        costs = Options(cost=self.cost).costs
-        expect = Expectations(self.padding, self.epochs_differ, self.allow, costs_of_samples(subject, costs))
-
-        def inspected(subject: Audited) -> Report:
-            world = MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, steps)
-            report = Inspection(world, expect).report()
-            steps.ended += 1
-            return report
-
+    def report(self, subject: Audited, expect: Expectations, costs: Cost | None) -> Report:
+        """Audit one loader or factory, and where ``costs`` are known, the same loader patched with them."""
         again = None if costs is None else balanced(subject, costs, self.world_size, self.processes)
-        if isinstance(again, Audited):
-            steps.worlds += 1
-        report = inspected(subject)
-        if isinstance(again, Audited):
-            report = report.beside(inspected(again))
-        return replace(report, why_not_balanced=again if isinstance(again, str) else None, code=place_in_code(audited))
+        if not isinstance(again, Audited):
+            return replace(self._inspected(subject, expect, 0, 1), why_not_balanced=again)
+        return beside(self._inspected(subject, expect, 0, 2), self._inspected(again, expect, 1, 2))
 
+    def _inspected(self, subject: Audited, expect: Expectations, ended: int, worlds: int) -> Report:
+        """Audit in one world, of which some have ended before."""
 
-def _unsharded(make: Factory) -> DataLoader[Any]:
-    """Return what a factory makes for a single process, for the patch to shard."""
-    single = called(make, 0, 1)
-    if isinstance(single, DataLoader) and (found := look_at(single).sharded_by) is not None:
-        raise InvalidOptionError(
-            f"audit with patched=True patches what {name_of(make)}(0, 1) returns, and that is sharded already "
-            f"({type(found).__name__}). Let it return the loader without that sampler where world_size is 1, or leave "
-            "patched=True out."
-        )
-    return cast(DataLoader[Any], single)
+        def tell(done: int, total: int) -> None:
+            if self.progress is not None:
+                self.progress(ended * total + done, worlds * total)
+
+        world = MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, tell)
+        return Inspection(world, expect).report()
 
 
 # Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
@@ -335,6 +263,6 @@ def audit_or_fail(loader: Loader | Loaders, world_size: int = 2, **expect: Any) 
     import pytest  # which an audit elsewhere does without
 
     report: Report | Reports = audit(loader, world_size, **expect)
-    if not report.verdict:
+    if not report.ok:
         pytest.fail(str(report), pytrace=False)
     return report

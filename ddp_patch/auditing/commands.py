@@ -1,23 +1,22 @@
 """The commands of the audit, and how they say what they refuse."""
 
 import json
-import linecache
 import os
 import re
 import shlex
 import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, get_args
 
 import click
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
+from rich.panel import Panel
 from rich.progress import Progress
 from rich.table import Table
 
@@ -25,116 +24,43 @@ from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.judge_problems import problem_kinds, sentence
-from ddp_patch.auditing.show_report import Provenance, Report, Reports, page
-from ddp_patch.errors import DDPPatchError, RanksFailedError, explain
-from ddp_patch.loaders.hooks import OURS, places_recorded
+from ddp_patch.auditing.report import Provenance, Report, Reports, page
+from ddp_patch.auditing.show import annotation
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, explain
+from ddp_patch.loaders.hooks import places_recorded
 from ddp_patch.options import Layout, Order, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
 __all__ = ["commands", "refusal_text"]
 
 
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = {"site-packages", "dist-packages"}
-_Line: TypeAlias = tuple[str, int, str]  # a file, a line's number, and the function
-
 # The last line of this package's own messages.
 _SECTION = re.compile(r"\nCauses and remedies: python -m ddp_patch explain \w+\Z")
-_RANK = re.compile(r"^--- (rank \d+) (.+) ---$", re.MULTILINE)
-_FRAME = re.compile(r'^ *File "(.+)", line (\d+),? in (.+)$', re.MULTILINE)
 
 
-def refusal_text(error: BaseException, shows_traceback: bool = False) -> str:
-    """Return an error's type, message and notes, where in the user's code it was raised, and where to look it up.
-
-    Args:
-        error: The error.
-        shows_traceback: Whether to return the traceback instead, on lines of its own, from the user's code on.
-    """
-    if shows_traceback:
-        return f"\n{_traceback(error)}"
+def refusal_text(error: BaseException) -> str:
+    """Return an error's type, message and notes, and where to look it up."""
     try:
         message = str(error)
     except Exception as other:  # noqa: BLE001 - the user's own class
         message = f"its message cannot be shown: its __str__ raised {type(other).__name__}"
     section = _SECTION.search(message)
     message = _SECTION.sub("", message)
-    place = _place(error)
-    if isinstance(error, RanksFailedError):
-        lines = _of_ranks(message)
-    else:
-        lines = [sentence(f"{type(error).__name__}: {message}" if message else type(error).__name__)]
-    lines += [*map(sentence, getattr(error, "__notes__", [])), *place]
-    if place or not isinstance(error, DDPPatchError) or isinstance(error, RanksFailedError):
-        lines.append("Pass --traceback to see all of it.")
+    lines = [sentence(f"{type(error).__name__}: {message}" if message else type(error).__name__)]
+    lines += map(sentence, getattr(error, "__notes__", []))
+    if not isinstance(error, DDPPatchError):
+        lines.append("Pass --traceback to see where.")
     return "\n".join(lines + ([section[0].strip()] if section else []))
-
-
-def _traceback(error: BaseException) -> str:
-    """Return the whole traceback but for this package's own lines, which led to the first one of the user's."""
-    step = error.__traceback__
-    while step is not None and not _is_users(step.tb_frame.f_code.co_filename):
-        step = step.tb_next
-    shown = traceback.format_exception(type(error), error, step or error.__traceback__)
-    return "".join(shown).rstrip()
-
-
-def _place(error: BaseException) -> list[str]:
-    """Return in words the line of code that raised, if it is known."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return [f"  {error.filename}:{error.lineno}: {(error.text or '').strip()}"]
-    lines = [(frame.filename, frame.lineno or 0, frame.name) for frame in _frames(error)]
-    return _innermost(lines, or_installed=not isinstance(error, DDPPatchError))
-
-
-def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    """Yield an error's lines from the innermost on, then those of the error that it came from."""
-    seen: set[int] = set()
-    other: BaseException | None = error
-    while other is not None and id(other) not in seen:
-        seen.add(id(other))
-        yield from reversed(traceback.extract_tb(other.__traceback__))
-        other = other.__cause__ or (None if other.__suppress_context__ else other.__context__)
-
-
-def _innermost(lines: Sequence[_Line], or_installed: bool = True) -> list[str]:
-    """Return in words the first line of the user's own code; where there is none, of a package that is installed."""
-    shown = [line for line in lines if _is_users(line[0])]
-    if or_installed:
-        shown += [line for line in lines if _is_installed(line[0])]
-    return [f"  {file}:{number}, in {name}: {linecache.getline(file, number).strip()}" for file, number, name in shown][
-        :1
-    ]
-
-
-def _is_installed(file: str) -> bool:
-    return bool(_INSTALLED & {*Path(file).parts}) and not file.startswith(OURS)
-
-
-def _is_users(file: str) -> bool:
-    """Tell whether it is neither ours, torch's, Python's nor an installed package's, and stands in a file."""
-    return not (file.startswith(("<", *OURS, _STANDARD)) or _is_installed(file))
-
-
-def _of_ranks(message: str) -> list[str]:
-    """Return how the ranks ended, and of each one's report the error and the line that raised it."""
-    head, *reports = _RANK.split(message)
-    lines = [f"RanksFailedError: {head.strip()}"]
-    for rank, fate, report in zip(*[iter(reports)] * 3, strict=True):
-        found = [(file, int(number), name) for file, number, name in _FRAME.findall(report)]
-        if fate == "raised":  # a traceback, whose innermost line is its last; a stack of a rank that hangs begins there
-            found.reverse()
-        text = report.strip().splitlines()
-        last = max((i for i, line in enumerate(text) if line.startswith(" ")), default=-1)
-        said = " ".join(text[last + 1 :]) if fate in ("raised", "died") else fate
-        lines += [f"{rank}: {sentence(_SECTION.sub('', said))}", *_innermost(found)]
-    return lines
 
 
 _PASS, _FAIL = 0, 1
 _COULD_NOT = 2  # click exits with this for wrong usage, too
 _STDOUT, _STDERR = 1, 2
 _PASSED_ON = "Passed on to patch_dataloader_to_ddp; see docs/options.md."
+_COST = (
+    "What samples cost: a sequence, a function of an index, or a Cost. Give it several times for several loaders, such "
+    "as train=file.py:lengths."
+)
 _PADDING = "Whether samples may be repeated to fill the last round; use --no-padding for an evaluation."
 
 
@@ -148,8 +74,8 @@ def _refusing(shows_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise _ended("\nInterrupted", INTERRUPTED) from error
     except (Exception, SystemExit) as error:
-        between = "" if shows_traceback else " "
-        raise _ended(f"Could not run:{between}{refusal_text(error, shows_traceback)}", _COULD_NOT) from error
+        shown = "\n" + "".join(traceback.format_exception(error)).rstrip() if shows_traceback else refusal_text(error)
+        raise _ended(f"Could not run: {shown}", _COULD_NOT) from error
 
 
 def _ended(text: str, exit_code: int) -> SystemExit:
@@ -204,7 +130,6 @@ def _one_of(values: Any) -> click.Choice[str]:
     "--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many epochs to simulate."
 )
 @click.option("--patch/--no-patch", default=True, help="Patch loaders first (the default), or audit them as they are.")
-@click.option("--patched", is_flag=True, help="Show each loader before and after the patch, side by side.")
 @click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
 @click.option("--padding/--no-padding", default=True, help=_PADDING)
 @click.option("--epochs-differ", is_flag=True, help="Fail unless every epoch has another order.")
@@ -214,7 +139,7 @@ def _one_of(values: Any) -> click.Choice[str]:
     type=click.Choice([*problem_kinds]),
     help="Problem kinds to ignore; give it several times.",
 )
-@click.option("--cost", metavar="TARGET", help="What samples cost: a sequence, a function of an index, or a Cost.")
+@click.option("--cost", "costs", metavar="[LOADER=]TARGET", multiple=True, help=_COST)
 @click.option("--max-items", type=click.IntRange(1), help="Items per rank; else 16 million of all ranks together.")
 @click.option("--processes", is_flag=True, help="Use real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that real ranks may take.")
@@ -226,45 +151,73 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["text", "json", "markdown"]),
+    type=click.Choice(["text", "json", "markdown", "github"]),
     default="text",
     show_default=True,
     help="How to print the report.",
 )
-@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")
-@click.option("--traceback", is_flag=True, help="Show the whole traceback of an error.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too; needs matplotlib."
+)
+@click.option("--traceback", "shows_traceback", is_flag=True, help="Show the whole traceback of an error.")
 def audit_command(
-    target: str, world_size: int, cost: str | None, form: str, html: Path | None, traceback: bool, **given: Any
+    target: str,
+    world_size: int,
+    costs: tuple[str, ...],
+    form: str,
+    html: Path | None,
+    shows_traceback: bool,
+    **given: Any,
 ) -> None:
     """Show what every rank would get of TARGET: package.module:name or path/to/file.py:name.
 
     TARGET names a loader, a function make() that returns one, a function make(rank, world_size) that returns one rank's
     loader, or a dict or list of these.
 
-    Exits with 0 if all pass, 1 if one fails (with --patched: once it is patched), 2 if the audit could not run, and 130
-    if it was interrupted.
+    Exits with 0 if all pass, 1 if one fails, 2 if the audit could not run, and 130 if it was interrupted.
     """
     if html is not None and not html.parent.is_dir():  # look before the work, which may take long
         text = f"Could not run: There is no folder {html.parent} for the page. Make it, or pass another --html."
         raise _ended(text, _COULD_NOT)
     # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
     chosen = {name: value for name, value in given.items() if value is not None}
-    with _refusing(traceback), _stdout_as_stderr(), warnings.catch_warnings():
+    with _refusing(shows_traceback), _stdout_as_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
         with places_recorded():  # so that reports can say where a loader was made
-            if cost is not None:
-                chosen["cost"] = look_up(cost)[1]
             found = find(target)
-        reports = _audited(found, world_size, chosen)
-    with _refusing(traceback):
+            cost_of = _costs(costs, [*found])
+        reports = _audited(found, world_size, chosen, cost_of)
+    with _refusing(shows_traceback):
         _print_if_read(_text(reports, form))
         if html is not None:  # last, so that the report is there if the page cannot be written
             command = shlex.join(["ddp-patch", *sys.argv[1:]])
             html.write_text(page(reports, Provenance(command)), encoding="utf-8")
-    sys.exit(_PASS if reports.verdict else _FAIL)
+    sys.exit(_PASS if reports.ok else _FAIL)
 
 
-def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any]) -> Reports:
+def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
+    """Return what each loader's samples cost, by its place, as far as something was given for it.
+
+    Raises:
+        InvalidOptionError: A cost is given for a loader that is not there, or for several of one name.
+    """
+    found: dict[str, Any] = {}
+    for each in given:
+        name, is_named, target = each.partition("=")
+        if not is_named or ":" in name:
+            found |= {place: look_up(each)[1] for place in places if place not in found}
+            continue
+        meant = [place for place in places if place == name or place.endswith(f".{name}")]
+        if len(meant) != 1:
+            raise InvalidOptionError(
+                f"--cost {each} is for the loader {name}, of which there {'are several' if meant else 'is none'}. "
+                f"Give one of these: {', '.join(meant or places)}."
+            )
+        found[meant[0]] = look_up(target)[1]
+    return found
+
+
+def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any], cost_of: Mapping[str, Any]) -> Reports:
     """Audit all loaders that were found with a progress bar, and return their reports by place."""
     reports: dict[str, Report] = {}
     terminal = Console(stderr=True)
@@ -275,7 +228,12 @@ def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any])
             def progress(done: int, total: int, task: Any = task) -> None:
                 bar.update(task, completed=done, total=total)
 
-            reports[place] = audit(loader, world_size, progress=progress, **options)
+            own = {"cost": cost_of[place]} if place in cost_of else {}
+            try:
+                reports[place] = audit(loader, world_size, progress=progress, **options, **own)
+            except Exception as error:
+                error.add_note(f"The loader is {place}.")
+                raise
     return Reports(reports)
 
 
@@ -295,25 +253,31 @@ def _text(reports: Reports, form: str) -> str:
         return json.dumps(reports.to_dict(), indent=2)
     if form == "markdown":
         return reports.to_markdown()
+    if form == "github":
+        found = ((place, report.code, problem) for place, report in reports.items() for problem in report.problems)
+        return "\n".join(annotation(*each) for each in found)
     console = Console()
     with console.capture() as captured:
+        widest = max(map(len, reports))
         for place, report in reports.items():
-            for name, each in report.before_and_after(place).items():
-                console.print(_table(name, each))
+            if report.ok:
+                line = f"[bold green]✓[/] {escape(place):{widest}}  {escape(report.summary)}"
+                console.print(line, soft_wrap=True, highlight=False)
+            else:
+                console.print(_box(place, report))
     return captured.get().removesuffix("\n")
 
 
-def _table(place: str, report: Report) -> Group:
-    """Return a report as a table with its problems below."""
-    mark = "[bold green]✔ PASS[/]" if report.ok else "[bold red]✘ FAIL[/]"
-    title = f"{escape(place)} on {report.world_size} ranks: {mark}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in report.facts():
-        table.add_row(escape(name), escape(value))
-    below: list[RenderableType] = []
+def _box(place: str, report: Report) -> Panel:
+    """Return what fails in a box: its problems, and below them all that was found."""
+    parts: list[RenderableType] = []
     for problem in report.problems:
         text = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
-        below += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(text, (0, 0, 0, 2))]
-    return Group(table, *below, "")
+        parts += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(text, (0, 0, 1, 2))]
+    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    facts.add_column(no_wrap=True, style="dim")
+    facts.add_column(overflow="fold")
+    for name, value in report.facts():
+        facts.add_row(escape(name), escape(value))
+    title = f"[bold red]✘[/] {escape(place)} on {report.world_size} ranks"
+    return Panel(Group(*parts, facts), title=title, title_align="left")

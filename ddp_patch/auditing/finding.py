@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.draw_loaders import Factory, name_of
-from ddp_patch.auditing.draw_ranks import called
+from ddp_patch.auditing.ranks import called
+from ddp_patch.auditing.subject import Factory, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
 from ddp_patch.walks import KeyPath, is_empty, nested
 

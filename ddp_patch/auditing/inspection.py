@@ -1,14 +1,15 @@
 """Inspect a world's epochs one after the other, collect problems, and make the report."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.draw_records import EpochDraws, RankDraws, signature
-from ddp_patch.auditing.draw_world import MadeUpWorld
+from ddp_patch.auditing.drawn import EpochDraws, RankDraws, signature
 from ddp_patch.auditing.judge_causes import About, cause_of, unsharded
-from ddp_patch.auditing.judge_coverage import Judge, Judged, SampleCosts, imbalance, repeats_rank_0, step_costs
+from ddp_patch.auditing.judge_costs import SampleCosts, imbalance, step_costs
+from ddp_patch.auditing.judge_coverage import Judge, Judged, repeats_rank_0
 from ddp_patch.auditing.judge_problems import (
     Lost,
     Problem,
@@ -24,13 +25,14 @@ from ddp_patch.auditing.judge_problems import (
     steps_problem,
     unpatched_problem,
 )
-from ddp_patch.auditing.show_figures import EpochReport
-from ddp_patch.auditing.show_maps import Pictured, pictured
-from ddp_patch.auditing.show_report import Report
+from ddp_patch.auditing.pictured import Pictured, pictured
+from ddp_patch.auditing.report import Report
+from ddp_patch.auditing.words import EpochReport
+from ddp_patch.auditing.world import MadeUpWorld
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.streams.stream_sampler import faster_by_worker
 
-__all__ = ["Expectations", "Inspection"]
+__all__ = ["Expectations", "Inspection", "beside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,9 @@ class Inspection:
     def _note(self) -> str | None:
         """Return what would be faster, by what rank 0 drew in epoch 0."""
         traits, ranks = self._world.traits, self._world.world_size
-        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(self._first.parts) < 2:
+        if ranks == 1 or not traits.is_iterable or traits.divides_batches or len(self._parts) < 2:
             return None
-        return faster_by_worker(self._world.subject.name, ranks, sum(self._first.parts))
+        return faster_by_worker(self._world.subject.name, ranks, sum(self._parts))
 
     def _how(self) -> str:
         subject = self._world.subject
@@ -114,11 +116,16 @@ class Inspection:
                 what += " (make(0, 1) ignores world_size, so they are compared with the whole dataset)"
         else:
             what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
-            what += " with cost=" if subject.balance else ""
+            what += " with cost=" if "cost" in subject.options else ""
         read = ", reading the iterable dataset" if self._world.traits.is_iterable else ""
         if self._world.processes:
             return f"on real ranks: {what}{read}"
-        return f"simulated: {what}, in one process, each rank seeded differently{read}"
+        some = len(self._world.iterating)
+        cut = f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
+        return (
+            f"simulated: {what}, in one process, each rank seeded differently{read}"
+            f"{cut if some < self._world.world_size else ''}"
+        )
 
     def _add(self, problem: Problem | None) -> None:
         """Note a problem, if there is one, unless one of its kind was noted before."""
@@ -139,7 +146,7 @@ class Inspection:
             self._seeds_agree = None
         costs = step_costs(epoch, self._expect.costs)
         if not self._epochs:
-            self._first = epoch.ranks[0]
+            self._first, self._parts = epoch.ranks[0], epoch.parts
         if not self._epochs or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
             self._pictured = pictured(epoch, judged, self._world.coding, costs)
@@ -254,3 +261,15 @@ def _global_batches(epoch: EpochDraws) -> tuple[tuple[int, int], ...]:
         total[: len(drawn.sizes)] += drawn.sizes
     begins = np.flatnonzero(np.diff(total, prepend=-1))
     return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))
+
+
+def beside(report: Report, balanced: Report) -> Report:
+    """Return a report with that of the same loader patched with ``cost=``, whose problems become its own."""
+    known = {problem.kind for problem in (*report.problems, *report.allowed)}
+
+    def both(own: Sequence[Problem], others: Sequence[Problem]) -> tuple[Problem, ...]:
+        new = (problem for problem in others if problem.kind not in known)
+        return (*own, *(replace(problem, where=f"with cost=, {problem.where}") for problem in new))
+
+    problems, allowed = both(report.problems, balanced.problems), both(report.allowed, balanced.allowed)
+    return replace(report, balanced=balanced, problems=problems, allowed=allowed)

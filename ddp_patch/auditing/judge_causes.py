@@ -6,10 +6,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ddp_patch.auditing.draw_loaders import Traits
-from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, signature
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, signature
 from ddp_patch.auditing.judge_coverage import Judged, is_constant, repeats_rank_0
 from ddp_patch.auditing.judge_problems import EXAMPLES, Kind, Problem, where_in
+from ddp_patch.auditing.subject import Traits
 
 __all__ = ["About", "cause_of", "unsharded"]
 

@@ -1,36 +1,22 @@
-"""Judge which samples or batches all ranks together got too seldom or too often, and how evenly steps cost."""
+"""Judge which samples or batches all ranks together got too seldom or too often."""
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from torch.utils.data import Subset
 
-from ddp_patch.auditing.draw_loaders import Audited, Traits, layers_of
-from ddp_patch.auditing.draw_records import EpochDraws, Numbers, RankDraws, Units
-from ddp_patch.costs import Cost
-from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.options import Options
-from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit_shared
+from ddp_patch.auditing.drawn import EpochDraws, Numbers, RankDraws, Units, joined
+from ddp_patch.auditing.subject import Traits
 
 __all__ = [
     "Judge",
     "Judged",
-    "SampleCosts",
-    "balanced",
-    "costs_of_samples",
     "counts_of",
     "coverage",
     "dense",
-    "imbalance",
     "is_constant",
     "largest_batch",
     "repeats_rank_0",
-    "step_costs",
 ]
 
 
@@ -132,11 +118,10 @@ def coverage(expected: Numbers, shards: Sequence[Numbers]) -> Coverage:
         >>> found.missing.tolist(), found.repeated.tolist(), found.extra
         ([1], [0, 2], 2)
     """
-    names, (counted, *others) = dense([expected, *shards])
+    names, (counted, got) = dense([expected, joined(shards)])
     difference = counts_of(counted, len(names))
     is_expected = difference > 0
-    for shard in others:
-        difference -= counts_of(shard, len(names))
+    difference -= counts_of(got, len(names))
     missing, repeated = np.flatnonzero(difference > 0), np.flatnonzero((difference < 0) & is_expected)
     foreign = np.flatnonzero((difference < 0) & ~is_expected)
     lacking, extra, unexpected = (abs(int(difference[where].sum())) for where in (missing, repeated, foreign))
@@ -314,143 +299,16 @@ class Judge:
     def _most_dropped(self, epoch: EpochDraws) -> int:
         """Return how many samples or batches the loader was asked to leave out, at most."""
         world, traits = len(epoch.ranks), self.traits
-        dropped = (world - 1) * len(epoch.parts) if self.uneven == "drop" or traits.drops_round else 0
+        dropped = (world - 1) * max(1, len(epoch.parts)) if self.uneven == "drop" or traits.drops_round else 0
         if epoch.units == "samples" and traits.drops_batch:
             dropped += world * traits.batchers * (largest_batch(epoch, traits) - 1)
         return dropped
 
     def uneven_steps(self, epoch: EpochDraws) -> int:
         """Return by how many steps ranks may differ."""
-        return len(epoch.parts) if self.uneven == "keep" and not self.traits.divides_batches else 0
+        return max(1, len(epoch.parts)) if self.uneven == "keep" and not self.traits.divides_batches else 0
 
 
 def largest_batch(epoch: EpochDraws, traits: Traits) -> int:
     """Return how many samples the largest batch has, among those drawn and what the loader says."""
     return max(int(drawn.sizes.max(initial=traits.batch_size)) for drawn in (*epoch.ranks, epoch.alone))
-
-
-@dataclass(frozen=True, slots=True)
-class SampleCosts:
-    """Tell what samples cost by their indices in the dataset below torch's ``Subset`` layers.
-
-    Attributes:
-        costs: What they cost by their indices in the loader's dataset.
-        indices: Their indices in the loader's dataset, in the order of ``below``, shape (samples,).
-        below: The same samples' indices below its ``Subset`` layers, ascending. None where it has none of these.
-    """
-
-    costs: Cost
-    indices: Numbers | None = None
-    below: Numbers | None = None
-
-    @classmethod
-    def in_dataset(cls, costs: Cost, dataset: Any) -> "SampleCosts":
-        """Return the costs of a dataset's samples.
-
-        Args:
-            costs: What each index of the dataset costs.
-            dataset: The dataset of a loader.
-
-        Examples:
-            >>> costs = SampleCosts.in_dataset(Cost([5.0, 7, 9]), Subset("abcdef", [4, 0, 2]))
-            >>> costs.of(np.array([0, 4])).tolist()
-            [7.0, 5.0]
-        """
-        if not isinstance(dataset, Subset):
-            return cls(costs)
-        below = layers_of(dataset)[-1]
-        indices = np.argsort(below, kind="stable")
-        return cls(costs, indices, below[indices])
-
-    def of(self, indices: Numbers) -> NDArray[np.float64]:
-        """Return what samples cost, given their indices below ``Subset`` layers, shape (samples,)."""
-        if self.indices is not None and self.below is not None:
-            indices = self.indices[np.searchsorted(self.below, indices)]
-        return self.costs.of(indices)
-
-
-def step_costs(epoch: EpochDraws, costs: SampleCosts | None) -> NDArray[np.float64] | None:
-    """Look up what each rank's steps cost.
-
-    Returns:
-        The cost of each step, shape (ranks, steps), 0 where a rank makes no such step. None without ``costs``, for an
-        epoch without a step, and for samples of an iterable dataset, which have no indices.
-    """
-    if costs is None or epoch.steps == 0 or epoch.is_iterable:
-        return None
-    return np.array([np.pad(_costs_of(drawn, costs), (0, epoch.steps - len(drawn.sizes))) for drawn in epoch.ranks])
-
-
-def _costs_of(drawn: RankDraws, costs: SampleCosts) -> NDArray[np.float64]:
-    names, places = np.unique(drawn.items, return_inverse=True)
-    if len(names) and int(names[0]) < 0:
-        raise InvalidOptionError(
-            "audit was given cost= and a loader whose keys are no indices, so what one costs cannot be looked up. "
-            "Leave cost out, or sample indices."
-        )
-    return costs.costs.of_batches(costs.of(names)[places], drawn.sizes)
-
-
-def imbalance(costs: NDArray[np.float64]) -> tuple[float | None, float | None]:
-    """Return the slowest rank's cost over the ranks' mean: over all steps, and in the worst step; None if all cost 0.
-
-    Args:
-        costs: The cost of each step, shape (ranks, steps).
-    """
-    slowest, mean = costs.max(axis=0), costs.mean(axis=0)
-    if not mean.any():
-        return None, None
-    return float(slowest.sum() / mean.sum()), float((slowest[mean > 0] / mean[mean > 0]).max())
-
-
-def costs_of_samples(subject: Audited, costs: Cost | None) -> SampleCosts | None:
-    """Return what samples cost by the indices that the audit compares; None where it is not known.
-
-    Raises:
-        InvalidOptionError: The loader's dataset has more samples than there are costs, or fewer.
-    """
-    if costs is None:
-        return None
-    if not isinstance(subject.make, LoaderFacts):
-        return SampleCosts(costs)
-    require_one_of_each(subject.make, costs)
-    return SampleCosts.in_dataset(costs, subject.make.dataset)
-
-
-def balanced(subject: Audited, costs: Cost, world_size: int, processes: bool) -> Audited | str:
-    """Return what is audited, patched with ``cost=``, or a sentence that says why it cannot be.
-
-    Args:
-        subject: What is audited, which can be patched without ``cost=``.
-        costs: What each index of the loader's dataset costs.
-        world_size: The number of ranks.
-        processes: Whether ranks are real processes, to which costs are sent.
-    """
-    if not isinstance(subject.make, LoaderFacts):
-        return "A factory makes finished loaders: let it patch with cost=, and audit that."
-    if not subject.patch:
-        return "patch=False leaves the loader as it is."
-    if world_size == 1:
-        return "One rank waits for nobody."
-    if processes and (why_not := _why_not_sent(costs)) is not None:
-        return why_not
-    try:
-        facts = unit_shared(subject.make, subject.options.get("share", "auto"))
-        balance: dict[str, Any] = {"cost": costs}
-        Options(**subject.options, **balance)  # refuses what cannot hold with cost=
-        require_costs(facts, costs)
-    except InvalidOptionError as refused:
-        return str(refused)
-    return replace(subject, balance=balance)
-
-
-def _why_not_sent(costs: Cost) -> str | None:
-    """Say why costs cannot be sent to other processes; None if they can."""
-    try:
-        pickle.dumps(costs)
-    except Exception as error:  # noqa: BLE001 - the user's function may raise anything
-        return (
-            f"Pickling cost= for processes=True raised {type(error).__name__}: {error}. Pass a function of a module, "
-            "or one number for each index."
-        )
-    return None

@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ddp_patch.auditing.draw_loaders import Traits
-from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, same_items
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws
 from ddp_patch.auditing.judge_coverage import Judged, coverage, largest_batch
+from ddp_patch.auditing.subject import Traits
 
 __all__ = [
     "EXAMPLES",
@@ -144,7 +144,7 @@ def unpatched_problem(
     found = coverage(given.items, [alone.items])
     if not found.lacking:
         return None
-    if not same_items(given, other := again(epoch.number)):
+    if not given.has_same_samples(other := again(epoch.number)):
         # Samples are made at random: as many of others will do, where there are always as many.
         found = found.counts_alone()
         if not found.lacking or len(other.items) != len(given.items):

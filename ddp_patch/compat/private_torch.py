@@ -4,7 +4,6 @@ Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders a
 """
 
 import os
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,6 @@ from datetime import timedelta
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
@@ -44,14 +42,12 @@ __all__ = [
     "is_torch_batch_sampler",
     "lacking",
     "length_not_noted",
-    "made_worker_info",
     "noted_worker_info",
     "pinned_by",
     "private",
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
-    "seed_as_worker",
     "thread_workers",
     "torchdata_batch_sampler",
     "worker_info_told",
@@ -384,11 +380,6 @@ def thread_workers(loader: object) -> tuple[str, str] | None:
     return f"multiprocessing_context={type(context).__name__}()", "multiprocessing_context='spawn'"
 
 
-def made_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> WorkerInfo:
-    """Return what ``get_worker_info()`` returns in a worker. torch makes such values for its own workers only."""
-    return WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
-
-
 # The attributes of a worker info.
 _TELLING: Final = frozenset({"id", "num_workers", "seed", "dataset"})
 
@@ -403,7 +394,10 @@ class _NotedWorkerInfo(WorkerInfo):
 
 
 def noted_worker_info(worker: int, workers: int, seed: int, dataset: Any, note: Callable[[str], object]) -> WorkerInfo:
-    """Return what ``made_worker_info`` does, calling ``note`` with the name of each attribute that somebody reads."""
+    """Return a worker info that calls ``note`` with the name of each attribute that somebody reads.
+
+    torch makes such values for its own workers only.
+    """
     info = _NotedWorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
     object.__setattr__(info, "note", note)  # frozen; set last, because making it reads nothing
     return info
@@ -454,19 +448,6 @@ _TORCHS_COLLATES: Final = {
     for kind, function in _collates().items()
     if getattr(function, "__module__", None) == default_collate.__module__
 }
-
-
-def seed_as_worker(base_seed: int, worker: int) -> None:
-    """Seed the global generators of the CPU as torch seeds those of a worker, which it does in workers only.
-
-    Raises:
-        TorchVersionError: This torch seeds numpy in another way.
-    """
-    name = "torch.utils.data._utils.worker._generate_state"
-    numpy_seed = private(name, "Drawing what an unpatched loader's workers draw")(base_seed, worker)
-    random.seed(base_seed + worker)
-    torch.default_generator.manual_seed(base_seed + worker)
-    np.random.seed(numpy_seed)
 
 
 def replace_worker_seed(seed: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from audit_setups import Untouchable
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
@@ -13,6 +13,9 @@ from ddp_patch import audit
 from ddp_patch.auditing.judge_problems import coverage_kinds
 
 Loaded = Callable[[list[int], int, int], DataLoader[Any]]
+
+# Each example starts all workers of all ranks.
+FEW = settings(max_examples=15)
 
 # Ways to give a rank its samples: (its samples, how many there are to share, batch size).
 WAYS: dict[str, Loaded] = {
@@ -104,6 +107,7 @@ def shards(draw: st.DrawFn) -> list[list[int]]:
     return [[*range(sum(lengths[:shard]), sum(lengths[: shard + 1]))] for shard in range(len(lengths))]
 
 
+@FEW
 @given(shards(), st.integers(2, 4), st.integers(1, 4))
 def test_workers_that_read_a_shard_each_are_patched_rightly(held: list[list[int]], world: int, batch_size: int) -> None:
     dataset = OfShards(held, [[worker] for worker in range(len(held))])
@@ -114,6 +118,7 @@ def test_workers_that_read_a_shard_each_are_patched_rightly(held: list[list[int]
     assert epoch.padding == epoch.repeated == sum(-len(shard) % world for shard in held)
 
 
+@FEW
 @given(shards(), st.integers(2, 3), st.integers(1, 4), st.data())
 def test_what_workers_of_ranks_read_wrongly_is_counted(
     held: list[list[int]], world: int, batch_size: int, data: st.DataObject

@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import audit
-from ddp_patch.auditing import draw_world
+from ddp_patch.auditing import world
 from ddp_patch.errors import InvalidOptionError
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the audit's ranks as those of other tests: without it each one imports torch."""
-    monkeypatch.setattr(draw_world, "run_ranks", quick.run_ranks)
+    monkeypatch.setattr(world, "run_ranks", quick.run_ranks)
 
 
 def test_a_patched_loader_holds_on_real_ranks() -> None:

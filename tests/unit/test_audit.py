@@ -36,10 +36,10 @@ from zoo import ALL_KINDS, BY_NAME, Indices, Kind, draw_ambient, loader, seed_am
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.draw_loaders import Audited
-from ddp_patch.auditing.draw_records import Coding
-from ddp_patch.auditing.draw_world import ranks_of
-from ddp_patch.auditing.show_report import Provenance, page
+from ddp_patch.auditing.drawn import Coding
+from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.subject import Audited
+from ddp_patch.auditing.world import ranks_of
 from ddp_patch.errors import AuditError, InvalidOptionError, NoStepsError, NotALoaderError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Uneven
@@ -486,7 +486,7 @@ def test_there_may_be_fewer_samples_than_ranks(n: int, uneven: Uneven) -> None:
     report = audit(setups.loader(range(n), n=4), 64, uneven=uneven, allow=["uneven_steps"])
     assert report.ok
     assert report.epochs[0].padding == (-n % 64 if uneven == "pad" else 0)
-    assert report.pictured.shares.positions == n
+    assert report.pictured.positions == n
 
 
 def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
@@ -768,7 +768,7 @@ def test_of_samples_that_cannot_be_compared_nothing_is_told(name: str) -> None:
     report = audit(EASILY_MISTAKEN[name], 4)
     assert (report.epochs[0].missing, report.epochs[0].repeated, report.seeds_agree) == (None, None, None)
     assert "missing and repeated: not known" in str(report)
-    assert report.pictured.shares.positions == 0
+    assert report.pictured.positions == 0
 
 
 def test_samples_that_are_made_anew_are_compared_where_ranks_agree_on_them() -> None:

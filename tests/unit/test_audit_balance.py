@@ -17,7 +17,7 @@ from zoo import ALL_KINDS, Kind
 
 from ddp_patch import Cost, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import Report
-from ddp_patch.auditing.show_report import Provenance, page
+from ddp_patch.auditing.report import Provenance, page
 from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.sharding import balancing
 from ddp_patch.sharding.balancing import Balancer

@@ -1,4 +1,4 @@
-"""Several loaders in one audit, and each before and after the patch."""
+"""Several loaders in one audit."""
 
 from functools import partial
 from typing import Any
@@ -10,10 +10,10 @@ from messages import raises
 from torch.utils.data import DataLoader
 from zoo import loader
 
-from ddp_patch import Cost, audit
+from ddp_patch import audit
 from ddp_patch.auditing import Report, Reports
 from ddp_patch.auditing.finding import find
-from ddp_patch.auditing.show_report import place_in_code
+from ddp_patch.auditing.report import place_in_code
 from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
 
 
@@ -72,49 +72,11 @@ def test_random_states_stay_where_loaders_are_made() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_before_and_after_the_patch() -> None:
-    given = loader(shuffle=True)
-    report = audit(given, 4, patched=True)
-    assert report.patched is not None
-    assert [problem.kind for problem in report.problems] == ["not_sharded"]
-    assert (report.ok, report.patched.ok, report.verdict) == (False, True, True)
-    assert report.patched.epochs == audit(given, 4).epochs
-    assert list(report.before_and_after("x")) == ["x, before the patch", "x, after the patch"]
-    assert audit(given, 4).patched is None
-    assert "PASS" in str(report)
-    assert "1 problem" in str(report)
-
-
-def test_what_is_patched_of_a_factory_is_what_it_makes_for_one_process() -> None:
-    report = audit(setups.uneven, 4, patched=True, uneven="drop", allow=["tail_lost"])
-    assert [problem.kind for problem in report.problems] == ["uneven_steps"]
-    assert report.patched is not None
-    assert report.patched.epochs[0].items == (24,) * 4  # drop is for the patch alone
-    assert report.epochs[0].items == (25, 24, 24, 24)
-    assert report.patched.code == report.code == place_in_code(setups.uneven)
-    with raises(InvalidOptionError, ("patched=True", "torchs(0, 1)", "DistributedSampler"), "world_size is 1"):
-        audit(setups.torchs, 4, patched=True)
-
-
-def test_cost_is_for_both() -> None:
-    costs = [1 + index % 7 for index in range(23)]
-    report = audit(loader(shuffle=True), 2, epochs=1, patched=True, cost=Cost(costs, window=4))
-    assert report.why_not_balanced is None
-    assert report.patched is not None
-    assert report.patched.balanced is not None
-    assert report.epochs[0].imbalance is not None
-
-
 def test_progress_ends_with_all_done() -> None:
     told: list[tuple[int, int]] = []
-    audit(loader(), 2, patched=True, cost=range(1, 24), progress=lambda done, total: told.append((done, total)))
+    audit(loader(), 2, cost=range(1, 24), progress=lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
     assert [done for done, _ in told] == sorted(done for done, _ in told)
-
-
-def test_patched_needs_the_patch() -> None:
-    with raises(InvalidOptionError, ("patched=True", "patch=False"), "one"):
-        audit(loader(), 2, patch=False, patched=True)
 
 
 class Maker:

@@ -166,17 +166,20 @@ def test_nothing_imports_upwards() -> None:
 
 # The audit's own floors; its other modules stand on top of all of these.
 AUDIT_FLOORS = {
-    "draw_records": 0,
-    "draw_loaders": 1,
-    "draw_ranks": 2,
-    "draw_world": 3,
+    "drawn": 0,
+    "subject": 1,
+    "ranks": 2,
+    "cut": 1,
+    "world": 3,
+    "judge_costs": 4,
     "judge_coverage": 4,
     "judge_problems": 5,
     "judge_causes": 6,
-    "show_maps": 7,
-    "show_svg": 7,
-    "show_figures": 8,
-    "show_report": 9,
+    "pictured": 7,
+    "words": 7,
+    "picture": 8,
+    "show": 8,
+    "report": 9,
 }
 
 

@@ -55,12 +55,6 @@ def taken_away(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
             "by_worker",
             "compatibility.md",
         ),
-        (
-            "utils.data._utils.worker._generate_state",
-            lambda: private_torch.seed_as_worker(0, 0),
-            "unpatched loader's workers",
-            "compatibility.md",
-        ),
     ],
 )
 def test_what_needs_a_name_says_so(
@@ -106,8 +100,8 @@ def test_workers_that_are_kept_elsewhere_are_not_taken_for_new_ones() -> None:
 
 def test_a_dataset_that_would_not_hear_which_worker_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer torch looks for a thread's worker info first."""
-    of_a_thread = private_torch.made_worker_info(1, 2, 3, None)
-    telling = private_torch.worker_info_told(private_torch.made_worker_info(0, 2, 3, None))
+    of_a_thread = private_torch.noted_worker_info(1, 2, 3, None, print)
+    telling = private_torch.worker_info_told(private_torch.noted_worker_info(0, 2, 3, None, print))
     with monkeypatch.context() as patched, raises(TorchVersionError, "_worker_info", "compatibility.md"):
         patched.setattr(private_torch, "get_worker_info", lambda: of_a_thread)
         telling.__enter__()  # what follows would read the dataset

@@ -1,4 +1,4 @@
-"""A made-up world: every rank's draws, in one process or in several."""
+"""A made-up world: what every rank is given, in one process or in several."""
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,22 +7,25 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ddp_patch.auditing.draw_loaders import Audited, Traits
-from ddp_patch.auditing.draw_ranks import Rank
-from ddp_patch.auditing.draw_records import Coding, EpochDraws, Numbers, RankDraws, Units, same_items, signature
+from ddp_patch.auditing.cut import Cut
+from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Units, signature
+from ddp_patch.auditing.ranks import Rank
+from ddp_patch.auditing.subject import Audited, Traits
 from ddp_patch.errors import InvalidOptionError
+from ddp_patch.loaders.facts import LoaderFacts
+from ddp_patch.options import Options
 from ddp_patch.testing import run_ranks
 
-__all__ = ["MadeUpWorld", "Progress", "RealRank", "ranks_of"]
+__all__ = ["MadeUpWorld", "Progress", "ranks_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class RealRank:
-    """Hold what a real rank drew.
+    """Hold what a real rank was given.
 
     Attributes:
         traits: Describes its loader.
-        epochs: What it drew, by epoch number.
+        epochs: What it was given, by epoch number.
         coding: Gave its items their numbers, in its own process.
         digest: A hash of the samples that the dataset below torch's ``Subset`` layers holds in memory; None where it
             holds none, and where no factory makes datasets.
@@ -58,9 +61,13 @@ def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int],
 
 
 def ranks_of(
-    subject: Audited, seeds: Sequence[int], numbers: Sequence[int], timeout: float | None = None
+    subject: Audited,
+    seeds: Sequence[int],
+    numbers: Sequence[int],
+    timeout: float | None = None,
+    only: Sequence[int] | None = None,
 ) -> Sequence[Rank | RealRank]:
-    """Return all ranks of a world.
+    """Return the ranks of a world.
 
     Args:
         subject: What is audited.
@@ -68,12 +75,13 @@ def ranks_of(
         numbers: The epochs that they will draw.
         timeout: Seconds until every real rank must have returned, each in a process where it draws one epoch after the
             other; None for ranks that this process simulates.
+        only: Which ranks to make, where this process simulates them; None for all.
 
     Raises:
         InvalidOptionError: The subject cannot be pickled for real ranks.
     """
     if timeout is None:
-        return [Rank(subject, rank, len(seeds), seed) for rank, seed in enumerate(seeds)]
+        return [Rank(subject, rank, len(seeds), seeds[rank]) for rank in only or range(len(seeds))]
     try:
         pickled = pickle.dumps(subject)
     except Exception as error:
@@ -128,9 +136,11 @@ class _Alone:
         is_read_by_all = _is_each(drawn, once, self._workers)
         if not (is_read_by_all or drawn.asked):
             # Workers that do not know which they are read different samples if these are drawn at random.
-            others = ranks_of(self._subject, [self._seed + 1], range(number + 1), self._timeout)
-            is_read_by_all = not same_items(once, *_drawn_anew(others, number, coding))
-        return once if is_read_by_all else drawn
+            (other,) = _drawn_anew(
+                ranks_of(self._subject, [self._seed + 1], range(number + 1), self._timeout), number, coding
+            )
+            is_read_by_all = not once.has_same_samples(other)
+        return replace(once, by_worker=drawn.by_worker, asked=drawn.asked) if is_read_by_all else drawn
 
 
 def _is_each(drawn: RankDraws, once: RankDraws, workers: int) -> bool:
@@ -142,6 +152,8 @@ def _is_each(drawn: RankDraws, once: RankDraws, workers: int) -> bool:
     return np.array_equal(np.sort(drawn.first_steps(steps * workers).items), each)
 
 
+# In a world of more ranks than this, of a patched loader some alone iterate their own.
+_ALL, _SOME = 64, 8
 Progress: TypeAlias = Callable[[int, int], object]  # called with how many draws are done, and how many there are
 
 
@@ -160,6 +172,8 @@ class MadeUpWorld:
         coding: Gives every item its number.
         traits: Describes rank 0's loader.
         units: Whether ranks shard samples or whole batches, as the single process's loader says.
+        iterating: Which ranks iterate their own loaders. The others' shares are cut from what one process gets, as
+            long as that gives what these iterate.
 
     Raises:
         InvalidOptionError: Each rank has a dataset of its own, so one index is another sample on each, and the samples
@@ -189,14 +203,26 @@ class MadeUpWorld:
     def _begin(self, subject: Audited) -> None:
         """Make the ranks, and the single process to compare them with."""
         self.subject: Audited = subject
-        self._ranks = ranks_of(subject, range(self.world_size), range(self.epochs), self._timeout)
+        self.iterating: Sequence[int] = range(self.world_size)
+        self._cut: Cut | None = None
+        if self.world_size > _ALL and subject.patch and isinstance(subject.make, LoaderFacts) and not self.processes:
+            options = Options(**subject.options)
+            self._cut = Cut.of_loader(subject.make, self.world_size, options, subject.max_items)
+        if self._cut is not None:
+            self.iterating = np.linspace(0, self.world_size - 1, _SOME).astype(int).tolist()
+        self._ranks = self._made()
         # What balanced ranks get is compared with what one process gets without: it loses nothing in a deal.
-        whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True, balance={})
+        given = {name: value for name, value in subject.options.items() if name != "cost"}
+        whole = replace(subject, max_items=subject.max_items * self.world_size, whole=True, options=given)
         self._alone = _Alone(whole, range(self.epochs), self._timeout)
         # A patched loader goes through its epochs by itself.
         self._given = replace(whole, patch=False, options={}, set_epoch=True)
         is_given = subject.patches and self._ranks[0].traits.is_iterable
         self._unpatched = _Alone(self._given, range(self.epochs), self._timeout) if is_given else None
+
+    def _made(self) -> Sequence[Rank | RealRank]:
+        """Make the ranks that iterate their own loaders."""
+        return ranks_of(self.subject, range(self.world_size), range(self.epochs), self._timeout, only=self.iterating)
 
     def _everyone(self) -> Sequence[Rank | RealRank]:
         return [*self._ranks, self._alone.rank]
@@ -236,14 +262,35 @@ class MadeUpWorld:
         return map(self._epoch, range(self.epochs))
 
     def _epoch(self, number: int) -> EpochDraws:
-        per_epoch = self.world_size + 1
+        per_epoch = len(self._ranks) + 1
         drawn = []
         for place, rank in enumerate((*self._ranks, self._alone), start=1):
             drawn.append(rank.epoch(number, self.coding))
             self._progress(number * per_epoch + place, self.epochs * per_epoch)
         *ranks, alone = drawn
+        if self._cut is not None:
+            ranks = self._with_others(self._cut, number, ranks, alone)
         unpatched = None if self._unpatched is None else self._unpatched.epoch(number, self.coding)
-        return EpochDraws(number, _in_step(ranks), alone, self.units, self.traits.is_iterable, unpatched)
+        parts = self._parts(alone, unpatched)
+        return EpochDraws(number, _in_step(ranks), alone, self.units, parts, self.traits.is_iterable, unpatched)
+
+    def _with_others(self, cut: Cut, number: int, some: Sequence[RankDraws], alone: RankDraws) -> list[RankDraws]:
+        """Return what all ranks get: cut from what one process does if some of them got just that, else iterated."""
+        ranks = [cut.share(rank, alone) for rank in range(self.world_size)]
+        own = dict(zip(self.iterating, some, strict=True))
+        if all(_are_equal(*_in_step([mine, ranks[rank]])) for rank, mine in own.items()):
+            return [own.get(rank, share) for rank, share in enumerate(ranks)]
+        self._cut, self.iterating = None, range(self.world_size)
+        self._ranks = self._made()
+        return _drawn_anew(self._ranks, number, self.coding)
+
+    def _parts(self, alone: RankDraws, unpatched: RankDraws | None) -> tuple[int, ...]:
+        """Return how many units each part has that ranks share by itself; none where they share one stream."""
+        if self.traits.divides_batches:
+            return tuple(alone.sizes.tolist())
+        # Workers that ask which they are read a part each.
+        is_in_parts = unpatched is not None and unpatched.asked and self.subject.options.get("share") != "by_worker"
+        return alone.by_worker if is_in_parts else ()
 
     def unpatched_anew(self, number: int) -> RankDraws:
         """Draw an epoch of the unpatched loader once more, in a process that is seeded otherwise."""
@@ -252,13 +299,16 @@ class MadeUpWorld:
 
     def alike(self, epoch: EpochDraws) -> EpochDraws:
         """Draw an epoch again, on new ranks that are all seeded alike."""
+        if self._cut is not None:
+            return epoch  # what one process gets does not depend on how ranks are seeded
         ranks = ranks_of(self.subject, [0] * self.world_size, range(epoch.number + 1), self._timeout)
         drawn = _in_step(_drawn_anew(ranks, epoch.number, self.coding))
         return replace(epoch, ranks=drawn, units=self.units)
 
     def is_changed_by_epoch(self, first: RankDraws) -> bool:
         """Tell whether ``set_epoch(1)`` would have given rank 0 another first pass than ``first``."""
-        ranks = ranks_of(replace(self.subject, set_epoch=True), range(self.world_size), [1], self._timeout)
+        subject = replace(self.subject, set_epoch=True)
+        ranks = ranks_of(subject, range(self.world_size), [1], self._timeout, only=[0])
         again = ranks[0].epoch(1, self.coding).first_steps(len(first.sizes))
         return signature([again]) != signature([first])
 
@@ -279,6 +329,12 @@ def _size_of_data(traits: Traits) -> str:
         return "no length"
     below = "" if traits.base_length == traits.dataset_length else f" over a dataset of length {traits.base_length}"
     return f"length {traits.dataset_length}{below}"
+
+
+def _are_equal(one: RankDraws, other: RankDraws) -> bool:
+    """Tell whether a rank got the same samples in the same batches, and all of them where the other did."""
+    is_same = np.array_equal(one.items, other.items) and np.array_equal(one.sizes, other.sizes)
+    return is_same and one.ended == other.ended and one.error is None
 
 
 def _in_step(ranks: Sequence[RankDraws]) -> list[RankDraws]:

@@ -3,47 +3,33 @@
 import copy
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
-from itertools import chain
 from os import PathLike
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_patch.auditing.draw_records import Numbers, Units, Value
+from ddp_patch.auditing.drawn import Numbers, Units
 from ddp_patch.compat.packages import is_interleaved, is_split_by_node
 from ddp_patch.errors import InvalidOptionError, NotALoaderError, message_of
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import is_loader, nested_datasets, shards_itself
-from ddp_patch.loaders.samples import nested_samplers
+from ddp_patch.loaders.samples import length_of, nested_samplers
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import ignored_index_text
 
-__all__ = [
-    "Audited",
-    "Factory",
-    "Traits",
-    "base_of",
-    "digest",
-    "layers_of",
-    "length_of",
-    "made_by",
-    "name_of",
-    "samples_of",
-    "traits_of",
-]
+__all__ = ["Audited", "Factory", "Traits", "base_of", "digest", "indexed", "layers_of", "made_by", "name_of"]
 
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
@@ -62,7 +48,6 @@ class Audited:
         whole: Whether to keep a last, incomplete batch, so that everything there is to shard is drawn.
         by_one_worker: Whether one worker reads an iterable dataset, however many the loader has.
         by_contents: Whether to compare samples by their contents, because each rank holds data of its own in memory.
-        balance: More options for ``patch_dataloader_to_ddp``, by which steps cost alike on all ranks.
 
     Raises:
         InvalidOptionError: The loader is one rank's shard already; the function does not take a rank and a world
@@ -77,7 +62,6 @@ class Audited:
     whole: bool = False
     by_one_worker: bool = False
     by_contents: bool = False
-    balance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, LoaderFacts):
@@ -109,9 +93,7 @@ class Audited:
     @property
     def name(self) -> str:
         """Return the name to show in reports."""
-        if isinstance(self.make, LoaderFacts):
-            return type(self.make.loader).__name__
-        return name_of(self.make)
+        return type(self.make.loader).__name__ if isinstance(self.make, LoaderFacts) else name_of(self.make)
 
     def made_for(self, rank: int, world_size: int, is_real: bool = False) -> LoaderFacts[Any]:
         """Make a rank's loader, and look at it.
@@ -121,21 +103,20 @@ class Audited:
             world_size: The number of ranks.
             is_real: Whether this process is that rank, with a process group and its own copy of the subject.
         """
-        if not isinstance(self.make, LoaderFacts):
+        if isinstance(self.make, LoaderFacts):
+            given = _whole(self.make) if self.whole else self.make
+            made = given.loader if is_real else _copied(given)
+            if self.patches:
+                where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
+                made = patch_dataloader_to_ddp(made, **where, **self.options)
+        else:
             made = made_by(self.make, rank, world_size)
             if not is_loader(made):
                 raise NotALoaderError(
                     f"The factory {self.name}(rank={rank}, world_size={world_size}) returned {made!r} "
                     f"({type(made).__name__}), not a DataLoader. Return the loader that this rank would iterate."
                 )
-        else:
-            made = self.make.loader if is_real else _copied(self.make)
-            if self.patches:
-                where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
-                made = patch_dataloader_to_ddp(made, **where, **self.options, **self.balance)
-        facts = look_at(made)
-        if self.whole:
-            facts = _whole(facts)
+        facts = _whole(look_at(made)) if self.whole and self.is_made else look_at(made)
         return look_at(copy_loader(facts.loader, num_workers=1)) if self.by_one_worker else facts
 
 
@@ -158,13 +139,7 @@ def name_of(make: Callable[..., Any]) -> str:
 
 
 def made_by(make: Factory, rank: int, world_size: int) -> Any:
-    """Call a factory; note on any error for which rank it was called.
-
-    Args:
-        make: ``make(rank, world_size)``.
-        rank: The rank.
-        world_size: The number of ranks.
-    """
+    """Call a factory; note on any error for which rank it was called."""
     try:
         return make(rank, world_size)
     except Exception as error:
@@ -179,7 +154,7 @@ def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
     if facts.unit is ShardedUnit.SAMPLE and facts.drop_last:
         batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
         return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
-    if facts.unit is ShardedUnit.ITERABLE:
+    if facts.unit is ShardedUnit.ITERABLE and facts.drop_last:
         return look_at(copy_loader(facts.loader, drop_last=False))
     return facts
 
@@ -187,9 +162,8 @@ def _whole(facts: LoaderFacts[Any]) -> LoaderFacts[Any]:
 def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
     """Return a copy of the loader with its own samplers or iterable dataset, and its own random generators."""
     names = ["dataset"] if facts.unit is ShardedUnit.ITERABLE else []
-    names += ["sampler", "batch_sampler", "generator"]
     memo, new = _shared(facts), {}
-    for name in names:
+    for name in (*names, "sampler", "batch_sampler", "generator"):
         value = getattr(facts.loader, name)
         try:
             new[name] = copy.deepcopy(value, memo)
@@ -206,9 +180,11 @@ def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
     """Return what copies share with the loader instead of copying it, as a memo for ``copy.deepcopy``."""
     is_iterable = facts.unit is ShardedUnit.ITERABLE
     memo: dict[int, Any] = {} if is_iterable else {id(facts.dataset): facts.dataset}
-    holders = [*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])]
-    for holder in holders:
-        data = _data_types(holder, is_iterable)
+    for holder in (*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])):
+        # Large data, which the holder does not change.
+        data: tuple[type, ...] = (torch.Tensor, np.ndarray) if is_iterable else ()
+        if is_torch_sampler(holder):
+            data = (torch.Tensor, np.ndarray, list, range)
         for value in getattr(holder, "__dict__", {}).values():
             is_data = isinstance(value, Dataset | nn.Module) and not isinstance(value, IterableDataset)
             if is_data or isinstance(value, data):
@@ -218,18 +194,31 @@ def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
     return memo
 
 
-def _data_types(holder: object, is_iterable: bool) -> tuple[type, ...]:
-    """Return the types of attributes that are large data, which the holder does not change."""
-    if is_torch_sampler(holder):
-        return (torch.Tensor, np.ndarray, list, range)
-    return (torch.Tensor, np.ndarray) if is_iterable else ()
+class _Index(Dataset[Any]):
+    """Stands for a dataset, and gives an index itself where that gives a sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        """Return all indices of a batch, as torch asks for them at once."""
+        return list(indices)
 
 
-# Samples in memory, by index.
-Held: TypeAlias = Sequence[Any] | NDArray[Any] | torch.Tensor
-# What a fingerprint tells by its value. It tells any other object by its type alone.
-_PLAIN = (type(None), int, float, complex, str, bytes, bytearray, Enum, date, time, timedelta, PathLike)
-_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
+def indexed(dataset: Any) -> Dataset[Any]:
+    """Return a dataset that gives for an index that of the sample below the dataset's ``Subset`` layers.
+
+    Examples:
+        >>> indexed(Subset(Subset("abcdef", [1, 3, 5]), [2, 0])).__getitems__([0, 1])
+        [5, 1]
+    """
+    return Subset(indexed(dataset.dataset), dataset.indices) if isinstance(dataset, Subset) else _Index(dataset)
 
 
 def base_of(dataset: Any) -> Any:
@@ -237,21 +226,6 @@ def base_of(dataset: Any) -> Any:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset
-
-
-def in_base(dataset: Any, items: Iterable[Any]) -> list[Any]:
-    """Translate a dataset's indices to indices of the dataset below its ``Subset`` layers.
-
-    Examples:
-        >>> in_base(Subset(Subset("abcdef", [1, 3, 5]), [2, 0]), [0, 1])
-        [5, 1]
-    """
-    found = list(items)
-    while isinstance(dataset, Subset):
-        indices = dataset.indices
-        found = [[indices[each] for each in item] if isinstance(item, list) else indices[item] for item in found]
-        dataset = dataset.dataset
-    return found
 
 
 def layers_of(dataset: Any) -> list[Numbers]:
@@ -266,44 +240,37 @@ def layers_of(dataset: Any) -> list[Numbers]:
         [[0, 1, 2, 3], [3, 1, 0], [0, 3]]
     """
     below = layers_of(dataset.dataset) if isinstance(dataset, Subset) else []
-    try:
-        found = [operator.index(index) for index in in_base(dataset, range(len(dataset)))]
-        return [*below, np.array(found, np.int64)]
-    except Exception:  # noqa: BLE001 - the user's dataset may raise anything
-        return below
+    with suppress(Exception):  # the user's dataset may raise anything
+        found: list[Any] = indexed(dataset).__getitems__(list(range(len(dataset))))  # type: ignore[attr-defined]  # both have it
+        return [*below, np.array([operator.index(index) for index in found], np.int64)]
+    return below
 
 
-def contents(dataset: Any) -> Held | None:
-    """Return the samples of a dataset that holds them in memory, by index; None for any other dataset.
+# What a fingerprint tells by its value. It tells any other object by its type alone.
+_PLAIN = (type(None), int, float, complex, str, bytes, bytearray, Enum, date, time, timedelta, PathLike)
+_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 
-    Examples:
-        >>> contents(Subset(["a", "b", "c"], [2, 0]))
-        ['c', 'a']
-    """
+
+def _is_in_memory(dataset: Any) -> bool:
+    """Tell whether a dataset holds its samples, and gives them by looking them up."""
     match dataset:
-        case list() | tuple() | range() | np.ndarray() | torch.Tensor():
-            return dataset
-        case TensorDataset():
-            return [*zip(*dataset.tensors, strict=True)]
         case Subset():
-            below = contents(dataset.dataset)
-            return None if below is None else [below[index] for index in dataset.indices]
+            return _is_in_memory(dataset.dataset)
         case ConcatDataset():
-            parts = [held for part in dataset.datasets if (held := contents(part)) is not None]
-            return [*chain.from_iterable(parts)] if len(parts) == len(dataset.datasets) else None
-    return None
+            return all(map(_is_in_memory, dataset.datasets))
+    return isinstance(dataset, list | tuple | range | np.ndarray | torch.Tensor | TensorDataset)
 
 
 def digest(dataset: Any) -> str | None:
     """Return a hash of the samples that a dataset holds in memory; None where it holds none or they cannot be told."""
-    held = contents(dataset)
-    match held:
-        case None:
-            return None
+    if not _is_in_memory(dataset):
+        return None
+    match dataset:
         case range():
-            return fingerprint([repr(held)])
-        case torch.Tensor() | np.ndarray() if not getattr(held.dtype, "hasobject", False):
-            return fingerprint([held])
+            return fingerprint([repr(dataset)])
+        case torch.Tensor() | np.ndarray() if not getattr(dataset.dtype, "hasobject", False):
+            return fingerprint([dataset])
+    held = [dataset[index] for index in range(len(dataset))]
     return fingerprint(held) if all(map(_is_told, held)) else None
 
 
@@ -317,14 +284,6 @@ def _is_told(item: Any) -> bool:
     if is_dataclass(item) and not isinstance(item, type):
         return all(_is_told(getattr(item, field.name)) for field in fields(item))
     return isinstance(item, (*_PLAIN, *_ARRAYS))
-
-
-def samples_of(dataset: Any, steps: Iterator[list[Any]], by_contents: bool) -> Iterator[list[Any]]:
-    """Yield what the indices of each step stand for: samples' contents, or indices below ``Subset`` layers."""
-    held = contents(dataset) if by_contents else None
-    if held is not None:
-        return ([Value(held[item]) for item in step] for step in steps)
-    return (in_base(dataset, step) for step in steps) if isinstance(dataset, Subset) else steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +321,35 @@ class Traits:
     sharers: int
     dataset_length: int | None
     base_length: int | None
-    ignores_index: tuple[str, str] = ("", "")
+    ignores_index: tuple[str, str]
+
+    @classmethod
+    def of(cls, facts: LoaderFacts[Any]) -> "Traits":
+        """Describe a loader that was looked at."""
+        samplers: Sequence[Any] = facts.samplers
+        batches = None if facts.unit is ShardedUnit.UNBATCHED else facts.iterated
+        dataset, is_iterable = facts.dataset, facts.unit is ShardedUnit.ITERABLE
+        by = facts.sharded_by if isinstance(facts.sharded_by, EpochSampler) else None
+        divides = by is not None and by.agreed.options.divides_batches
+        gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
+        are_batches = facts.unit is ShardedUnit.BATCH or (facts.unit is ShardedUnit.UNBATCHED and gives_batches)
+        size, shards = facts.batch_size or getattr(batches, "batch_size", None), getattr(dataset, "num_shards", None)
+        return cls(
+            units="batches" if are_batches and not divides else "samples",
+            is_iterable=is_iterable,
+            batch_size=size if isinstance(size, int) and size > 0 else 1,
+            num_workers=facts.num_workers,
+            keeps_workers=facts.loader.persistent_workers,
+            num_shards=shards if is_iterable and isinstance(shards, int) else None,
+            may_be_split=is_iterable and by is None and _may_be_split(dataset),
+            divides_batches=divides,
+            drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
+            drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
+            sharers=sum(map(shards_itself, (*samplers, dataset))),
+            dataset_length=None if is_iterable else facts.dataset_length,
+            base_length=None if is_iterable else length_of(base_of(dataset), ()),
+            ignores_index=("", "") if is_iterable else ignored_index_text(dataset),
+        )
 
     @property
     def batchers(self) -> int:
@@ -373,45 +360,5 @@ class Traits:
         return max(1, self.num_workers) if self.is_iterable else 1
 
 
-def traits_of(facts: LoaderFacts[Any]) -> Traits:
-    """Return the traits of a loader that was looked at."""
-    samplers, batches = facts.samplers, None if facts.unit is ShardedUnit.UNBATCHED else facts.iterated
-    is_iterable = facts.unit is ShardedUnit.ITERABLE
-    divides = isinstance(facts.sharded_by, EpochSampler) and facts.sharded_by.agreed.options.divides_batches
-    gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
-    are_batches = facts.unit is ShardedUnit.BATCH or (facts.unit is ShardedUnit.UNBATCHED and gives_batches)
-    size = facts.batch_size or getattr(batches, "batch_size", None)
-    return Traits(
-        units="batches" if are_batches and not divides else "samples",
-        is_iterable=is_iterable,
-        batch_size=size if isinstance(size, int) and size > 0 else 1,
-        num_workers=facts.num_workers,
-        keeps_workers=facts.loader.persistent_workers,
-        num_shards=_num_shards(facts.dataset) if is_iterable else None,
-        may_be_split=is_iterable and not isinstance(facts.sharded_by, EpochSampler) and _may_be_split(facts.dataset),
-        divides_batches=divides,
-        drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
-        drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
-        sharers=sum(map(shards_itself, (*samplers, facts.dataset))),
-        dataset_length=None if is_iterable else facts.dataset_length,
-        base_length=None if is_iterable else length_of(base_of(facts.dataset)),
-        ignores_index=("", "") if is_iterable else ignored_index_text(facts.dataset),
-    )
-
-
 def _may_be_split(dataset: Any) -> bool:
     return is_interleaved(dataset) or any(map(is_split_by_node, nested_datasets(dataset)))
-
-
-def _num_shards(dataset: Any) -> int | None:
-    with suppress(Exception):
-        found = dataset.num_shards
-        return found if isinstance(found, int) else None
-    return None
-
-
-def length_of(sized: Any) -> int | None:
-    """Return ``len(sized)``; None where it raises, for whatever reason."""
-    with suppress(Exception):
-        return len(sized)
-    return None

@@ -1,0 +1,133 @@
+"""Show a report: as text, as Markdown, as HTML, on a terminal, and as annotations of a CI job. It decides nothing."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from typing import TypeAlias
+
+from ddp_patch.auditing.judge_problems import Problem
+
+__all__ = ["Facts", "annotation", "as_markdown", "as_text", "escaped_markdown", "notebook", "page_of", "section"]
+
+
+Facts: TypeAlias = Sequence[tuple[str, str]]  # pairs of a name and a text
+
+
+def as_text(title: str, facts: Facts, problems: Sequence[Problem]) -> str:
+    """Return a title with facts and problems below it, as lines."""
+    lines = [title, *(f"  {name}: {value}" for name, value in facts)]
+    for problem in problems:
+        lines += [f"  ✘ {problem.kind} ({problem.where})", f"    {problem.what} {problem.why}"]
+        lines += [f"    Remedy: {problem.remedy}"]
+    return "\n".join(lines)
+
+
+def as_markdown(name: str, facts: Facts, problems: Sequence[Problem]) -> str:
+    """Return Markdown: a heading with the verdict, a table, and the problems below the table."""
+    rows = [f"| {fact} | {escaped_markdown(value)} |" for fact, value in facts]
+    listed = [
+        f"- **{escaped_markdown(problem.kind)}** ({escaped_markdown(problem.where)}): "
+        f"{escaped_markdown(problem.what)} {escaped_markdown(problem.why)} *{escaped_markdown(problem.remedy)}*"
+        for problem in problems
+    ]
+    heading = f"### {'✘' if problems else '✔'} {escaped_markdown(name)}: {'FAIL' if problems else 'PASS'}"
+    return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if problems else []), *listed])
+
+
+def escaped_markdown(text: str) -> str:
+    """Return Markdown that shows a text as it is, in one line."""
+    # Leave underscores within a word: Markdown takes them as they are.
+    special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
+    return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), " ".join(text.split()))
+
+
+def annotation(place: str, code: str | None, problem: Problem) -> str:
+    """Return what GitHub shows beside a line of code, where a job prints it.
+
+    Examples:
+        >>> problem = Problem("padding", "50 % are", "epoch 0", "It counts twice.", "Use uneven='keep'.")
+        >>> annotation("val, all", "a,b.py:3", problem)
+        "::error file=a%2Cb.py,line=3,title=val%2C all%3A padding::50 %25 are It counts twice. Use uneven='keep'."
+    """
+    file, colon, line = (code or "").rpartition(":")
+    where = f"file={_escaped(file)},line={line}," if colon else ""
+    text = f"{problem.what} {problem.why} {problem.remedy}"
+    for sign, code_of_sign in _IN_TEXT.items():
+        text = text.replace(sign, code_of_sign)
+    return f"::error {where}title={_escaped(f'{place}: {problem.kind}')}::{text}"
+
+
+_IN_TEXT = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+
+
+def _escaped(value: str) -> str:
+    """Return a property of an annotation, in which more signs have a meaning than in its text."""
+    for sign, code in {**_IN_TEXT, ":": "%3A", ",": "%2C"}.items():
+        value = value.replace(sign, code)
+    return value
+
+
+# Names no colour of texts and backgrounds: a page or a notebook, light or dark, has its own.
+_STYLE = """
+.ddp-report { min-width: 0; }
+.ddp-report h2 { font-size: 1.25rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+.ddp-picture img { max-width: 100%; height: auto; }
+.ddp-good, .ddp-bad { white-space: nowrap; }
+.ddp-good { color: #1a8a4c; color: color-mix(in srgb, #1a9c54 65%, currentColor); }
+.ddp-bad { color: #d3453c; color: color-mix(in srgb, #e0392f 65%, currentColor); }
+.ddp-facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .25rem 1rem; margin: .75rem 0; }
+.ddp-facts dt { opacity: .8; font-weight: 400; } .ddp-facts dd { margin: 0; overflow-wrap: anywhere; }
+.ddp-problem { border-left: 4px solid #d3453c; background: rgba(128, 138, 153, .12); padding: .5rem .9rem;
+  margin: .75rem 0; }
+.ddp-problem p { margin: .25rem 0; overflow-wrap: anywhere; }
+@media (max-width: 34rem) { .ddp-facts { grid-template-columns: minmax(0, 1fr); gap: 0; }
+  .ddp-facts dd { margin-bottom: .5rem; } }
+"""
+_PAGE = """
+:root { color-scheme: light dark; --ink: #1c2330; --line: #c9d0da; --paper: #ffffff; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf2; --line: #465063; --paper: #12161d; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 72rem; font: 1rem/1.5 system-ui, sans-serif;
+  color: var(--ink); background: var(--paper); }
+h1 .ddp-good, h1 .ddp-bad { white-space: normal; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
+main > *, footer { margin-top: 2rem; border-top: 2px solid var(--line); padding-top: 1.25rem; }
+"""
+
+
+def _marked(is_good: bool, text: str) -> str:
+    return f'<span class="ddp-{"good" if is_good else "bad"}">{text}</span>'
+
+
+def _facts_html(facts: Facts) -> str:
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
+    return f'<dl class="ddp-facts">{rows}</dl>'
+
+
+def section(heading: str, facts: Facts, problems: Sequence[Problem], picture: str) -> str:
+    """Return a part of an HTML page: the verdict, the picture, problems and facts."""
+    listed = "".join(
+        f'<div class="ddp-problem"><p><strong class="ddp-bad">✘ {problem.kind}</strong> '
+        f"({escape(problem.where)})</p><p>{escape(problem.what)} {escape(problem.why)}</p>"
+        f"<p><strong>Remedy:</strong> {escape(problem.remedy)}</p></div>"
+        for problem in problems
+    )
+    mark = _marked(not problems, "✘ FAIL" if problems else "✔ PASS")
+    shown = picture or "<p>There is nothing to draw.</p>"
+    return f'<section class="ddp-report"><h2>{escape(heading)} {mark}</h2>{shown}{listed}{_facts_html(facts)}</section>'
+
+
+def notebook(sections: Sequence[str]) -> str:
+    """Return sections with all that they need, to show in a notebook."""
+    return f"<div><style>{_STYLE}</style>{''.join(sections)}</div>"
+
+
+def page_of(verdict: str, is_good: bool, sections: Sequence[str], provenance: Facts) -> str:
+    """Return an HTML page of sections that holds everything it shows."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>DDP audit: {verdict}</title><style>{_PAGE}{_STYLE}</style></head><body><header>"
+        f"<h1>DDP audit: {_marked(is_good, verdict)}</h1></header>"
+        f"<main>{''.join(sections)}</main><footer>{_facts_html(provenance)}</footer></body></html>\n"
+    )
