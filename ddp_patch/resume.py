@@ -1,6 +1,7 @@
 """Save and restore a loader's position: stop anywhere, resume mid-epoch with any number of ranks."""
 
 import json
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader
@@ -50,8 +51,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         >>> for step, batch in enumerate(loader):
         ...     if step == 0:
         ...         state = loader_state(loader)
-        >>> state["epoch"], state["done"]
-        (0, [[2, 2]])
+        >>> state["epoch"], state["parts"]
+        (0, [[[2, 2]]])
         >>> resumed = patch_dataloader_to_ddp(DataLoader(range(12), batch_size=2), rank=0, num_replicas=1)
         >>> restore_loader(resumed, state)
         >>> len(resumed), [batch.tolist() for batch in resumed]
@@ -165,15 +166,14 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
                 "on the number of ranks that saved it, or leave the rest out: call "
                 f"set_epoch({position.epoch + 1}) on every rank."
             )
-    parts = position.parts
     sampler.agreed.compare(
         _RESTORING,
         {
             "seed": position.seed,
             "epoch to resume in": position.epoch,
-            "done": json.dumps(position.consumed),
-            "done of each part": None if parts is None else json.dumps([parts.first, *parts.consumed]),
-            "samplers": fingerprint([position.sampler_snapshot]),
+            "parts": json.dumps(position.parts),
+            "turn": position.turn,
+            "samplers": fingerprint([replace(position.states, streams=())]),
         },
     )
     sampler.resume_at(position, counts_rest=counts_rest)

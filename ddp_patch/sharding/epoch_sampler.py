@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +15,8 @@ from ddp_patch.plan import ONE_PER_STEP, Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import Position, read_state, split_consumed, write_state
+from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.saved_position import Position, States, read_state, split_consumed, write_state
 
 __all__ = ["EpochSampler"]
 
@@ -154,7 +155,7 @@ class EpochSampler(DistributedSampler[T]):
                     torch.empty((), dtype=torch.int64).random_(generator=self._iterator_generator)
         self._states_prepared, self._iterator_generator = False, None
 
-    def sampler_snapshot(self) -> SamplerSnapshot:
+    def sampler_snapshot(self) -> States:
         """Return what the samplers hold now."""
         return self._sampler_states.snapshot()
 
@@ -321,13 +322,13 @@ class EpochSampler(DistributedSampler[T]):
 
     def state_at(self, position: Position) -> dict[str, Any]:
         """Return the state of this sampler at a position."""
-        return write_state(position, self._loader_facts(self.latest), self.seed)
+        return write_state(replace(position, seed=self.seed), self._loader_facts(self.latest))
 
     def _position_now(self) -> Position:
         if self.position is not None:
             return self.position
         if self.latest is None:
-            return Position(self.epochs.upcoming, sampler_snapshot=self.sampler_snapshot())
+            return Position(self.epochs.upcoming, states=self.sampler_snapshot())
         if self.latest.is_ended:
             return self.latest.position_at_end(self.sampler_snapshot())
         return self.latest.position(self.latest.items_taken)
@@ -373,6 +374,6 @@ class EpochSampler(DistributedSampler[T]):
         self.latest = None
         self.monitor.restore()
         # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
-        self._sampler_states.restore_epoch(position.epoch + position.ended, position.sampler_snapshot)
+        self._sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest

@@ -16,7 +16,7 @@ from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.schedule import Sizes
 from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, Origins, Stream
-from ddp_patch.sharding.sampler_states import SamplerSnapshot
+from ddp_patch.sharding.saved_position import States
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
@@ -47,8 +47,8 @@ class ItemSource(Generic[T]):
 
     # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
-    snapshot_before: SamplerSnapshot | None = None
-    snapshot_after: SamplerSnapshot | None = None
+    snapshot_before: States | None = None
+    snapshot_after: States | None = None
     sizes: Sizes | None = None
     origins: Origins | None = None
     # Whether the whole epoch is drawn before the first item is given.
@@ -238,8 +238,8 @@ class FromLeader(ItemSource[T]):
     """
 
     length: int | None
-    snapshot_before: SamplerSnapshot | None
-    snapshot_after: SamplerSnapshot | None
+    snapshot_before: States | None
+    snapshot_after: States | None
     origins: Origins | None
 
     def __init__(
@@ -248,8 +248,8 @@ class FromLeader(ItemSource[T]):
         leader: Leader,
         pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        snapshot_before: SamplerSnapshot,
-        snapshot_now: Callable[[], SamplerSnapshot],
+        snapshot_before: States,
+        snapshot_now: Callable[[], States],
         *,
         has_length: bool,
     ) -> None:
@@ -287,12 +287,12 @@ class FromLeader(ItemSource[T]):
             origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
             yield [item for _, item in share]
 
-    def _note(self, is_last: bool) -> tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]:
+    def _note(self, is_last: bool) -> tuple[States | None, States | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.snapshot_after = self._snapshot_now() if is_last else None
         return self.snapshot_before, self.snapshot_after, self.length
 
-    def _take_note(self, note: tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]) -> None:
+    def _take_note(self, note: tuple[States | None, States | None, int | None]) -> None:
         self.snapshot_before, self.snapshot_after, self.length = note
 
     def ends_within(self, items: int) -> bool:

@@ -13,8 +13,8 @@ from ddp_patch.ranks.records import State
 from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import BatchNote, Position, split_consumed
+from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.saved_position import BatchNote, Position, States, split_consumed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -363,7 +363,7 @@ class Pass(IterationProgress, Generic[T]):
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
         consumed: Consumed = (*(pair for pair in self.consumed_before if pair[1]), (self._plan.num_replicas, taken))
-        return Position(self.epoch, consumed, self.start.sampler_snapshot)
+        return Position(self.epoch, (consumed,), states=self.start.states)
 
     def position_after(self, batches: int) -> Position:
         """Return the position after this many of its batches.
@@ -373,9 +373,9 @@ class Pass(IterationProgress, Generic[T]):
         """
         return self.position(self.skip + batches * self._batching.size)
 
-    def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
-        """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
-        return replace(self.position(self.items_taken), sampler_snapshot=snapshot, ended=True)
+    def position_at_end(self, states: States) -> Position:
+        """Return the position after everything was taken, when the samplers hold ``states``."""
+        return replace(self.position(self.items_taken), states=states, turn=None)
 
 
 class SamplerPass(Pass[T]):
@@ -455,8 +455,8 @@ class SamplerPass(Pass[T]):
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
         found = super().position(taken)
-        return replace(found, sampler_snapshot=self.source.snapshot_before or found.sampler_snapshot)
+        return replace(found, states=self.source.snapshot_before or found.states)
 
-    def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
-        """Return the position after everything was taken, when the samplers are as in ``snapshot``."""
-        return super().position_at_end(self.source.snapshot_after or snapshot)
+    def position_at_end(self, states: States) -> Position:
+        """Return the position after everything was taken, when the samplers hold ``states``."""
+        return super().position_at_end(self.source.snapshot_after or states)

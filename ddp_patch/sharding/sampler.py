@@ -35,8 +35,8 @@ from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass, SamplerPass
-from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import Position, split_consumed
+from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerStates
+from ddp_patch.sharding.saved_position import Position, States, split_consumed
 
 __all__ = ["ShardedSampler"]
 
@@ -201,14 +201,14 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
             return self._stream_length(epoch)
 
-    def sampler_snapshot(self) -> SamplerSnapshot:
+    def sampler_snapshot(self) -> States:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
                 "epochs took. Give the loader something that can be iterated again"
             )
-            return SamplerSnapshot(unknown=why)
+            return States(unknown=why)
         return super().sampler_snapshot()
 
     def set_epoch(self, epoch: int) -> None:
@@ -250,13 +250,13 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         start = self.position
         if start is not None and start.is_within_pass:
             # Others may have drawn from the generators since it was loaded.
-            self._sampler_states.restore_states(start.sampler_snapshot)
+            self._sampler_states.restore_states(start.states)
         else:
             self._begin_sampler_states()
-            start = Position(number, sampler_snapshot=self.sampler_snapshot())
+            start = Position(number, states=self.sampler_snapshot())
         # Under a leader one rank draws for all, so there is nothing to compare.
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
-        source: ItemSource[T] = Nothing() if start.ended else self._chosen_source(start, digest)
+        source: ItemSource[T] = Nothing() if start.is_ended else self._chosen_source(start, digest)
         costs = self.agreed.options.costs
         self.latest = current = SamplerPass(
             start,
@@ -267,7 +267,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             on_length_known=partial(self._require_steps, start),
             digest=digest,
         )
-        if start.ended:
+        if start.is_ended:
             current.end()
             self.epochs.begin(number)
             self.position = None
@@ -341,7 +341,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             has_length = leader.is_leader and self._length_if_any(start.epoch) is not None
             pass_facts = partial(self._pass_facts, start.epoch)
             return FromLeader(
-                epoch, leader, pass_facts, plans, start.sampler_snapshot, self.sampler_snapshot, has_length=has_length
+                epoch, leader, pass_facts, plans, start.states, self.sampler_snapshot, has_length=has_length
             )
         return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
 

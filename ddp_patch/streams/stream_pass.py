@@ -13,8 +13,7 @@ from ddp_patch.errors import RankMismatchError, StateError
 from ddp_patch.plan import Consumed
 from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.sampler_states import SamplerSnapshot
-from ddp_patch.sharding.saved_position import BatchNote, PartsConsumed, Position, StreamSnapshot, split_consumed
+from ddp_patch.sharding.saved_position import BatchNote, Position, States, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.dataset import StreamWorker
 from ddp_patch.streams.stream_marks import StreamDigest
@@ -189,7 +188,11 @@ class StreamPass(Pass[None]):
 
     def _parts_before(self) -> Sequence[Consumed]:
         """Return what was taken of each part before the pass."""
-        return [()] * self._shared.readers if self.start.parts is None else self.start.parts.consumed
+        return self._of_each(self._shared.readers)
+
+    def _of_each(self, parts: int) -> Sequence[Consumed]:
+        """Return what was taken of each of so many parts before the pass; nothing where it began an epoch."""
+        return self.start.parts if len(self.start.parts) == parts else [()] * parts
 
     def most_batches(self) -> int | None:
         """Return how many batches the largest share has in it, where every rank knows that; otherwise None."""
@@ -218,18 +221,27 @@ class StreamPass(Pass[None]):
             )
         return most
 
-    def position_at_end(self, snapshot: SamplerSnapshot) -> Position:
+    def position_at_end(self, states: States) -> Position:
         """Return the position after everything was taken; see ``Pass``."""
-        return replace(super().position_at_end(snapshot), stream_snapshots=self._worker.snapshots_between())
+        return super().position_at_end(replace(states, streams=self._worker.snapshots_between()))
+
+    def position_at_start(self) -> Position:
+        """Return the position where it began, which is within it."""
+        return self.start if len(self.start.parts) > 1 else replace(self.position(self.skip), states=self.start.states)
+
+    def position(self, taken: int) -> Position:
+        """Return the position after this many items of the share were taken, without what is known of its stream."""
+        position = super().position(taken)
+        return replace(position, states=replace(position.states, streams=()))
 
     def _prepared_beyond(self, batches: int) -> int:
         return 0  # what was drawn ahead was drawn in workers
 
     def position_after(self, batches: int) -> Position:
         """Return the position after this many of its batches; see ``Pass``."""
-        position = super().position_after(batches)
         if not batches:
-            return replace(position, parts=self.start.parts, stream_snapshots=self.start.stream_snapshots)
+            return self.position_at_start()
+        position = super().position_after(batches)
         if self._splits_itself:
             return position if self.rounds is None else self._position_of_all(position, self.rounds, batches)
         if self.resumed_elsewhere:
@@ -241,10 +253,9 @@ class StreamPass(Pass[None]):
         if self.is_in_parts:
             return self._position_in_parts(position, batches)
         position = self.position(self.schedule().taken(batches)[0])
-        before = self.start.stream_snapshots[0] if self.start.stream_snapshots else StreamSnapshot()
-        return replace(
-            position, stream_snapshots=[self._snapshot_after((batches - 1) % self._shared.readers, batches, before)]
-        )
+        before = self.start.states.streams[0] if self.start.states.streams else StreamSnapshot()
+        known = self._snapshot_after((batches - 1) % self._shared.readers, batches, before)
+        return replace(position, states=replace(position.states, streams=[known]))
 
     def _position_in_parts(self, position: Position, batches: int) -> Position:
         """Return the position after some batches where workers read a part each."""
@@ -256,14 +267,14 @@ class StreamPass(Pass[None]):
                 "Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
             )
         first, taken, made = self._shared.first_part(self._number), schedule.taken(batches), schedule.made(batches)
-        marks, consumed, known = self.start.stream_snapshots or [StreamSnapshot()] * readers, [], []
+        marks, consumed, known = self.start.states.streams or [StreamSnapshot()] * readers, [], []
         for part, before in enumerate(self._parts_before()):
             worker = (part - first) % readers
             consumed.append((*split_consumed(before, ranks)[0], (ranks, taken[worker])))
             known.append(self._snapshot_after(worker, made[worker], marks[part % len(marks)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = (first + schedule.record(batches - 1).part + 1) % readers
-        return replace(position, parts=PartsConsumed(upcoming, consumed), stream_snapshots=known)
+        return replace(position, parts=consumed, turn=upcoming, states=replace(position.states, streams=known))
 
     def _snapshot_after(self, worker: int, batches: int, previous: StreamSnapshot) -> StreamSnapshot:
         """Return what is known of a worker's stream after some batches of it; ``previous``, when the pass began."""
@@ -279,14 +290,13 @@ class StreamPass(Pass[None]):
     def _position_of_all(self, position: Position, rounds: BalancedRounds, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
         made = chain.from_iterable(rounds.made(batches, self._batches_before))
-        return replace(position, parts=PartsConsumed(0, [((1, count * self._batching.size),) for count in made]))
+        return replace(position, parts=[((1, count * self._batching.size),) for count in made])
 
     @cached_property
     def _batches_before(self) -> Sequence[Sequence[int]]:
         """Return how many batches of each rank's workers were taken before the pass, if a dataset splits itself."""
         size, readers, ranks = self._batching.size, self._shared.readers, self._plan.num_replicas
-        consumed = [()] * (readers * ranks) if self.start.parts is None else self.start.parts.consumed
-        before = [sum(items for _, items in of_reader) // size for of_reader in consumed]
+        before = [sum(items for _, items in of_reader) // size for of_reader in self._of_each(readers * ranks)]
         return [before[at : at + readers] for at in range(0, len(before), readers)]
 
     @property

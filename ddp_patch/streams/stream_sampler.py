@@ -190,9 +190,8 @@ class StreamSampler(EpochSampler[None]):
             self._say_if_unnamed,
         )
         if start.is_within_pass:
-            self._sampler_states.restore_generators(
-                start.sampler_snapshot.generators
-            )  # a loader may have drawn from them since
+            # A loader may have drawn from them since.
+            self._sampler_states.restore_generators(start.states.generators)
         self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         if self.worker.marks is not None:
@@ -281,19 +280,17 @@ class StreamSampler(EpochSampler[None]):
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         position = super().read(state)
-        parts = () if position.parts is None or self.worker.splits_itself else position.parts.consumed
-        if parts and len(parts) != self.worker.shared.readers:
+        parts = len(position.parts)
+        if parts not in {1, self.worker.shared.readers} and not self.worker.splits_itself:
             raise StateError(
-                f"{self.worker.name} cannot resume from the state, which counts the items of {len(parts)} workers that "
-                f"each read a part: this loader has num_workers={self._workers}. Use num_workers={len(parts)}; the "
+                f"{self.worker.name} cannot resume from the state, which counts the items of {parts} workers that "
+                f"each read a part: this loader has num_workers={self._workers}. Use num_workers={parts}; the "
                 "number of ranks may change."
             )
         return position
 
     def _start_of_epoch(self, epoch: int) -> Position:
-        return Position(
-            epoch, sampler_snapshot=self.sampler_snapshot(), stream_snapshots=self.worker.snapshots_between()
-        )
+        return Position(epoch, states=replace(self.sampler_snapshot(), streams=self.worker.snapshots_between()))
 
     def _position_now(self) -> Position:
         # Other packages' loaders find the position in an epoch by reading it again.
@@ -304,6 +301,4 @@ class StreamSampler(EpochSampler[None]):
             return self._start_of_epoch(self._iterated)
         if not self._workers and current.is_done_without_workers:
             return self._start_of_epoch(current.epoch + 1)
-        return replace(
-            current.position(current.skip), parts=current.start.parts, stream_snapshots=current.start.stream_snapshots
-        )
+        return current.position_at_start()

@@ -80,7 +80,7 @@ class WorkerPosition:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "number"} | {
             "version": _VERSION,
             "consumed_before": [list(pair) for pair in self.consumed_before],
-            "snapshot": [self.snapshot.plain(), list(self.snapshot.initial_state)],
+            "snapshot": self.snapshot.plain(),
             "generators": list(self.generators),
         }
         return [[name, value] for name, value in values.items()]
@@ -100,7 +100,7 @@ class WorkerPosition:
                 "read. Restore it with that version."
             )
         values["consumed_before"] = tuple((ranks, taken) for ranks, taken in values["consumed_before"])
-        values["snapshot"] = StreamSnapshot.of(*values["snapshot"])
+        values["snapshot"] = StreamSnapshot.of(values["snapshot"])
         return cls(number=-1, **values)
 
 

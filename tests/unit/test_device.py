@@ -247,7 +247,7 @@ def test_errors_come_where_the_batch_would_have_come(num_workers: int, streams: 
     with pytest.raises(ValueError, match="sample 5"):
         given.extend(loader)
     assert len(given) == 2
-    assert loader_state(loader)["done"] == [[1, 4]]
+    assert loader_state(loader)["parts"] == [[[1, 4]]]
 
 
 def test_all_passes_and_loaders_copy_in_one_stream(streams: Streams) -> None:

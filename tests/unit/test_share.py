@@ -299,7 +299,7 @@ def test_a_state_is_of_whole_batches_and_of_their_size() -> None:
     iterator = iter(running)
     next(iterator)
     state = loader_state(running, batches_done=1)
-    assert state["done"] == [[2, 1]]
+    assert state["parts"] == [[[2, 1]]]
     resumed = patched(loader(shuffle=True), 1, share="batches")
     restore_loader(resumed, state)
     assert list(resumed) == [whole[0][1], whole[1][1], whole[0][2], whole[1][2]]
