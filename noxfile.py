@@ -199,6 +199,13 @@ def many_ranks(session: nox.Session) -> None:
 
 
 @nox.session
+def size(session: nox.Session) -> None:
+    """Print how large the package is, and how many classes one follows in the examples of ``docs/architecture.md``."""
+    install(session, ".[demo]")
+    session.run("python", "-W", "ignore", "benchmarks/size.py", *session.posargs)
+
+
+@nox.session
 def audit(session: nox.Session) -> None:
     """Measure an audit of ten million samples, as ``docs/audit.md`` tells of it; ``--n 1000000`` is short."""
     install(session, ".[audit]")
