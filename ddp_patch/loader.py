@@ -32,6 +32,7 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.loaders.to_device import Mover
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.records import State
 from ddp_patch.sharding.batches import CollateByValue, Tally, describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
@@ -230,7 +231,7 @@ class OwnMethods(HeldByLoader):
         current = None if sampler is None else sampler.current_pass
         if sampler is None or current is None:
             return
-        if current.batches_delivered and not current.loop_saw_end and sampler.items_left(current.start) is None:
+        if current.batches_delivered and current.state is not State.ENDED and sampler.items_left(current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
                 "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "

@@ -32,6 +32,7 @@ from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.to_device import device_of
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.ranks.records import State
 from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
@@ -84,7 +85,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:
         raise Misfit("got no batch of the loader yet")
-    if current.loop_saw_end and step is None:
+    if current.state is State.ENDED and step is None:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     _require_one_pass(current)
     schedule = ends = current.schedule()

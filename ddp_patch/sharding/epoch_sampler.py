@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.orders.chunks import State
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.plan import ONE_PER_STEP, Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
@@ -129,7 +130,7 @@ class EpochSampler(DistributedSampler[T]):
 
     def _require_no_failure(self) -> None:
         current = self.latest
-        if current is not None and current.has_failed and self.position is None and self.monitor.is_on:
+        if current is not None and current.state is State.FAILED and self.position is None and self.monitor.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
                 f"Iterating the {self._loader_name} again: its pass over epoch {current.epoch} ended by an error, "
                 f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
@@ -219,7 +220,7 @@ class EpochSampler(DistributedSampler[T]):
     def batches_into_pass(self) -> int:
         """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
         current = self.latest if self.has_one_iterator else None
-        return 0 if current is None or current.loop_saw_end else current.batches
+        return 0 if current is None or current.state is State.ENDED else current.batches
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one.
@@ -265,7 +266,7 @@ class EpochSampler(DistributedSampler[T]):
         if self.position is not None:
             epoch = self.position.epoch
             before, skip = split_consumed(self.position.consumed, self.plan.num_replicas)
-        elif current is None or current.is_inactive:
+        elif current is None or current.is_over:
             epoch = self.epochs.current
         else:
             epoch, before, skip = current.epoch, current.consumed_before, current.skip
@@ -316,7 +317,7 @@ class EpochSampler(DistributedSampler[T]):
             )
         if current is None:
             return self.state_dict()
-        if current.is_over_after(batches, on_this_rank=on_this_rank):
+        if current.draw_end_after(batches, on_this_rank=on_this_rank):
             return self.state_at(current.position_at_end(self.sampler_snapshot()).or_next_epoch())
         return self.state_at(current.position_after(batches))
 

@@ -14,7 +14,6 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
-from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, generators_restored, random_generators, torch_generators
 from ddp_patch.orders.orders import (
@@ -34,7 +33,7 @@ from ddp_patch.sharding.balancing import Balancer, BatchDivider
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
-from ddp_patch.sharding.passes import Pass, SamplerPass
+from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerStates
 from ddp_patch.sharding.saved_position import Position, States, split_consumed
 
@@ -47,8 +46,6 @@ T = TypeVar("T")
 class ShardedSampler(AttributeProxy, EpochSampler[T]):
     """Gives one rank its share of the items that another sampler yields."""
 
-    latest: SamplerPass[T] | None
-    position: Position | None
     _gives_batches: bool = False
     _inner, _kept_as = "sampler", "_wrapped_sampler"
 
@@ -165,7 +162,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             epoch: In which epoch.
             drawn_from: Tells which generators to put back, besides the global ones.
         """
-        now = (epoch, self._set_epoch_calls, self.epochs.passes, None if self.latest is None else self.latest.state)
+        now = (epoch, self._set_epoch_calls, self.epochs.passes, None if self.latest is None else self.latest.drawn)
         if self._draws_nothing_at == now:
             yield
             return
@@ -184,7 +181,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if latest is None or latest.is_ended:
             length = None
         else:
-            length = self._restored_length if latest.start.is_within_pass else latest.length
+            length = self._restored_length if latest.start.is_within_pass else latest.source.length
         return {
             **self._facts,
             "sampler length": self._stream_length(self.epochs.upcoming) if length is None else length,
@@ -226,7 +223,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             self.set_epoch(epoch)
         return chain.from_iterable(self._runs(self._take_up_pass(), self._set_epoch_calls))
 
-    def _runs(self, current: SamplerPass[T], choices: int) -> Iterator[Iterator[T]]:
+    def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         is_other = current.epoch != self.epochs.upcoming or choices != self._set_epoch_calls
         if not current.is_ended and (is_other or self._note_new_generators()):
@@ -239,7 +236,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self.latest, self.position, self._epoch_was_set = current, None, False
         yield from current.runs()
 
-    def _take_up_pass(self) -> SamplerPass[T]:
+    def _take_up_pass(self) -> Pass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it.
 
         If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
@@ -258,14 +255,14 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
         source: ItemSource[T] = Nothing() if start.is_ended else self._chosen_source(start, digest)
         costs = self.agreed.options.costs
-        self.latest = current = SamplerPass(
+        self.latest = current = Pass(
             start,
             self._pass_context(),
             source,
+            digest,
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._batch_plan is not None else None,
             divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, costs),
-            on_length_known=partial(self._require_steps, start),
-            digest=digest,
+            require_steps=partial(self._require_steps, start),
         )
         if start.is_ended:
             current.end()
@@ -304,9 +301,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         count, share = self._batching.count, self.plan.smallest_share(length)
         if not current.items_taken or current.batches < count(max(0, share - current.skip)):
             return
-        if current.state is IterationState.NOT_BEGUN:  # it resumed where nothing was left
-            current.draw_to_end()
-        if current.ends_within(self._batching.size):
+        if current.draw_rest(self._batching.size):
             self._sampler_states.end(current.epoch)
 
     def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:

@@ -49,7 +49,7 @@ from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderEr
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
 from ddp_patch.sharding.item_sources import Indexed
-from ddp_patch.sharding.passes import SamplerPass
+from ddp_patch.sharding.passes import Pass
 
 # Samplers of other packages, as they are there.
 
@@ -238,7 +238,7 @@ def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -
     for rank in range(2):
         mine, other = patched(given(BatchSampler), 2, rank, share="batches"), patched(given(Unknown), 2, rank)
         assert [list(mine), list(mine)] == [list(other), list(other)]
-        latest: SamplerPass[Any] = mine.sampler.latest
+        latest: Pass[Any] = mine.sampler.latest
         assert isinstance(latest.source, Indexed)
         assert not isinstance(other.sampler.latest.source, Indexed)
 

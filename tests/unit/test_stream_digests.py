@@ -249,7 +249,7 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     patched.sampler.worker.marks = StreamMarks(patched.sampler.worker.shared)
     for _ in patched:
         pass
-    digest = patched.sampler.latest.digest
+    digest = patched.sampler.latest.source.digest
     assert digest.length == 30
     assert digest.latest == read(range(30)).latest
 
