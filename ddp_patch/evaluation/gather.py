@@ -59,7 +59,7 @@ def expected_of_pass(batches: Batches) -> ExpectedRows:
     if current is None:
         raise Misfit("made no pass over the loader")
     _require_one_pass(current)
-    schedule = current.whole_schedule()
+    schedule = current.whole_schedule(batches)
     if schedule is None or sampler.batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
     length = schedule.length if schedule.batch_plan is None else sum(_batch_sizes(schedule, [], 0))
@@ -80,7 +80,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
     """
     sampler, current = batches.sampler, batches.sampler.latest
     try:
-        number = batches_delivered(loader, sampler) - 1 if step is None else step
+        number = batches_delivered(loader, batches) - 1 if step is None else step
     except DDPPatchError as error:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:
@@ -88,7 +88,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
     if current.state is State.ENDED and step is None:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     _require_one_pass(current)
-    schedule = ends = current.schedule()
+    schedule = ends = current.schedule(batches)
     if len(schedule.parts) == 1 and schedule.count is None:
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     # Whether a rank has found the end already depends on chance, so only a length that was known before counts.

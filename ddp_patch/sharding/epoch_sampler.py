@@ -54,7 +54,6 @@ class EpochSampler(DistributedSampler[T]):
         self.position: Position | None = None
         self.counts_rest: bool = True
         self._keeps_sizes = False
-        self._loader_batching: Batching | None = None
         self.has_one_iterator: bool = False
         self._batch_plan = agreed.batch_plan
         self._sampler_states = sampler_states
@@ -164,7 +163,7 @@ class EpochSampler(DistributedSampler[T]):
         """Return what all passes have in common."""
         return PassContext(
             self.plan,
-            self._loader_batching or self._batching,
+            self._batching,
             self._batch_plan,
             self._sampler_states,
             self.monitor,
@@ -185,8 +184,7 @@ class EpochSampler(DistributedSampler[T]):
     def batches_in_epoch(self) -> int | None:
         """Return how many batches this rank's share of the upcoming epoch has; None if that is not known."""
         length = self._length_if_any(self.epochs.upcoming)
-        batching = self._loader_batching or self._batching
-        return None if length is None else batching.count(len(self.plan.share(length)))
+        return None if length is None else self._batching.count(len(self.plan.share(length)))
 
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
@@ -220,7 +218,7 @@ class EpochSampler(DistributedSampler[T]):
     def batches_into_pass(self) -> int:
         """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
         current = self.latest if self.has_one_iterator else None
-        return 0 if current is None or current.state is State.ENDED else current.batches
+        return 0 if current is None or current.state is State.ENDED else current.batches(self._batching)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one.
@@ -284,17 +282,12 @@ class EpochSampler(DistributedSampler[T]):
         """The latest pass, unless a state was restored since."""
         return self.latest if self.position is None else None
 
-    def set_batching(self, batching: Batching) -> None:
-        """Record how the loader makes batches of the items, where the sampler was wrapped before there was a loader."""
-        self._loader_batching = batching
-        if self.latest is not None:
-            self.latest.set_batching(batching)
-
-    def state_after(self, batches: int, *, on_this_rank: bool = False) -> dict[str, Any]:
-        """Return the state after some batches of the latest pass.
+    def state_after(self, batches: int, batching: Batching, *, on_this_rank: bool = False) -> dict[str, Any]:
+        """Return the state after some batches of the latest pass; after its last one, draw what the samplers draw then.
 
         Args:
             batches: How many.
+            batching: How the loader makes them.
             on_this_rank: Say that the pass is over if this rank knows it, though others may not know it yet.
 
         Raises:
@@ -302,7 +295,7 @@ class EpochSampler(DistributedSampler[T]):
             StateError: The order depends on something that no state holds.
         """
         current = self.current_pass
-        given = 0 if current is None else current.batches
+        given = 0 if current is None else current.batches(batching)
         if self.has_one_iterator and batches != given:
             raise InvalidOptionError(
                 f"batches_done={batches}, and {given} batches of epoch {self.epoch} were given: a loader with one "
@@ -317,9 +310,9 @@ class EpochSampler(DistributedSampler[T]):
             )
         if current is None:
             return self.state_dict()
-        if current.draw_end_after(batches, on_this_rank=on_this_rank):
+        if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
             return self.state_at(current.position_at_end(self.sampler_snapshot()).or_next_epoch())
-        return self.state_at(current.position_after(batches))
+        return self.state_at(current.position_after(batches, batching))
 
     def state_at(self, position: Position) -> dict[str, Any]:
         """Return the state of this sampler at a position."""

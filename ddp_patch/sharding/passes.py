@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -129,15 +130,14 @@ class Pass(IterationProgress, Generic[T]):
         # Before, one rank's workers may have found it and another's not.
         return self.source.lengths_found()[0] if self.state is State.ENDED else None
 
-    @property
-    def batches(self) -> int:
-        """How many batches it has given; if nobody counts them, with those that workers fetched ahead."""
+    def batches(self, batching: Batching) -> int:
+        """Return how many batches it has given; if nobody counts them, with those that workers fetched ahead."""
         if (rounds := self.source.rounds) is not None:
             return rounds.batches_delivered
-        return self._batches_asked() if self.batches_delivered is None else self.batches_delivered
+        return self._batches_asked(batching) if self.batches_delivered is None else self.batches_delivered
 
-    def _batches_asked(self) -> int:
-        return self._context.batching.count(self.items_taken - self.skip)
+    def _batches_asked(self, batching: Batching) -> int:
+        return batching.count(self.items_taken - self.skip)
 
     @property
     def resumed_elsewhere(self) -> int:
@@ -155,10 +155,6 @@ class Pass(IterationProgress, Generic[T]):
             return self._divide.origins(self._sizes or ())
         return None if self.source.origins is None else self.source.origins.positions()
 
-    def set_batching(self, batching: Batching) -> None:
-        """Record how a loader makes batches of its items, whose sampler was wrapped before there was a loader."""
-        self._context = replace(self._context, batching=batching)
-
     # ---- its items ----
 
     def runs(self) -> Iterator[Iterator[T]]:
@@ -166,7 +162,7 @@ class Pass(IterationProgress, Generic[T]):
         self.drawn = State.RUNNING
         monitor = self._context.monitor
         try:
-            whole = self.most_batches
+            whole = partial(self.most_batches, self._context.batching)
             self._logged = monitor.begin(self.epoch, self.begins_at, self.progress, self._digest, whole)
             for chunk in self.source.chunks(self.skip):
                 if self.source.length is not None:
@@ -237,11 +233,12 @@ class Pass(IterationProgress, Generic[T]):
         """Return how many batches the loop was given, and what is known of the pass."""
         if (given := self.batches_delivered) is not None:
             return Progress(given, given, self.state, self._has_own_length)
-        asked, state = max(0, self.items_taken - self.skip), self.state
-        least = max(0, asked // self._context.batching.size - self._context.batches_ahead)
-        if self.is_ended and not self._context.batches_ahead and state is State.RUNNING:
-            least, state = self._batches_asked(), State.ENDED
-        return Progress(least, self._batches_asked(), state, self._has_own_length)
+        context, state = self._context, self.state
+        asked, most = max(0, self.items_taken - self.skip), self._batches_asked(context.batching)
+        least = max(0, asked // context.batching.size - context.batches_ahead)
+        if self.is_ended and not context.batches_ahead and state is State.RUNNING:
+            least, state = most, State.ENDED
+        return Progress(least, most, state, self._has_own_length)
 
     # ---- what the training loop was given ----
 
@@ -295,7 +292,8 @@ class Pass(IterationProgress, Generic[T]):
             RankMismatchError: As ``PassMonitor.compare``.
         """
         given, monitor = self.batches_delivered, self._context.monitor
-        is_whole = self.source.is_endless or given is None or (self.is_ended and given >= self._batches_asked())
+        is_whole = self.source.is_endless or given is None
+        is_whole = is_whole or (self.is_ended and (given or 0) >= self._batches_asked(self._context.batching))
         if is_whole:
             self.source.require_one_order()
         self.state = State.ENDED if is_whole else State.LEFT
@@ -308,65 +306,65 @@ class Pass(IterationProgress, Generic[T]):
                 monitor.end_steps(self._logged, given)
             self.source.note_loop_end()
 
-    # ---- its batches ----
+    # ---- its batches, as a loader makes them: its sampler may have been wrapped before there was one ----
 
-    def schedule(self) -> Schedule:
+    def schedule(self, batching: Batching) -> Schedule:
         """Return its batches, with the ends that this rank has found so far."""
         assumed = self.likely_length if self._context.plan.needs_length else None
-        return self._schedule_of(self.source.parts(self.skip, self.items_given, assumed))
+        return self._schedule_of(batching, self.source.parts(self.skip, self.items_given, assumed))
 
-    def whole_schedule(self) -> Schedule | None:
+    def whole_schedule(self, batching: Batching) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""
         if self.source.is_endless:
-            schedule = self.schedule()
+            schedule = self.schedule(batching)
             return None if schedule.count is None else schedule
         length = self.source.length if self.is_ended else self.likely_length
         # A loop that takes len() batches never asks for the end.
         if length is None or not (self.is_ended or self.items_taken >= len(self._context.plan.share(length))):
             return None
-        return self._schedule_of([Part(self.skip, length)])
+        return self._schedule_of(batching, [Part(self.skip, length)])
 
-    def _schedule_of(self, parts: Sequence[Part]) -> Schedule:
-        context = self._context
-        return Schedule(context.plan, context.batching, parts, self._sizes, self.source.sizes, context.batch_plan)
+    def _schedule_of(self, batching: Batching, parts: Sequence[Part]) -> Schedule:
+        plan, batch_plan = self._context.plan, self._context.batch_plan
+        return Schedule(plan, batching, parts, self._sizes, self.source.sizes, batch_plan)
 
-    def most_batches(self) -> int | None:
+    def most_batches(self, batching: Batching) -> int | None:
         """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
         if (rounds := self.source.rounds) is not None:
             return rounds.batches_delivered if rounds.is_over else None
         if self.source.is_in_parts:
-            return self.schedule().most_batches if self.state is State.ENDED else None
-        return self._most_by_length()
+            return self.schedule(batching).most_batches if self.state is State.ENDED else None
+        return self._most_by_length(batching)
 
-    def _most_by_length(self) -> int | None:
-        part = Part(self.skip, self.likely_length)
-        return Schedule(self._context.plan, self._context.batching, [part]).most_batches
+    def _most_by_length(self, batching: Batching) -> int | None:
+        return Schedule(self._context.plan, batching, [Part(self.skip, self.likely_length)]).most_batches
 
-    def _most_batches_here(self, batches: int) -> int | None:
+    def _most_batches_here(self, batches: int, batching: Batching) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows, when so many were given."""
-        most = self.most_batches()
+        most = self.most_batches(batching)
         if most is not None or not self.source.is_endless or self.source.rounds is not None:
             return most
-        by_length = self._most_by_length()
-        return self.source.most_when_found(
-            self.schedule, batches, may_end=by_length is not None and batches >= by_length
-        )
+        by_length = self._most_by_length(batching)
+        may_end = by_length is not None and batches >= by_length
+        return self.source.most_when_found(partial(self.schedule, batching), batches, may_end=may_end)
 
-    def draw_end_after(self, batches: int, *, on_this_rank: bool = False) -> bool:
+    def draw_end_after(self, batches: int, batching: Batching, *, on_this_rank: bool = False) -> bool:
         """Draw to the end if nothing is left after this many batches, and return whether it is so.
 
         Args:
             batches: How many.
+            batching: How the loader makes them.
             on_this_rank: Whether it is enough if this rank knows it, though others may not know it yet.
 
         Raises:
             StateError: They may be all, and this rank cannot know it yet.
         """
         # Only a rank with fewer batches than others can know.
-        is_over = self.state is State.ENDED and batches == self.batches
-        if not is_over and batches != (self._most_batches_here(batches) if on_this_rank else self.most_batches()):
-            return False
-        batching = self._context.batching
+        is_over = self.state is State.ENDED and batches == self.batches(batching)
+        if not is_over:
+            most = self._most_batches_here(batches, batching) if on_this_rank else self.most_batches(batching)
+            if batches != most:
+                return False
         unused = batching.size - 1 if batching.drop_last else 0
         if not self.source.is_endless:  # what was drawn ahead of these was drawn in this process
             unused -= self.items_given - self.skip - batches * batching.size
@@ -381,14 +379,14 @@ class Pass(IterationProgress, Generic[T]):
         consumed = (*(pair for pair in self.consumed_before if pair[1]), (ranks, taken))
         return Position(self.epoch, (consumed,), states=self.source.states_before or self.start.states)
 
-    def position_after(self, batches: int) -> Position:
+    def position_after(self, batches: int, batching: Batching) -> Position:
         """Return the position after this many of its batches.
 
         Raises:
             StateError: No state can describe it.
         """
-        position = self.position(self.skip + batches * self._context.batching.size)
-        return self.source.position_after(position, batches, self.schedule)
+        position = self.position(self.skip + batches * batching.size)
+        return self.source.position_after(position, batches, partial(self.schedule, batching))
 
     def position_at_end(self, states: States) -> Position:
         """Return the position after everything was taken, when the samplers hold ``states``."""

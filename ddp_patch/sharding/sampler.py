@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
@@ -30,7 +29,7 @@ from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.schedule import Sizes, require_steps
 from ddp_patch.sharding.balancing import Balancer, BatchDivider
-from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
+from ddp_patch.sharding.epoch_drawing import EpochDrawing, Permuted, require_sure_length
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass
@@ -299,25 +298,30 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
         count, share = self._batching.count, self.plan.smallest_share(length)
-        if not current.items_taken or current.batches < count(max(0, share - current.skip)):
+        if not current.items_taken or current.batches(self._batching) < count(max(0, share - current.skip)):
             return
         if current.draw_rest(self._batching.size):
             self._sampler_states.end(current.epoch)
 
     def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
-        leader, states = self.agreed.leader, PrivateRNG(self.seed, start.epoch)
+        leader, before = self.agreed.leader, split_consumed(start.consumed, self.plan.num_replicas)[0]
         # It draws what the global one would draw from these states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(self.seed, start.epoch))
+        has_rest = self._balancer is not None and any(taken for _, taken in before)
+        is_looked_up = self._is_looked_up()
+        draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
+        order = self._wrapped_sampler
+        if has_rest if is_looked_up else draws_alone:  # from what nobody else draws from
+            order = InOrder(order, start.epoch, private_generator)
         epoch = EpochDrawing(
-            sampler=self._wrapped_sampler,
+            sampler=Permuted(order, self.seed, start.epoch) if self._shuffles else order,
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
-            consumed_before=split_consumed(start.consumed, self.plan.num_replicas)[0],
-            random_context=partial(self._drawing, start.epoch, states),
+            consumed_before=before,
+            random_context=partial(self._drawing, start.epoch, PrivateRNG(self.seed, start.epoch)),
             private_generator=private_generator,
-            shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             check_length=partial(self._compare_length, start.epoch),
             has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
@@ -325,12 +329,6 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             balancer=self._balancer,
             digest=digest,
         )
-        is_looked_up = self._is_looked_up()
-        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.consumed_before)
-        draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
-        is_drawn_whole = has_rest if is_looked_up else draws_alone
-        if is_drawn_whole:  # from what nobody else draws from
-            epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private_generator))
         if leader is not None:
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
             has_length = leader.is_leader and self._length_if_any(start.epoch) is not None

@@ -313,5 +313,5 @@ class StreamSampler(EpochSampler[None]):
         """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
         if self.worker.loaded_at_end == current.epoch:
             return current.items_taken > current.skip
-        end, count = current.schedule().count, self._batching.count
+        end, count = current.schedule(self._batching).count, self._batching.count
         return end is not None and count(current.items_taken - current.skip) + count(current.resumed_elsewhere) > end

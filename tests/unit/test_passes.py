@@ -14,7 +14,7 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zoo import Indices, N, as_it_is
 
-from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress
@@ -175,3 +175,15 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
         assert len(list(batches)) == 1
     del batches
     assert one.progress() == (Progress(2, 2, State.ENDED) if takes_all else Progress(1, 1))
+
+
+def test_who_asks_for_a_state_changes_nothing() -> None:
+    """Only rank 0 may save checkpoints. Else it would count in batches from then on, and the others in items."""
+    sampler: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(N), False, rank=0, num_replicas=2)
+    loader = DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is)
+    batches = iter(loader)
+    next(batches)
+    latest: Any = sampler.latest
+    before = latest.progress()
+    assert loader_state(loader, batches_done=1)["parts"] == [[[2, 3]]]
+    assert latest.progress() == before
