@@ -30,9 +30,9 @@ from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RanksFailedError
-from ddp_patch.orders.generators import generators_restored, random_generators
+from ddp_patch.orders.generators import random_generators
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.orders.random_states import ambient_unmoved
+from ddp_patch.orders.random_states import look
 from ddp_patch.sharding import item_sources
 from ddp_patch.testing import run_ranks
 
@@ -255,7 +255,7 @@ def recording(kind: Kind, draws: list[Draw]) -> Iterator[None]:
 
 def iterated_first(sampler: Any, epoch: int, private_generator: torch.Generator | None = None) -> EpochOrder:
     """Iterate the sampler as torch does, put all random states back, and look the order up."""
-    with ambient_unmoved(), generators_restored(random_generators([sampler])):
+    with look(random_generators([sampler])):
         for _ in sampler:
             pass
     return order_of(sampler, epoch, private_generator)

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from ddp_patch import samplers
 
-__all__ = ["BATCHES", "KINDS", "RNGS", "SAMPLERS", "STREAMS", "Rows", "as_it_is", "cost_of_item", "counts_of"]
+__all__ = ["BATCHES", "KINDS", "RNGS", "SAMPLERS", "STREAMS", "Rows", "as_it_is", "cost_of_index", "counts_of"]
 
 RNGS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
@@ -232,9 +232,9 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def cost_of_item(item: Any) -> float:
-    """Return what an index costs, or a batch."""
-    return float(sum(map(cost_of_item, item))) if isinstance(item, list | tuple) else 1.0 + 3 * item % 7
+def cost_of_index(index: int) -> float:
+    """Return what an index costs."""
+    return 1.0 + 3 * index % 7
 
 
 def counts_of(batch: Any) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from same_loaders import BATCHES, KINDS, RNGS, SAMPLERS, STREAMS, Rows, as_it_is, cost_of_item, counts_of
+from same_loaders import BATCHES, KINDS, RNGS, SAMPLERS, STREAMS, Rows, as_it_is, cost_of_index, counts_of
 from torch.utils.data import DataLoader, _utils
 
 import ddp_patch
@@ -42,7 +42,6 @@ OPTIONS: dict[str, tuple[list[Any], float]] = {
     "cost": (["list", "function", "function", "function", "short list"], 0.15),
     "cost_of": (["padded", "sum"], 0.15),
     "cost_window": ([1, 2, 2, 5, 5, 0], 0.2),
-    "device": (["cpu"], 0.05),
 }
 
 
@@ -211,8 +210,8 @@ class Rank:
         p, options = self.program, {**self.program.options}
         where: dict[str, Any] = {"rank": self.rank, "num_replicas": self.run.ranks}
         if "cost" in options:
-            costs = [cost_of_item(row) for row in range(p.n - (options["cost"] == "short list"))]
-            cost = cost_of_item if options["cost"] == "function" else costs
+            costs = [cost_of_index(row) for row in range(p.n - (options["cost"] == "short list"))]
+            cost = cost_of_index if options["cost"] == "function" else costs
             about = {
                 name.removeprefix("cost_"): options.pop(name) for name in ("cost_of", "cost_window") if name in options
             }
@@ -357,7 +356,6 @@ ACTS: dict[str, tuple[Callable[[Rank, int], Any], float]] = {
     "set epoch": (lambda r, k: r.set_epoch(k), 8),
     "len": (lambda r, k: len(r.loader), 6),
     "len of share": (lambda r, k: len(r.share), 2),
-    "repr": (lambda r, k: (repr(r.loader), repr(r.share)), 2),
     "save": (lambda r, k: r.save(ddp_patch.loader_state(r.loader)), 9),
     "save after": (lambda r, k: r.save(ddp_patch.loader_state(r.loader, batches_done=k)), 3),
     "state": (lambda r, k: r.save(r.loader.state_dict()), 4),

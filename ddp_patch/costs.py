@@ -30,7 +30,7 @@ class Cost:
 
     Args:
         values: One finite number of at least 0 for each index of ``loader.dataset``, in any unit, such as tokens: a
-            sequence, array or tensor. Or a function of an index (of a batch, where whole batches are sharded).
+            sequence, array or tensor. Or a function of an index.
         of: What a batch costs: the ``"sum"`` of its samples' costs; or, if samples are ``"padded"`` to the longest,
             the largest cost times their number.
         window: How many steps are balanced at once. More balance better, and take longer before the first batch:
@@ -50,8 +50,8 @@ class Cost:
         [4.0, 6.0]
         >>> Cost([3, 1, 4]).of([(0, 2), (1,)], are_batches=True).tolist()
         [7.0, 1.0]
-        >>> Cost(len).of(["ab", "c"]).tolist()
-        [2.0, 1.0]
+        >>> Cost(float, of="padded").of([[1, 3], [2]]).tolist()
+        [6.0, 2.0]
     """
 
     def __init__(self, values: CostValues, of: CostOf = "sum", window: int = COST_WINDOW) -> None:
@@ -90,31 +90,33 @@ class Cost:
             InvalidOptionError: The function gives no number of at least 0; or an item is neither an index of the
                 dataset nor a batch of such.
         """
-        if self.function is not None:
-            given: Sequence[Any] = items.tolist() if isinstance(items, np.ndarray) else items
-            return _checked(np.fromiter(map(self._given, given), np.float64, len(given)), given)
         indices = _as_indices(items)
-        if indices is not None and indices.ndim == 1:
-            return self._looked_up(indices)
-        if indices is not None:
-            each = self._looked_up(indices)
-            whole: NDArray[np.float64] = each.sum(1) if self.of_batch == "sum" else each.max(1) * each.shape[1]
-            return whole
-        batches = [_listed(item, are_batches=are_batches) for item in items]
-        indices = _as_indices(list(chain.from_iterable(batches)))
-        if indices is None or indices.ndim != 1:
-            raise _not_indices(batches[0])
-        return self.of_batches(self._looked_up(indices), np.fromiter(map(len, batches), np.int64, len(batches)))
+        if indices is None:
+            batches = [_listed(item, are_batches=are_batches) for item in items]
+            each = self._of_each(list(chain.from_iterable(batches)))
+            return self.of_batches(each, np.fromiter(map(len, batches), np.int64, len(batches)))
+        each = self._of_each(indices.reshape(-1))
+        return each if indices.ndim == 1 else self.of_batches(each, np.full(len(indices), indices.size // len(indices)))
 
-    def _given(self, item: Any) -> float:
-        cost = cast("Callable[[Any], float]", self.function)(item)
+    def _of_each(self, samples: Sequence[Any] | NDArray[Any]) -> NDArray[np.float64]:
+        """Return what each of some samples costs, which only a function takes by other keys than indices."""
+        if self.function is not None:
+            given: Sequence[Any] = samples.tolist() if isinstance(samples, np.ndarray) else samples
+            return _checked(np.fromiter(map(self._given, given), np.float64, len(given)), given)
+        indices = _as_indices(samples)
+        if indices is None or indices.ndim != 1:
+            raise _not_indices(samples[0])
+        return self._looked_up(indices)
+
+    def _given(self, key: Any) -> float:
+        cost = cast("Callable[[Any], float]", self.function)(key)
         try:
             number = None if isinstance(cost, str | bytes | bool) else float(cost)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             number = None
         if number is None:
             raise InvalidOptionError(
-                f"cost= gave {cost!r} for {_shown(item)}, which is not a number. Return one, at least 0."
+                f"cost= gave {cost!r} for {_shown(key)}, which is not a number. Return one, at least 0."
             )
         return number
 
@@ -145,7 +147,7 @@ class Cost:
 
 def _numbers(given: Any) -> NDArray[np.float64]:
     """Return a copy of the costs as an array; refuse anything else."""
-    wanted = "Pass a sequence, array or tensor with one number of at least 0 for each index, or a function of an item."
+    wanted = "Pass a sequence, array or tensor with one number of at least 0 for each index, or a function of an index."
     if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Iterable | torch.Tensor):
         raise InvalidOptionError(f"cost= is a {type(given).__name__}, which has no number for an index. {wanted}")
     try:
@@ -185,23 +187,20 @@ def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
 
 
 def _listed(item: Any, *, are_batches: bool) -> Sequence[Any]:
-    """Return the indices that an item of a stream is, or has."""
+    """Return the samples that an item of a stream is, or has: their indices, or other keys."""
     if isinstance(item, torch.Tensor | np.ndarray):
         listed: list[Any] = item.reshape(-1).tolist()
         return listed
     if isinstance(item, list):
         return item
-    if isinstance(item, int | np.integer):
-        return [item]
-    if not are_batches or isinstance(item, str | bytes | Mapping) or not isinstance(item, Iterable):
-        raise _not_indices(item)
-    return list(item)
+    is_batch = are_batches and isinstance(item, Iterable) and not isinstance(item, str | bytes | Mapping)
+    return list(item) if is_batch else [item]
 
 
 def _not_indices(item: Any) -> InvalidOptionError:
     return InvalidOptionError(
         f"cost= has one number for each index of the dataset, and the sampler gives {_shown(item)}, which is neither "
-        "an index nor a batch of them. Pass a function of such an item."
+        "an index nor a batch of them. Pass a function of what the sampler gives for one sample."
     )
 
 

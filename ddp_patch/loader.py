@@ -1,6 +1,7 @@
 """What a patched loader has: its type, its position as a state, and the guard that finds loaders nobody patched."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -10,13 +11,11 @@ from ddp_patch.compat.packages import held_loaders
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
+    BatchesOf,
     RunningLoader,
-    WrappedIterator,
     has_own_iteration,
     has_own_iterators,
-    show_loaders,
     torchdata_batch_sampler,
-    watch_batches,
 )
 from ddp_patch.errors import (
     DDPPatchError,
@@ -26,17 +25,16 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     message_of,
 )
-from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, HeldByLoader, copies_plainly
+from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
-from ddp_patch.loaders.to_device import Mover
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
-from ddp_patch.sharding.batches import CollateByValue, Tally, describe_share
+from ddp_patch.sharding.batches import CollateByValue
 from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.iterators import CountedIterator, RepeatedPasses, WatchedIterator
 from ddp_patch.sharding.saved_position import no_state
-from ddp_patch.sharding.watching import WatchedPasses
 from ddp_patch.walks import is_empty, nested, place_of
 
 __all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]
@@ -103,18 +101,18 @@ class PatchedLoader(DataLoader[T_co], metaclass=_TypeOfPatched):
 _STATEFUL = ("state_dict", "load_state_dict")
 
 
-class OwnMethods(HeldByLoader):
+class OwnMethods:
     """Methods of one patched loader. They are its attributes, because its class stays that of the given loader.
 
-    Its iterators count what they give, and put it on a device if asked to. ``state_dict`` and ``load_state_dict`` save
-    and restore its position. A deep copy and a pickled one have methods of their own. A shallow copy has none, because
-    it would get the iterators of the original.
+    Its iterators count what they give. ``state_dict`` and ``load_state_dict`` save and restore its position. A deep
+    copy and a pickled one have methods of their own. A shallow copy has none, because it would get the iterators of the
+    original.
 
     Args:
-        loader: The loader.
-        sampler: What shards it; None if it is not shared, and only moved to a device.
-        make_iterator: Makes iterators of the loader. Default: its class does.
-        make_mover: Makes what moves the batches of one iterator to a device.
+        loader: The loader. It is not kept alive, because it holds this.
+        sampler: What shards it; None if something else has sharded it already.
+        repeated: Its one iterator for all epochs, if it has such.
+        batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
         monitor: Compares the passes over a loader that is sharded already; None if ``sampler`` does, or nobody.
     """
 
@@ -122,76 +120,72 @@ class OwnMethods(HeldByLoader):
         self,
         loader: DataLoader[Any],
         sampler: EpochSampler[Any] | None,
-        make_iterator: Callable[[DataLoader[Any]], Any] | None = None,
-        make_mover: Callable[[], Mover] | None = None,
+        *,
+        repeated: RepeatedPasses | None = None,
+        batches_of: BatchesOf | None = None,
         monitor: PassMonitor | None = None,
     ) -> None:
-        super().__init__(loader)
-        self._sampler, self._make_iterator, self._make_mover = sampler, make_iterator, make_mover
-        self._monitor = monitor
-        self._counts = self._takes_notes = False
-        self._names = tuple(self._found_names(loader))
+        self._loader = weakref.ref(loader)
+        self._sampler, self._monitor = sampler, monitor
+        self._repeated, self._batches_of = repeated, batches_of
+        kind = type(loader)
+        # A loader that is copied in its own way, or counts by itself, is not counted here.
+        is_torchs = sampler is not None and copies_plainly(kind) and torchdata_batch_sampler(kind) is None
+        self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
+        # A loader with one iterator for all epochs takes them by itself.
+        makes_own = repeated is not None or has_own_iterators(kind)
+        self._takes_notes = is_torchs and not makes_own and hasattr(loader.dataset, "collate_with_notes")
+        in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
+        self._is_resumable = self._counts and in_order and not any(hasattr(loader, name) for name in _STATEFUL)
         self._attach(loader)
 
-    def _found_names(self, loader: DataLoader[Any]) -> Iterator[str]:
-        """Yield the names of the methods that the loader gets; a loader that cannot be counted keeps its own."""
-        kind = type(loader)
-        is_plain = copies_plainly(kind)
-        if is_plain:
-            yield from (COPY, METHODS)
-        iterates_by_torch = is_plain and torchdata_batch_sampler(kind) is None and self._sampler is not None
-        self._counts = self._make_iterator is not None or (iterates_by_torch and not has_own_iteration(kind))
-        # A loader with one iterator for all epochs takes them by itself.
-        makes_own = has_own_iterators(kind) or (self._sampler is not None and self._sampler.has_one_iterator)
-        self._takes_notes = iterates_by_torch and not makes_own and hasattr(loader.dataset, "collate_with_notes")
-        if self._counts or self._takes_notes or self._make_mover is not None or self._monitor is not None:
-            yield MAKE_ITERATOR
-        if self._counts and self._is_resumable(loader):
-            yield from _STATEFUL
-
-    def _is_resumable(self, loader: DataLoader[Any]) -> bool:
-        """Return whether a loader can have states, and its class has none already."""
-        in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        return in_order and self._sampler is not None and not any(hasattr(loader, name) for name in _STATEFUL)
-
     def _attach(self, loader: DataLoader[Any]) -> None:
-        methods = {
-            MAKE_ITERATOR: self.make_iterator,
-            "state_dict": self.state_dict,
-            "load_state_dict": self.load_state_dict,
-            COPY: self.copied,
-            METHODS: self,
-        }
-        vars(loader).update({name: methods[name] for name in self._names})
-        show_loaders(describe_share)
+        methods: dict[str, Any] = {}
+        if copies_plainly(type(loader)):
+            methods |= {COPY: self.copied, METHODS: self}
+        if self._counts or self._takes_notes or self._monitor is not None:
+            methods[MAKE_ITERATOR] = self.make_iterator
+        if self._is_resumable:
+            methods |= {name: getattr(self, name) for name in _STATEFUL}
+        vars(loader).update(methods)
+
+    def loader(self) -> DataLoader[Any]:
+        """Return the loader.
+
+        Raises:
+            UnsupportedLoaderError: It is gone, and a shallow copy of it or one of its methods is left.
+        """
+        loader = self._loader()
+        if loader is None:
+            raise UnsupportedLoaderError(
+                "A patched loader was used after the loader itself is gone, by a method or a shallow copy of it: its "
+                "iterators and methods were that loader's. Keep what patch_dataloader_to_ddp() returned, and use that."
+            )
+        return loader
 
     def make_iterator(self) -> Any:
-        """Return an iterator of the loader that counts the batches it gives, and puts them on the device."""
-        loader = self.loader()
-        # The class's method, because the loader's own attribute of that name is this one.
-        make = self._make_iterator or getattr(type(loader), MAKE_ITERATOR)
-        with (
-            nullcontext() if self._sampler is None else self._sampler.iterator_context(loader),
-            self._collating(loader),
-        ):
-            iterator = make(loader)
-        if self._make_mover is not None:
-            _move(loader, iterator, self._make_mover())
-        is_uncounted = isinstance(iterator, RunningLoader | WrappedIterator) and not hasattr(iterator, "tally")
-        if is_uncounted and (self._counts or self._takes_notes) and self._sampler is not None:
-            # It counts what comes to the loop, which a batch that is copied ahead has not.
-            tally = Tally(self._sampler, begins_ahead=loader.num_workers > 0, counts=self._counts)
-            watch_batches(iterator, "tally", tally)
-        if self._monitor is not None and isinstance(iterator, RunningLoader):
-            is_open_ended = steps_of(loader) is None
-            watch_batches(iterator, "tally", WatchedPasses(self._monitor, is_open_ended=is_open_ended))
+        """Return an iterator of the loader that counts the batches it gives."""
+        loader, sampler = self.loader(), self._sampler
+        with nullcontext() if sampler is None else sampler.iterator_context(loader):
+            if self._repeated is not None:
+                return self._repeated.begin_anew(loader)
+            with self._collating(loader):
+                # The class's method, because the loader's own attribute of that name is this one.
+                iterator = getattr(type(loader), MAKE_ITERATOR)(loader)
+        is_torchs = isinstance(iterator, RunningLoader)
+        if isinstance(iterator, CountedIterator) or not (is_torchs or self._batches_of is not None):
+            return iterator
+        if sampler is not None:
+            ahead = loader.num_workers > 0
+            return CountedIterator(iterator, sampler, self._batches_of, begins_ahead=ahead, reaches_loop=self._counts)
+        if self._monitor is not None:
+            return WatchedIterator(iterator, self._monitor, is_open_ended=steps_of(loader) is None)
         return iterator
 
     @contextmanager
     def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
         """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
-        iterates_by_torch = self._counts or self._takes_notes
-        if self._sampler is None or not iterates_by_torch or "collate_fn" not in vars(loader):
+        if self._sampler is None or "collate_fn" not in vars(loader):
             yield
             return
         collate_fn = loader.collate_fn
@@ -245,23 +239,16 @@ class OwnMethods(HeldByLoader):
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
         kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
-        if self._make_iterator is not None or self._make_mover is not None or self._monitor is not None:
+        if any(part is not None for part in (self._repeated, self._batches_of, self._monitor)):
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_loader": self._loader()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        vars(self).update(state, _loader=weakref.ref(state["_loader"]))
         self._attach(state["_loader"])
-
-
-def _move(loader: DataLoader[Any], iterator: Any, mover: Mover) -> None:
-    try:
-        watch_batches(iterator, "mover", mover)
-    except TypeError as error:
-        raise UnsupportedLoaderError(
-            f"device= does not work with a {type(loader).__name__}: its iterator is a {type(iterator).__name__}, which "
-            f"takes no other __next__ ({error}). Leave device= out, and call .to(device) in the loop."
-        ) from error
 
 
 class _OfOriginal:
@@ -346,7 +333,7 @@ def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
 
 
 def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield all loaders and None, also those in wrappers, each after the code that gets it."""
+    """Yield all loaders and None, each after the code that gets it."""
     for path, leaf in nested(given):
         place = place_of(path, root)
         if is_empty(leaf):
@@ -354,18 +341,16 @@ def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
                 f"Found an empty {type(leaf).__name__} at {place}: there is nothing to check in it. Pass the loaders, "
                 "or leave it out."
             )
-        if leaf is None or is_loader(leaf):
-            about_to_use(leaf)
-            yield place, leaf
-        elif (found := held_loaders(leaf)) is not None and found[1] is not None:
-            name, held = found
-            yield from _leaves(held, f"{place}.{name}")
-        else:
+        if leaf is not None and not is_loader(leaf):
             raise _no_loader(place, leaf)
+        about_to_use(leaf)
+        yield place, leaf
 
 
 def _no_loader(place: str, found: object) -> NotALoaderError:
+    inner = held_loaders(found)
+    remedy = "Leave it out, or pass the loader itself" if inner is None else f"Pass what it wraps: {place}.{inner[0]}"
     return NotALoaderError(
         f"Found {found!r} ({type(found).__name__}) at {place} where a DataLoader or a list, tuple or dict of them was "
-        "expected. Leave it out, or pass the loader itself."
+        f"expected. {remedy}."
     )

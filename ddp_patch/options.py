@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
 from ddp_patch.costs import Cost, CostValues
-from ddp_patch.devices import Device, checked_device
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.validation import as_index, seconds
 
@@ -61,7 +60,6 @@ class Options:
     Attributes:
         cost: What items cost, if steps are balanced.
         timeout: How many seconds ranks wait for each other; may be given as a ``timedelta``.
-        device: The device to which batches are moved. Ranks have different ones, so it is not compared.
 
     Raises:
         InvalidOptionError: An option has a value that it does not take, or two exclude each other.
@@ -71,7 +69,6 @@ class Options:
     uneven: Uneven = "pad"
     seed: int | None = None
     cost: Cost | CostValues | None = None
-    device: Device | None = None
     order: Order = "auto"
     layout: Layout = "interleaved"
     timeout: float = 300.0
@@ -85,7 +82,6 @@ class Options:
                 "lose samples. Use uneven='pad', whose padding iter_with_weights() weighs 0, or uneven='keep'."
             )
         cost = self._checked_cost()
-        device = checked_device(self.device)
         seed = None if self.seed is None else as_index(self.seed)
         if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(
@@ -99,7 +95,7 @@ class Options:
                 "wait that long for each other. Pass a number of seconds, or a timedelta."
             )
         # Each in one form, whichever the user gave it in.
-        for name, value in {"cost": cost, "device": device, "seed": seed, "timeout": timeout}.items():
+        for name, value in {"cost": cost, "seed": seed, "timeout": timeout}.items():
             object.__setattr__(self, name, value)
 
     def _checked_cost(self) -> Cost | None:

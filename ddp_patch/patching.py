@@ -9,36 +9,29 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, overload
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED, repeats_over_ranks
-from ddp_patch.compat.private_torch import (
-    MAKE_ITERATOR,
-    has_own_iteration,
-    has_own_iterators,
-    torchdata_batch_sampler,
-)
+from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators, torchdata_batch_sampler
 from ddp_patch.costs import Cost, CostValues
-from ddp_patch.devices import Device, device_here
-from ddp_patch.errors import AlreadyPatchedError, NotDistributedWarning, StreamLengthWarning
+from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.claims import claim_of, split_claim
-from ddp_patch.loaders.copying import METHODS, OneIterator, copy_loader
+from ddp_patch.loaders.copying import METHODS, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.loaders.to_device import ON_DEVICE, Mover, copies_ahead, device_for, device_of, require_movable
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.sharding.batches import RepeatedPasses, describe_share
+from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.iterators import RepeatedPasses
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
@@ -46,10 +39,8 @@ from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, Sharin
 __all__ = [
     "PatchOptions",
     "log_patched",
-    "only_moved",
     "patch_dataloader_to_ddp",
     "patch_each",
-    "require_device",
     "shard",
     "watched",
 ]
@@ -79,7 +70,6 @@ class PatchOptions(SharingOptions, total=False):
 
     share: Share
     cost: Cost | CostValues | None
-    device: Device | None
 
 
 @overload
@@ -104,7 +94,6 @@ def patch_dataloader_to_ddp(
     uneven: Uneven = "pad",
     seed: int | None = None,
     cost: Cost | CostValues | None = None,
-    device: Device | None = None,
     device_mesh: DeviceMesh | None = None,
     order: Order = "auto",
     layout: Layout = "interleaved",
@@ -154,17 +143,12 @@ def patch_dataloader_to_ddp(
             explicit world it is 0. Restoring a state replaces the default by the state's seed.
         cost: What items cost, in any unit, such as tokens. Each step then costs about the same on all ranks. Pass one
             number of at least 0 for each index of ``loader.dataset`` (a sequence, array or tensor), or a function of
-            an index (of a batch, where whole batches are sharded); or a ``Cost`` of either, which says how a batch's
-            cost follows. Every rank calls the function for the items of all ranks, so it should be quick. It must
+            an index; or a ``Cost`` of either, which says how a batch's
+            cost follows. Every rank calls the function for the samples of all ranks, so it should be quick. It must
             return the same for an item on every rank, in every call and after a restart; otherwise samples are lost.
             The items of each window are balanced over ranks and steps, each exactly once, and the steps come in a
             random order. Which samples share a batch then depends on the number of ranks. Whole batches stay whole.
             With ``share="within_batches"``, each batch is divided into parts of equal cost.
-        device: Moves batches to a device: ``"cuda:1"``, ``"cuda"`` (torch's current one), a ``torch.device``, or
-            ``"auto"``: the accelerator with the number ``LOCAL_RANK``, or the CPU if there is none. It moves tensors
-            wherever ``pin_memory`` finds them (in lists, dicts, ...), and whatever has a ``.to()``; all else stays as
-            it is. On CUDA, copies have a stream of their own and do not block if the loader has ``pin_memory=True``. If
-            the loader has workers, the next batch is copied while the loop works; states do not count it.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
             ``dp_shard``, ``fsdp`` and the like. If yours have other names, pass the sub-mesh of them, such as
             ``mesh["replica", "shard"]``. Ranks that differ only in other dimensions (tensor, context or pipeline
@@ -186,13 +170,12 @@ def patch_dataloader_to_ddp(
         timeout: How long the ranks wait for each other, now and later: seconds, or a ``timedelta``.
 
     Returns:
-        A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. Its
-        ``repr()`` and a log line at INFO (logger ``ddp_patch``) say what this rank gets: ``shard 1 of 8, samples,
-        782 steps of 8``. A loader that is already sharded is not sharded again: by any other ``DistributedSampler``,
-        or by a sampler or dataset that stores a rank and a number of ranks or says ``is_ddp_aware = True``. If the
-        ranks can compare its passes, a copy is returned that does so, otherwise ``loader`` itself. Returns ``loader``
-        itself, too, if this function sharded it, and, with a ``NotDistributedWarning``, if there is only one process;
-        then ``device`` makes a copy that only moves batches.
+        A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. A log line
+        at INFO (logger ``ddp_patch``) says what this rank gets: ``shard 1 of 8, samples, 782 steps of 8``. A loader
+        that is already sharded is not sharded again: by any other ``DistributedSampler``, or by a sampler or dataset
+        that stores a rank and a number of ranks or says ``is_ddp_aware = True``. If the ranks can compare its passes, a
+        copy is returned that does so, otherwise ``loader`` itself. Returns ``loader`` itself, too, if this function
+        sharded it, and, with a ``NotDistributedWarning``, if there is only one process.
 
     Raises:
         NotALoaderError: ``loader`` is not a DataLoader, or one of several is none, or their lists or dicts cannot be
@@ -202,7 +185,7 @@ def patch_dataloader_to_ddp(
             known yet, iterating raises it.
         WorldError: The environment announces several ranks but there is no process group; this process is not in
             ``process_group``; or ``num_replicas`` is larger than the process group.
-        AlreadyPatchedError: The loader was sharded for another world, or patched with another ``device``.
+        AlreadyPatchedError: The loader was sharded for another world.
         UnsupportedLoaderError: The loader cannot be sharded correctly.
         RankMismatchError: The ranks' loaders or options differ, or the keys of a dict, or their order; every rank
             raises it. Or their datasets hold different samples, or the shards that a loader has already have samples in
@@ -229,7 +212,7 @@ def patch_dataloader_to_ddp(
         nest = Nest(loader)
     loaders = nest.loaders
     patched = patch_each("patch_dataloader_to_ddp", loaders, world, lambda: Options(**chosen), nest.described or ONE)
-    if world is None and device is None:
+    if world is None:
         return loader
     log_patched(loaders, patched)
     return nest.with_replaced(patched)
@@ -260,18 +243,14 @@ def patch_each(
             with error_context(place):
                 require_loader(operation, loader)
         options = choose()
-        has_others = world is not None and max(world.num_replicas, len(world.share_of_rank or ())) > 1
-        device = device_here(options.device, is_one_of_several=has_others)
-        options = replace(options, device=device)
-        if world is None and not options.is_scalable and device is None:
-            return _unshared(operation, loaders, options)
+        if world is None and not options.is_scalable:
+            return _unshared(operation, loaders)
         looked = {}
         for place, loader in loaders.items():
             with error_context(place):
                 looked[place] = _shareable(loader, options, world)
         if world is None:
-            as_they_are = {place: only_moved(facts, device, place_share) for place, facts in looked.items()}
-            return _unshared(operation, as_they_are, options)
+            return _unshared(operation, loaders)
         subjects = []
         for place, facts in looked.items():
             with error_context(place):
@@ -286,7 +265,7 @@ def patch_each(
         mine = replace(mine, place=f"patched at {line}" + (f" ({place})" if place else ""))
         with error_context(place):
             is_shared = facts.sharded_by is not None
-            patched.append(watched(facts, mine, device, place_share) if is_shared else shard(facts, mine, place_share))
+            patched.append((watched if is_shared else shard)(facts, mine, place_share))
     return patched
 
 
@@ -298,10 +277,9 @@ def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:
                 logger.info("%s was patched: %s", place or type(loader).__name__, share)
 
 
-def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> list[L]:
-    changed = "nothing" if options.device is None else f"only the device of batches ({options.device})"
+def _unshared(operation: str, loaders: Mapping[str, L]) -> list[L]:
     warnings.warn(
-        f"{operation} changed {changed}: there is no process group and the environment announces no other rank, so "
+        f"{operation} changed nothing: there is no process group and the environment announces no other rank, so "
         "this process takes all data. Call torch.distributed.init_process_group() first to train on several; with "
         "Lightning's Trainer, patch in train_dataloader(), which is called when the group exists.",
         NotDistributedWarning,
@@ -313,8 +291,6 @@ def _unshared(operation: str, loaders: Mapping[str, L], options: Options) -> lis
 def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[L]:
     """Look at a loader, and refuse it if it cannot be sharded with these options."""
     facts = look_at(loader)
-    if isinstance(options.device, torch.device):
-        require_device(facts, options.device)
     if options.is_scalable and facts.sharded_by is None:
         require_shuffle(facts.stream)
     if world is not None:
@@ -324,16 +300,15 @@ def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[
 
 
 def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World) -> Subject:
-    ahead = facts.batches_ahead + copies_ahead(facts, options)
     if facts.sharded_by is not None:
         # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts, world.num_replicas)
-        return Subject(facts.described, None, ahead, facts.made_for, place, claim)
+        return Subject(facts.described, None, facts.batches_ahead, facts.made_for, place, claim)
     compared = {**facts.described, **costs_compared(facts, options)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     claim = split_claim(facts) if splits_itself else None
-    return Subject(compared, facts.stream, ahead, facts.made_for, place, claim)
+    return Subject(compared, facts.stream, facts.batches_ahead, facts.made_for, place, claim)
 
 
 def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
@@ -344,20 +319,21 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
         agreed: What the ranks agreed on.
         place: Places what shards into a copy of the loader (``copy_loader``) or into itself (``change_loader``).
     """
-    agreed = replace(agreed, options=replace(agreed.options, device=device_for(facts, agreed.options)))
     share_of = _iterable_share if facts.unit is ShardedUnit.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
-    ahead = facts.batches_ahead + copies_ahead(facts, agreed.options)
     readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
-    sharded.note_loader(type(facts.loader).__name__, ahead, readers)
+    sharded.note_loader(type(facts.loader).__name__, facts.batches_ahead, readers)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
-    make_mover, device = _mover_of(facts, agreed.options)
-    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True}, **device)
-    make_iterator = _iterators_of(patched, facts, sharded, new, make_mover)
-    # A single iterator for all epochs moves its batches by itself.
-    OwnMethods(patched, sharded, make_iterator, make_mover if facts.repeater is None else None)
+    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
+    if facts.repeater is None:
+        OwnMethods(patched, sharded, batches_of=_even_steps(facts, sharded))
+    else:
+        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
+        repeated = RepeatedPasses(patched, sharded, new)
+        vars(patched).update(dict.fromkeys(facts.running, repeated))
+        OwnMethods(patched, sharded, repeated=repeated)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
@@ -382,58 +358,22 @@ def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> 
         )
 
 
-def require_device(facts: LoaderFacts[Any], device: torch.device) -> None:
-    """Refuse a loader whose batches cannot be moved to the device."""
-    before = device_of(facts.loader)
-    if before == device:
-        return
-    if MAKE_ITERATOR in vars(facts.loader):
-        chosen = None if before is None else str(before)
-        raise AlreadyPatchedError(
-            f"The loader was patched with device={chosen!r} and cannot be patched again with device='{device}'. "
-            "Pass device= when the original loader is patched."
-        )
-    require_movable(facts, device)
-
-
-def only_moved(facts: LoaderFacts[L], device: torch.device | None, place: Callable[..., L] = copy_loader) -> L:
-    """Return a copy of a loader that moves batches to the device; the loader itself if there is no ``device``.
-
-    Args:
-        facts: The loader.
-        device: Which device; None if batches stay where they are.
-        place: As in ``shard``.
-    """
-    if device is None or device_of(facts.loader) == device:
-        return facts.loader
-    require_device(facts, device)
-    make_mover, on_device = _mover_of(facts, Options(device=device))
-    moved = place(facts.loader, **on_device)
-    OwnMethods(moved, None, make_mover=make_mover)
-    if facts.repeater is not None:
-        vars(moved).update(dict.fromkeys(facts.running, OneIterator(moved)))
-    return moved
-
-
-def watched(
-    facts: LoaderFacts[L], agreed: Agreed, device: torch.device | None, place: Callable[..., L] = copy_loader
-) -> L:
+def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
     """Return a copy of a loader that is sharded already, whose passes are compared with the other ranks'.
 
-    Where there are none, or its iterators are not torch's, it is as ``only_moved`` returns it. Other attributes than
-    the method that makes its iterators stay the same.
+    Where there are none, or its iterators are not torch's, it is the loader itself. Other attributes than the method
+    that makes its iterators stay the same.
 
     Args:
         facts: The loader.
         agreed: What the ranks agreed on.
-        device: Which device; None if batches stay where they are.
         place: As in ``shard``.
     """
     loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
     is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)
     is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind) and torchdata_batch_sampler(kind) is None
     if agreed.peers is None or is_compared or not is_torchs:
-        return only_moved(facts, device, place)
+        return loader
     monitor = PassMonitor(agreed.peers)
     monitor.has_own_lengths = agreed.options.uneven == "keep"
     monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
@@ -442,9 +382,8 @@ def watched(
     monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)
     if not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
         monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
-    make_mover, on_device = _mover_of(facts, Options(device=device))
-    clone = place(loader, **on_device)
-    OwnMethods(clone, None, make_mover=make_mover, monitor=monitor)
+    clone = place(loader)
+    OwnMethods(clone, None, monitor=monitor)
     return clone
 
 
@@ -463,14 +402,6 @@ def _why_parts_overlap(name: str) -> str:
     )
 
 
-def _mover_of(facts: LoaderFacts[Any], options: Options) -> tuple[Callable[[], Mover] | None, dict[str, Any]]:
-    """Return a function that makes movers of a loader's batches, and the attributes that name the device."""
-    device = device_for(facts, options)
-    if device is None:
-        return None, {}
-    return partial(Mover, device, copies_ahead=copies_ahead(facts, options)), {ON_DEVICE: device}
-
-
 def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler of this rank's share, and the loader's attributes that hold it."""
     if facts.unit is ShardedUnit.BATCH:
@@ -487,27 +418,15 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     return sharded, new | {"batch_size": facts.batch_size, "drop_last": facts.drop_last}
 
 
-def _iterators_of(
-    patched: DataLoader[Any],
-    facts: LoaderFacts[Any],
-    sharded: Any,
-    new: Mapping[str, Any],
-    make_mover: Callable[[], Mover] | None,
-) -> Callable[[DataLoader[Any]], Any] | None:
-    """Return what makes a loader's iterators; None if its class does."""
+def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
+    """Return what makes equally many steps of ranks that read unequally much; None if they read alike."""
     world, options = sharded.agreed.world, sharded.agreed.options
-    if facts.repeater is not None:
-        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
-        passes = RepeatedPasses(patched, sharded, new, make_mover)
-        vars(patched).update(dict.fromkeys(facts.running, passes))
-        return passes.begin_anew
     is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
-    if is_split and world.share_of_rank is not None and world.num_replicas > 1:
-        from ddp_patch.streams.by_worker import EvenStepsFactory  # most loaders do not need it
+    if not is_split or world.share_of_rank is None or world.num_replicas == 1:
+        return None
+    from ddp_patch.streams.by_worker import EvenSteps  # most loaders do not need it
 
-        # Ranks make equally many steps that read unequally much.
-        return EvenStepsFactory(sharded, facts.num_workers, type(patched).__name__)
-    return None
+    return EvenSteps(sharded, facts.num_workers, type(facts.loader).__name__)
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
@@ -516,8 +435,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     from ddp_patch.streams.dataset import IterableWorkerInit
     from ddp_patch.streams.stream_sampler import StreamSampler
 
-    ahead = (getattr(facts.loader, "prefetch_factor", None) or 2) + copies_ahead(facts, agreed.options)
-    sampler = StreamSampler(facts, agreed, ahead)
+    sampler = StreamSampler(facts, agreed, getattr(facts.loader, "prefetch_factor", None) or 2)
     new: dict[str, Any] = {"dataset": sampler.dataset, "sampler": sampler}
     if facts.num_workers > 0:
         new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)

@@ -1,22 +1,44 @@
-"""Which positions of a stream belong to which rank: arithmetic on ranges, without torch."""
+"""Which items of a stream are whose, which of them are padding, and which batch they are in: arithmetic on ranges.
+
+The ranks take a stream of n items in rounds of one item each, so rank r of R has the positions r, r + R, and so on;
+from position n on they are padding, which repeats the stream's first items and counts for nothing. A batch is the next
+``size`` positions of a rank's share, and workers that read a part each, which is a stream again, make batches in turn.
+
+    Plan       whose positions are whose          4 ranks, 10 items: rank 3 has 3, 7, 11; 11 is padding
+    Batching   how many items a batch takes       2 of them: rank 3 makes [3, 7] and [11]
+    Schedule   all batches of a rank, in turn     the second has 1 sample, 0 real ones, and 2 real ones on all ranks
+"""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Self, TypeAlias, TypeVar
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from ddp_patch.options import Layout, Options, Uneven, check_choice
 from ddp_patch.validation import check_rank
 
-__all__ = ["ONE_PER_STEP", "Batching", "Consumed", "Plan", "Rest", "blocks"]
+__all__ = [
+    "ONE_PER_STEP",
+    "BatchRecord",
+    "Batching",
+    "Consumed",
+    "Part",
+    "Plan",
+    "Rest",
+    "Schedule",
+    "Sizes",
+    "made_in_turn",
+    "ready_in_turn",
+    "turn_after",
+]
 
 T = TypeVar("T")
 
 # What ranks have taken of a stream: (ranks, items that each took), one entry for each number of ranks in turn.
 Consumed: TypeAlias = Sequence[tuple[int, int]]
-
-_FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +120,22 @@ class Plan:
         share = self.share(n)
         real = len(range(share.start, min(share.stop, n), share.step))
         return share[real:]
+
+    def real_items(self, n: int) -> list[tuple[int, int]]:
+        """Return how many items of their shares of n items are no padding, as pairs: ranks, and items of each.
+
+        Examples:
+            >>> Plan(0, 4).real_items(10), Plan(0, 4, layout="contiguous").real_items(10)
+            ([(2, 3), (2, 2)], [(3, 3), (1, 1)])
+        """
+        ranks, most = self.num_replicas, self.largest_share(n)
+        if self.layout == "contiguous" and self.uneven == "pad" and n:  # the last ranks' runs are padding
+            full, some = divmod(n, most)
+            found = [(full, most), (int(some > 0), some), (ranks - full - (some > 0), 0)]
+        else:
+            each, more = divmod(min(n, self.total(n)), ranks)
+            found = [(more, each + 1), (ranks - more, each)]
+        return [(of, items) for of, items in found if of]
 
     @property
     def needs_length(self) -> bool:
@@ -266,20 +304,354 @@ class Rest:
         yield islice(stream, self.n - at, None)
 
 
-def blocks(positions: range, largest: int = _LARGEST_BLOCK) -> Iterator[range]:
-    """Cut positions into blocks, each twice as long as the one before.
+def _size_of(item: object) -> int:
+    """Return how many samples an item of a stream has: a batch as many as it gives, a key one."""
+    if type(item) is list:  # most batches: don't ask what else it may be
+        return len(item)
+    try:
+        if isinstance(item, Iterable) and not isinstance(item, Sized | Iterator):
+            return sum(1 for _ in item)
+        return len(item) if isinstance(item, Sized) else 1
+    except TypeError:  # as of a tensor without dimensions
+        return 1
 
-    The first block is short, so that the first batch comes at once.
 
-    Args:
-        positions: What to cut.
-        largest: How many positions a block has at most.
+class Sizes:
+    """The sizes of a stream's batches, in runs of equal ones.
 
     Examples:
-        >>> [len(block) for block in blocks(range(1000), largest=256)]
-        [64, 128, 256, 256, 256, 40]
+        >>> sizes = Sizes()
+        >>> sizes.add(4, batches=5)
+        >>> sizes.add(3)
+        >>> len(sizes), sizes[4], sizes[5], list(sizes)
+        (6, 4, 3, [4, 4, 4, 4, 4, 3])
     """
-    start, size = 0, _FIRST_BLOCK
-    while start < len(positions):
-        yield positions[start : start + size]
-        start, size = start + size, min(2 * size, largest)
+
+    def __init__(self) -> None:
+        self._sizes = array("q")
+        self._ends = array("q")  # after how many batches each run ends
+
+    def add(self, size: int, batches: int = 1) -> None:
+        """Add some batches of a size."""
+        if not batches:
+            return
+        if self._sizes and self._sizes[-1] == size:
+            self._ends[-1] += batches
+        else:
+            self._sizes.append(size)
+            self._ends.append(len(self) + batches)
+
+    def recording(self, stream: Iterable[T]) -> Iterator[T]:
+        """Pass a stream's items on as they come, and add the size of each; a batch that is an iterator is read."""
+        for item in stream:
+            own: Any = list(item) if isinstance(item, Iterator) else item
+            self.add(_size_of(own))
+            yield own
+
+    def same_size_until(self, number: int) -> int:
+        """Return the first batch after batch ``number`` whose size may be another, as far as they are known."""
+        return self._ends[bisect_right(self._ends, number)]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, number: int) -> int:
+        return self._sizes[bisect_right(self._ends, number)]
+
+    def __iter__(self) -> Iterator[int]:
+        begins = chain([0], self._ends)
+        return chain.from_iterable(
+            repeat(size, end - begin) for size, begin, end in zip(self._sizes, begins, self._ends, strict=False)
+        )
+
+
+def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
+    """Return how many of the first batches each of some workers has made that take turns.
+
+    Args:
+        most: How many each makes in all, from the one whose turn is first; None if that is not known.
+        batches: How many batches were made.
+
+    Examples:
+        >>> made_in_turn([1, None, 3], 6)
+        [1, 3, 2]
+    """
+    known = [batches if own is None else own for own in most]
+
+    def made_in(rounds: int) -> list[int]:
+        return [min(own, rounds) for own in known]
+
+    # The most whole rounds that fit.
+    rounds = bisect_right(range(batches + 1), batches, key=lambda number: sum(made_in(number))) - 1
+    made = made_in(rounds)
+    over = batches - sum(made)
+    for place, own in enumerate(known):
+        if over and own > rounds:
+            made[place], over = made[place] + 1, over - 1
+    return made
+
+
+def ready_in_turn(made: Sequence[int], are_over: Sequence[bool]) -> int:
+    """Return how many batches come, in turn, before one that a worker has yet to make.
+
+    Args:
+        made: How many each worker has made, from the one whose turn is first.
+        are_over: Whether it makes no more.
+
+    Examples:
+        >>> ready_in_turn([3, 1, 2], [False, False, True]), ready_in_turn([3, 1, 2], [True, True, True])
+        (4, 6)
+    """
+    awaited = min(((count, place) for place, count in enumerate(made) if not are_over[place]), default=None)
+    if awaited is None:
+        return sum(made)
+    rounds, awaited_at = awaited
+    return sum(min(count, rounds + (place < awaited_at)) for place, count in enumerate(made))
+
+
+def turn_after(made: Sequence[int]) -> int:
+    """Return whose turn it is when some workers have made this many batches: the one after the last.
+
+    Examples:
+        >>> turn_after([3, 1, 3, 2]), turn_after([2, 2])
+        (3, 0)
+    """
+    latest = max(place for place, count in enumerate(made) if count == max(made))
+    return (latest + 1) % len(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one worker reads, or what is left of it.
+
+    Attributes:
+        skip: How many items of each rank's share were taken before.
+        length: How many items all ranks share, those before included; None while nobody has found the end.
+        worker: Whose it is, by the number of the worker. A pass that resumes may begin with another one's turn.
+        least_items: How many items of each rank's share surely come, while nobody has found the end.
+    """
+
+    skip: int = 0
+    length: int | None = None
+    worker: int = 0
+    least_items: int = 0
+
+    @property
+    def most_items(self) -> int:
+        """How many items all ranks share; more than there can be while nobody has found the end."""
+        return sys.maxsize if self.length is None else self.length
+
+    def batches(self, plan: Plan, batching: Batching) -> int | None:
+        """Return how many batches a rank still makes of it; None while the end is unknown."""
+        return None if self.length is None else batching.count(max(0, len(plan.share(self.length)) - self.skip))
+
+
+class BatchRecord(NamedTuple):
+    """One batch of a rank: real items first, then padding.
+
+    An item is what the ranks share: a sample, or a whole batch where they share or divide these.
+
+    Attributes:
+        part: Whose it is: an index into ``Schedule.parts``.
+        first: The position of its first item in the rank's share of that part.
+        items: How many items of the share it takes.
+        real_items: How many of them are not padding.
+        samples: How many samples this rank gets.
+        real_samples: How many of them are not padding.
+        samples_of_all: How many samples are not padding on all ranks together; None if this rank alone cannot know.
+    """
+
+    part: int
+    first: int
+    items: int
+    real_items: int
+    samples: int
+    real_samples: int
+    samples_of_all: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The batches of one rank, in the order in which the loader gives them: each worker's first, then each one's next.
+
+    A worker that has come to its end is passed over.
+
+    Attributes:
+        plan: The rank's share of each part.
+        batching: How a worker makes batches of it.
+        parts: What each worker reads, from the one whose turn is first.
+        sizes: How many samples each item of this rank's has, as far as it was drawn, where items are batches.
+        sizes_of_all: The same of all ranks' items, in the stream's order; None if this rank does not see them.
+        batch_plan: The rank's share of each batch, where batches are divided.
+
+    Examples:
+        >>> schedule = Schedule(Plan(0, 2), Batching(2, drop_last=False), (Part(length=4), Part(length=7)))
+        >>> schedule.count, [tuple(schedule.record(number)) for number in range(3)]
+        (3, [(0, 0, 2, 2, 2, 2, 4), (1, 0, 2, 2, 2, 2, 4), (1, 2, 2, 2, 2, 2, 3)])
+        >>> divided = Schedule(Plan(0, 1), Batching(3, drop_last=False), [Part(length=5)], batch_plan=Plan(1, 2))
+        >>> [(record.samples, record.real_samples, record.samples_of_all) for record in divided.records()]
+        [(2, 1, 3), (1, 1, 2)]
+    """
+
+    plan: Plan
+    batching: Batching
+    parts: Sequence[Part]
+    sizes: Sizes | None = None
+    sizes_of_all: Sizes | None = None
+    batch_plan: Plan | None = None
+
+    @property
+    def _batches(self) -> list[int | None]:
+        return [part.batches(self.plan, self.batching) for part in self.parts]
+
+    @property
+    def count(self) -> int | None:
+        """How many batches there are; None while an end is unknown."""
+        found = [batches for batches in self._batches if batches is not None]
+        return sum(found) if len(found) == len(self.parts) else None
+
+    @property
+    def most_batches(self) -> int | None:
+        """How many batches the rank with the largest share makes; None while an end is unknown."""
+        return self._on_rank(0).count
+
+    @property
+    def fewest_batches(self) -> int | None:
+        """How many batches the rank with the smallest share makes; None while an end is unknown."""
+        return self._on_rank(self.plan.num_replicas - 1).count
+
+    def _on_rank(self, rank: int) -> "Schedule":
+        return replace(self, plan=replace(self.plan, rank=rank))
+
+    @property
+    def length(self) -> int:
+        """How many items all ranks share in all parts, as far as ends are known."""
+        return sum(part.length or 0 for part in self.parts)
+
+    def made(self, batches: int) -> list[int]:
+        """Return how many of the first batches each part has made."""
+        return made_in_turn(self._batches, batches)
+
+    def are_alike(self, batches: int) -> bool:
+        """Return whether every rank has made the same batches of each part after this many."""
+        return self._on_rank(0).made(batches) == self._on_rank(self.plan.num_replicas - 1).made(batches)
+
+    def taken(self, batches: int) -> list[int]:
+        """Return how many items of its share of each part the rank has taken after this many batches."""
+        return [
+            max(part.skip, min(part.skip + made * self.batching.size, self.plan.largest_share(part.most_items)))
+            for part, made in zip(self.parts, self.made(batches), strict=True)
+        ]
+
+    def record(self, number: int) -> BatchRecord:
+        """Return batch ``number``, from 0."""
+        place, made = self._part_of(number)
+        record = self._record(number, place, made)
+        return record._replace(samples_of_all=self._total(record)) if self.batch_plan is None else record
+
+    def records(self) -> Iterator[BatchRecord]:
+        """Yield all batches, as far as ends are known; without totals, which take long, unless they are divided."""
+        most = [own or 0 for own in self._batches]
+        turns = ((place, made) for made in range(max(most, default=0)) for place, own in enumerate(most) if own > made)
+        for number, (place, made) in enumerate(turns):
+            yield self._record(number, place, made)
+
+    def _part_of(self, number: int) -> tuple[int, int]:
+        """Return which part makes batch ``number``, and how many batches it has made before."""
+        if len(self.parts) == 1:
+            return 0, number
+        before, after = self.made(number), self.made(number + 1)
+        return next(((place, made) for place, made in enumerate(before) if after[place] > made), (0, 0))
+
+    def _record(self, number: int, place: int, made: int) -> BatchRecord:
+        part, size = self.parts[place], self.batching.size
+        first = part.skip + made * size
+        left = len(self.plan.share(part.most_items)) - first
+        items = max(0, min(size, left))
+        real = max(0, min(size, left - len(self.plan.padding(part.most_items))))
+        samples = items if self.sizes is None else self.sizes[number]
+        if self.batch_plan is not None:
+            own, repeated = self.batch_plan.divide(samples)
+            return BatchRecord(place, first, items, real, len(own) + len(repeated), len(own), samples)
+        real_samples = real if self.sizes is None else samples * bool(real)
+        return BatchRecord(place, first, items, real, samples, real_samples, None)
+
+    @property
+    def knows_totals(self) -> bool:
+        """Whether this rank alone knows how many samples each batch has on all ranks.
+
+        A worker that has ended is skipped. If ranks skip it at different steps, the same step belongs to different
+        workers.
+        """
+        if self.batch_plan is not None:
+            return True
+        if self.sizes is not None:
+            return self.sizes_of_all is not None
+        return self.plan.uneven != "keep" or len(self.parts) == 1
+
+    def _total(self, record: BatchRecord) -> int | None:
+        """Return how many samples that are not padding an undivided batch has on all ranks together."""
+        n, plan, size = self.parts[record.part].most_items, self.plan, self.batching.size
+        if not self.knows_totals:
+            return None
+        if self.sizes is not None and self.sizes_of_all is not None:
+            return self._total_of_whole(record.first, n, self.sizes_of_all)
+        # Where shares are uneven nothing is padding, so a batch that drop_last leaves out is one with too few items.
+        least = size if self.batching.drop_last and plan.uneven == "keep" else 0
+        of_ranks = ((ranks, min(size, max(0, items - record.first))) for ranks, items in plan.real_items(n))
+        return sum(ranks * items for ranks, items in of_ranks if items >= least)
+
+    def _total_of_whole(self, round_: int, n: int, sizes: Sizes) -> int | None:
+        """Return how many samples the whole batches of a round have that are not padding, if their sizes are known."""
+        shares = (replace(self.plan, rank=rank).share(n) for rank in range(self.plan.num_replicas))
+        positions = [share[round_] for share in shares if round_ < len(share) and share[round_] < n]
+        is_known = all(position < len(sizes) for position in positions)
+        return sum(sizes[position] for position in positions) if is_known else None
+
+    def same_size_until(self, number: int) -> int:
+        """Return the first batch from ``number`` on whose sample count may differ on some rank."""
+        if self.sizes is None:
+            return number if len(self.parts) > 1 else max(number, self._alike(self.parts[0]))
+        if self.batch_plan is not None:
+            return self.sizes.same_size_until(number)
+        if self.sizes_of_all is None or self.plan.needs_length:
+            return number
+        skip, ranks = self.parts[0].skip, self.plan.num_replicas
+        return self.sizes_of_all.same_size_until((skip + number) * ranks) // ranks - skip
+
+    def _alike(self, part: Part) -> int:
+        """Return how many first batches of a part surely are full and without padding on every rank."""
+        length = part.length
+        real = part.least_items if length is None else min(items for _, items in self.plan.real_items(length))
+        return max(0, real - part.skip) // self.batching.size
+
+    def keys(self, records: Iterable[BatchRecord]) -> Iterator[range]:
+        """Yield, for each item that is not padding, a key by which the items of all ranks are in the stream's order.
+
+        That is its position in the stream, which several workers' batches make in turn. Where batches are divided, it
+        is the sample's position among those of the records.
+
+        Args:
+            records: Batches of this schedule, in order.
+        """
+        start = 0
+        for record in records:
+            if self.batch_plan is None:
+                yield from self._positions(record)
+            else:
+                own, _ = self.batch_plan.divide(record.samples_of_all or 0)
+                yield range(start + own.start, start + own.stop, own.step)
+                start += record.samples_of_all or 0
+
+    def _positions(self, record: BatchRecord) -> Iterator[range]:
+        plan, part, workers, size = self.plan, self.parts[record.part], len(self.parts), self.batching.size
+        own = plan.share(part.most_items)[record.first : record.first + record.real_items]
+        if workers == 1:
+            yield own
+            return
+        while own:
+            batch = own[0] // size  # of one process
+            here = own[: len(range(own[0], (batch + 1) * size, own.step))]
+            shift = (batch * workers + part.worker - batch) * size
+            yield range(here.start + shift, here.stop + shift, here.step)
+            own = own[len(here) :]

@@ -1,10 +1,9 @@
-"""What ranks do whose batches come on a device: with the CPU in a GPU's place, all of it runs without one, too.
+"""What ranks do that move batches to a device: with the CPU in a GPU's place, all of it runs without one, too.
 
 Every function is called on each rank, with a ``Setting``.
 """
 
 import io
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
@@ -32,7 +31,7 @@ class Setting(NamedTuple):
 
     Attributes:
         backend: The process group's; "refuses" has no collective at all.
-        device: Where batches come.
+        device: Where the loop moves batches.
         folder: Where the ranks meet.
     """
 
@@ -91,10 +90,9 @@ class Parts(IterableDataset[torch.Tensor]):
                 yield torch.tensor(number)
 
 
-def on(setting: Setting, batch: Any) -> Any:
-    """Return a tensor's values, when it is where it belongs."""
-    assert batch.device.type == torch.device(setting.device).type, batch.device
-    return batch.tolist()
+def on(setting: Setting, tensor: Any) -> Any:
+    """Return a tensor on the device, copied as docs/gpu.md shows it."""
+    return tensor.to(setting.device, non_blocking=True)
 
 
 def takes_shares(rank: int, world_size: int, setting: Setting) -> None:
@@ -108,9 +106,9 @@ def takes_shares(rank: int, world_size: int, setting: Setting) -> None:
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
         )
-        loader = patch_dataloader_to_ddp(loader, device=setting.device, timeout=60)
+        loader = patch_dataloader_to_ddp(loader, timeout=60)
         for _ in range(2):
-            share = [(on(setting, x), on(setting, y)) for x, y in loader]
+            share = [(on(setting, x).tolist(), on(setting, y).tolist()) for x, y in loader]
             ids = gather_in_order([number for _, y in share for number in y], loader)
             assert sorted(ids) == list(range(N))
             assert all(row[0] == 3 * number for x, y in share for row, number in zip(x, y, strict=True))
@@ -119,16 +117,16 @@ def takes_shares(rank: int, world_size: int, setting: Setting) -> None:
 def is_led(rank: int, world_size: int, setting: Setting) -> None:
     """The leader, which sends every rank its share."""
     loader = DataLoader(numbers(), 4, shuffle=True, num_workers=1)
-    loader = patch_dataloader_to_ddp(loader, device=setting.device, order="leader", timeout=60)
-    ids = [number for _, y in loader for number in on(setting, y)]
+    loader = patch_dataloader_to_ddp(loader, order="leader", timeout=60)
+    ids = [number for _, y in loader for number in on(setting, y).tolist()]
     assert sorted(gather_in_order(ids, loader)) == list(range(N))
 
 
 def gathers(rank: int, world_size: int, setting: Setting) -> None:
     """Outputs on the device, of dtypes that not every library sends, to all ranks and to one."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.complex64):
-        loader = patch_dataloader_to_ddp(DataLoader(numbers(), 4), device=setting.device, timeout=60)
-        given = torch.cat([x for x, _ in loader]).to(dtype)
+        loader = patch_dataloader_to_ddp(DataLoader(numbers(), 4), timeout=60)
+        given = torch.cat([on(setting, x) for x, _ in loader]).to(dtype)
         (wanted,) = (numbers().tensors[0].to(dtype),)
         found = gather_in_order({"x": given}, loader)["x"]
         assert found.device == given.device
@@ -140,32 +138,32 @@ def gathers(rank: int, world_size: int, setting: Setting) -> None:
 def hands_over(rank: int, world_size: int, setting: Setting) -> list[int]:
     """A dataset that splits itself: ranks hand each other batches beside the user's group."""
     loader = DataLoader(Parts(), 2, num_workers=1, pin_memory=True)
-    loader = patch_dataloader_to_ddp(loader, device=setting.device, share="by_worker", uneven="keep", timeout=60)
-    return [number for batch in loader for number in on(setting, batch)]
+    loader = patch_dataloader_to_ddp(loader, share="by_worker", uneven="keep", timeout=60)
+    return [number for batch in loader for number in on(setting, batch).tolist()]
 
 
 def weighs(rank: int, world_size: int, setting: Setting) -> None:
     """Ranks that sum a number in each step."""
-    loader = patch_dataloader_to_ddp(DataLoader(numbers(), 4), device=setting.device, timeout=60)
+    loader = patch_dataloader_to_ddp(DataLoader(numbers(), 4), timeout=60)
     weighed = list(iter_with_weights(loader, weight_of=lambda batch: batch[1] + 1.0))
-    assert {weights.device for _, weights in weighed} == {x.device for (x, _), _ in weighed}
-    total = sum(float((weights * (y + 1)).sum()) for (_, y), weights in weighed)
+    assert {weights.device.type for _, weights in weighed} == {"cpu"}
+    total = sum(float((on(setting, weights) * on(setting, y + 1)).sum()) for (_, y), weights in weighed)
     assert total > 0
 
 
 def resumes(rank: int, world_size: int, setting: Setting) -> None:
-    """What was copied ahead when the state was taken comes again."""
+    """What was pinned ahead when the state was taken comes again."""
 
     def made() -> Any:
         loader = DataLoader(numbers(), 4, shuffle=True, num_workers=1, pin_memory=True)
-        return patch_dataloader_to_ddp(loader, device=setting.device, seed=3, timeout=60)
+        return patch_dataloader_to_ddp(loader, seed=3, timeout=60)
 
-    whole, stopped, resumed = [on(setting, y) for _, y in made()], made(), made()
+    whole, stopped, resumed = [on(setting, y).tolist() for _, y in made()], made(), made()
     for step, _ in enumerate(stopped, 1):
         if step == 2:
             break
     restore_loader(resumed, loader_state(stopped))
-    assert [on(setting, y) for _, y in resumed] == whole[2:]
+    assert [on(setting, y).tolist() for _, y in resumed] == whole[2:]
 
 
 def computes(rank: int, world_size: int, setting: Setting) -> None:
@@ -173,9 +171,10 @@ def computes(rank: int, world_size: int, setting: Setting) -> None:
     size = 12 if setting.device == "cpu" else 256
     data = torch.arange(size, dtype=torch.float32).view(-1, 1).expand(-1, 16 * size).contiguous()
     loader = DataLoader(TensorDataset(data), 2, num_workers=1, pin_memory=True)
-    loader = patch_dataloader_to_ddp(loader, device=setting.device, timeout=60)
+    loader = patch_dataloader_to_ddp(loader, timeout=60)
     busy, sums = torch.ones(8 * size, 8 * size, device=setting.device), []
-    for (x,) in loader:
+    for (pinned,) in loader:
+        x = on(setting, pinned)
         for _ in range(8):
             busy = (busy @ busy).clamp(max=1.0)
         sums.append((x * busy[0, 0]).sum(dim=1))  # enqueued behind all that
@@ -193,20 +192,13 @@ def trains(rank: int, world_size: int, setting: Setting) -> list[float]:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader = DataLoader(numbers(), 8, num_workers=1, pin_memory=True)
-    loader = patch_dataloader_to_ddp(loader, share="within_batches", device=setting.device, timeout=60)
+    loader = patch_dataloader_to_ddp(loader, share="within_batches", timeout=60)
     for (x, y), weights in iter_with_weights(loader):
         optimizer.zero_grad()
-        losses = (parallel(x).squeeze(1) - y) ** 2
-        (losses * weights).sum().backward()
+        losses = (parallel(on(setting, x)).squeeze(1) - on(setting, y)) ** 2
+        (losses * weights.to(losses.device)).sum().backward()
         optimizer.step()
     return [value for parameter in model.parameters() for value in parameter.detach().cpu().flatten().tolist()]
-
-
-def is_auto(rank: int, world_size: int, setting: Setting) -> str:
-    """The device of this local rank."""
-    assert os.environ["LOCAL_RANK"] == str(rank)
-    loader = patch_dataloader_to_ddp(DataLoader(numbers(), 4), device="auto", timeout=60)
-    return str(next(iter(loader))[0].device)
 
 
 def shows(rank: int, world_size: int, setting: Setting) -> tuple[str, list[Any]]:

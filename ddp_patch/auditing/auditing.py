@@ -255,7 +255,7 @@ def _unsharded(make: Factory) -> DataLoader[Any]:
 
 
 # Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
-_OF_A_REAL_RANK = {"device", "rank", "num_replicas", "process_group", "device_mesh"}
+_OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh"}
 
 
 def _positive(name: str, value: SupportsIndex) -> int:

@@ -5,12 +5,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from inspect import getclosurevars
 from itertools import chain, islice
 from multiprocessing.managers import BaseProxy
 from multiprocessing.sharedctypes import SynchronizedBase
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.samples import deep_copy, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
-from ddp_patch.orders.generators import generator_state, generators_restored, random_generators, set_generator_state
-from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state
+from ddp_patch.orders.random_states import PrivateRNG, look
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import Reader
@@ -276,9 +277,9 @@ class Rank:
         self._ambient = PrivateRNG(_SEED, seeded_as)
         make = subject.make
         given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
-        with self._ambient, generators_restored(random_generators(reached)), unwatched():
+        with look(random_generators(reached)), self._ambient, unwatched():
             self._facts: LoaderFacts[Any] = subject.made_for(rank, world_size, is_real)
-            held = random_generators([*reached, *self._facts.stream.holders, *given])
+            held = random_generators([*reached, *_with_shared([*self._facts.stream.holders, *given])])
         self._workers = Workers(self._facts)
         self._held = [[generator, generator_state(generator)] for generator in held]
         self.traits: Traits = traits_of(self._facts)
@@ -296,7 +297,7 @@ class Rank:
 
     def epoch(self, number: int, coding: Coding) -> RankDraws:
         """Draw the loader's next pass as epoch ``number``."""
-        with warnings.catch_warnings(), self._ambient, self._own_generators():
+        with warnings.catch_warnings(), self._own_generators(), self._ambient:
             warnings.simplefilter("ignore", StreamLengthWarning)  # the audit reports wrong lengths itself
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
@@ -340,7 +341,7 @@ class Rank:
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
         """Give shared generators this rank's states, and restore the others' afterwards."""
-        with generators_restored(generator for generator, _ in self._held):
+        with look(generator for generator, _ in self._held):
             for generator, state in self._held:
                 set_generator_state(generator, state)
             yield
@@ -350,13 +351,25 @@ class Rank:
 
 def called(make: Callable[..., Any], *rank_and_size: int) -> Any:
     """Call a function ``make()`` or ``make(rank, world_size)``, and leave all random states as they are."""
-    with PrivateRNG(_SEED, 0), generators_restored(random_generators(_reached_by(make))), unwatched():
+    with look(random_generators(_reached_by(make)), seed=_SEED), unwatched():
         return made_by(make, *rank_and_size) if rank_and_size else make()
 
 
 def _reached_by(make: Callable[..., Any]) -> list[object]:
     """Return what may hold generators that a factory uses for all ranks: itself, and the object of a method."""
-    return [SimpleNamespace(make=make), getattr(make, "__self__", make)]
+    return _with_shared([SimpleNamespace(make=make), getattr(make, "__self__", make)])
+
+
+def _with_shared(holders: Sequence[object]) -> list[object]:
+    """Return the holders and what all copies of them share: their classes, and what their functions name."""
+    written = [dict(vars(kind)) for holder in holders for kind in type(holder).__mro__]
+    shared: list[dict[str, Any]] = []
+    for function in [value for names in (*map(stored, holders), *written) for value in names.values()]:
+        if isinstance(function, FunctionType):
+            with suppress(ValueError):  # what it names has no value yet
+                named = getclosurevars(function)
+                shared += [dict(named.nonlocals), dict(named.globals)]
+    return [*holders, *(SimpleNamespace(**names) for names in (*written, *shared))]
 
 
 def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:

@@ -13,10 +13,9 @@ from ddp_patch.auditing.draw_loaders import Audited, Traits, layers_of
 from ddp_patch.auditing.draw_records import EpochDraws, Numbers, RankDraws, Units
 from ddp_patch.costs import Cost
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
+from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.options import Options
 from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit_shared
-from ddp_patch.validation import as_index
 
 __all__ = [
     "Judge",
@@ -437,9 +436,6 @@ def balanced(subject: Audited, costs: Cost, world_size: int, processes: bool) ->
         return why_not
     try:
         facts = unit_shared(subject.make, subject.options.get("share", "auto"))
-        divides = Options(**subject.options).divides_batches
-        if costs.function is not None and facts.unit is not ShardedUnit.SAMPLE and not divides:
-            costs = Cost(_OfItem(costs), window=costs.window)  # the patch asks the function about whole batches there
         balance: dict[str, Any] = {"cost": costs}
         Options(**subject.options, **balance)  # refuses what cannot hold with cost=
         require_costs(facts, costs)
@@ -458,15 +454,3 @@ def _why_not_sent(costs: Cost) -> str | None:
             "or one number for each index."
         )
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _OfItem:
-    """Tell what an item of a stream costs, an index or a batch of them, where a function tells it of each index."""
-
-    costs: Cost
-
-    def __call__(self, item: Any) -> float:
-        indices = [item] if as_index(item) is not None else list(item)
-        (cost,) = self.costs.of_batches(self.costs.of(indices), np.array([len(indices)])).tolist()
-        return float(cost)

@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 __all__ = [
     "MAKE_ITERATOR",
     "RUNNING_ITERATOR",
-    "KeptIterator",
+    "AroundIterator",
+    "BatchesOf",
     "RunningLoader",
     "WorkerInfo",
-    "WrappedIterator",
     "backward_in_progress",
     "default_store",
     "forget_iterator",
@@ -53,10 +52,8 @@ __all__ = [
     "replace_worker_seed",
     "root_mesh",
     "seed_as_worker",
-    "show_loaders",
     "thread_workers",
     "torchdata_batch_sampler",
-    "watch_batches",
     "worker_info_told",
 ]
 
@@ -243,91 +240,63 @@ def has_own_iterators(loader_kind: type) -> bool:
     return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
 
 
-class KeptIterator:
-    """Base of what a loader keeps as its running iterator: with persistent workers, torch resets it for each pass."""
+# Makes of an iterator of a loader's class the batches of the pass that it begins.
+BatchesOf: TypeAlias = Callable[[Any], Iterator[Any]]
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        self.drop_pass()
 
-    def drop_pass(self) -> None:
-        """Leave the running pass."""
+class AroundIterator(Iterator[Any]):
+    """Base of what stands around an iterator of a loader. In all that it does not do itself, it is as that one.
+
+    torch counts in its iterator, which is gone after a ``break``, and calls none of our code. It says that it is of
+    that one's class, so that Lightning ends its workers as it ends torch's.
+
+    Args:
+        wrapped: The iterator that the loader's class made.
+        batches_of: Makes the batches of each pass. Default: they are what ``wrapped`` gives.
+    """
+
+    def __init__(self, wrapped: Any, batches_of: BatchesOf | None = None) -> None:
+        self.wrapped, self._batches_of = wrapped, batches_of
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass, which ``wrapped`` has begun."""
+        self._batches: Iterator[Any] = self.wrapped if self._batches_of is None else self._batches_of(self.wrapped)
+
+    def __next__(self) -> Any:
+        try:
+            given = next(self._batches)
+        except BaseException as reason:
+            self.stop(reason)
+            raise
+        return self.count(given)
+
+    def count(self, given: Any) -> Any:
+        """Record that a batch is given, and return it."""
+        return given
+
+    def stop(self, reason: BaseException) -> None:
+        """Record that no batch is given, because of the end, which is a ``StopIteration``, or of an error."""
         raise NotImplementedError
 
-
-class WrappedIterator(KeptIterator):
-    """Base of wrappers of the iterator that a loader's class makes.
-
-    Args:
-        loader: The loader.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        # Its class's, because the loader itself may have an attribute of that name.
-        self.wrapped: Any = getattr(type(loader), MAKE_ITERATOR)(loader)
-
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        super()._reset(loader)
-        self.wrapped._reset(loader)
+        """Begin the next pass with the same workers, as torch asks for where these are persistent."""
+        self._batches = iter(())  # what was left ends before the workers begin anew
+        self.wrapped._reset(loader, first_iter)
+        self.begin()
 
+    @property  # type: ignore[misc]  # isinstance() asks for it, nobody sets it
+    def __class__(self) -> Any:
+        return type(self.wrapped)
 
-@cache
-def _watched(kind: Any, next_of_kind: Callable[[Any], Any], name: str) -> type:
-    """Return a class of iterators that is what another one is, but gets each batch through an object of the iterator.
+    def __len__(self) -> int:
+        return len(self.wrapped)
 
-    Args:
-        kind: The other one.
-        next_of_kind: Its ``__next__``, which a profiler may replace. In each step, super() would be a detour.
-        name: The attribute that holds the object.
-    """
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
 
-    def give(self: Any) -> Any:
-        return getattr(self, name).next(partial(next_of_kind, self))
-
-    def reset(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
-        kind._reset(self, loader, first_iter)
-        getattr(self, name).begin()
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {"__next__": give, "_reset": reset, **names})
-
-
-def watch_batches(iterator: Any, name: str, watcher: Any) -> None:
-    """Let an iterator get each batch by ``watcher.next(read)``, and call ``watcher.begin()`` when it is reset.
-
-    torch counts in the iterator itself, which is gone after a ``break``, and calls none of our code. So the iterator
-    gets a class that is derived from its own; no wrapper has to refer to it.
-
-    Args:
-        iterator: The iterator.
-        name: Its attribute that holds the watcher.
-        watcher: Has the two methods.
-
-    Raises:
-        TypeError: The iterator's class cannot be subclassed, such as a generator's.
-    """
-    vars(iterator)[name] = watcher
-    kind: Any = type(iterator)
-    iterator.__class__ = _watched(kind, kind.__next__, name)
-
-
-# The function that torch's class has for `repr()` before it gets one of ours: torch gives it none of its own.
-_PLAIN_REPR: Final = DataLoader.__repr__
-
-
-def show_loaders(text_of: Callable[[DataLoader[Any]], str | None]) -> None:
-    """Make ``repr()`` of a loader show what ``text_of`` returns; if that is None, the usual text.
-
-    Python looks the method up in the class, and a patched loader keeps its class. So torch's class gets one; a class
-    derived from it that has its own keeps that.
-    """
-
-    def text(loader: DataLoader[Any]) -> str:
-        found = text_of(loader)
-        kind = type(loader)
-        return _PLAIN_REPR(loader) if found is None else f"<{kind.__module__}.{kind.__qualname__}: {found}>"
-
-    if DataLoader.__repr__ is _PLAIN_REPR:
-        DataLoader.__repr__ = text  # type: ignore[assignment, method-assign]  # it takes loaders only
+    def __getstate__(self) -> Any:
+        return self.wrapped.__getstate__()  # which refuses to be copied
 
 
 def pinned_by(iterator: Any, batch: Any) -> Any:

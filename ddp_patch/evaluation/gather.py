@@ -8,11 +8,10 @@ from numbers import Number
 from typing import Any, TypeVar, cast, overload
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import DDPPatchError, message_of
+from ddp_patch.errors import DDPPatchError, UnsupportedLoaderError, message_of
 from ddp_patch.evaluation.judging import (
     GATHERING,
     Agreement,
@@ -29,11 +28,10 @@ from ddp_patch.evaluation.row_order import Placed, RowKeys, array_of, joined, ke
 from ddp_patch.evaluation.send import Connection, Connections, Members, gathered, gathered_keys
 from ddp_patch.evaluation.steps import is_alone, require_one_stream
 from ddp_patch.loaders.facts import ShardedUnit
-from ddp_patch.loaders.to_device import device_of
+from ddp_patch.plan import BatchRecord, Part, Schedule
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.ranks.records import State
-from ddp_patch.schedule import BatchRecord, Part, Schedule
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
 
@@ -164,9 +162,6 @@ def _expected(
         "item" if batches.unit is ShardedUnit.UNBATCHED else "sample",
     )
     count = len(real_sizes) if is_whole else len(share.real_samples)
-    if (origins := current.origins) is not None:
-        before = 0 if number is None else schedule.rows_before(number)
-        keys = [origins[before : before + count]]
     is_array = any(isinstance(run, np.ndarray) for run in keys)
     sizes_sent = (real_sizes if has_sizes else [0] * count) if is_whole else None
     return ExpectedRows(at, share, keys, schedule, RankRows(count, count if is_array else keys, sizes_sent, is_last))
@@ -214,8 +209,8 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
             large as the largest of any rank. Default: rows that differ in width are an error.
 
     Returns:
-        The same structure, with tensors on the device of this rank's own; where it has none, on the loader's if the
-        other ranks' are on one of that kind.
+        The same structure, with tensors on the device of this rank's own; where it has none, on its current one of the
+        other ranks' kind.
 
     Raises:
         OutputsError: A rank is in the middle of a pass, passes another number of rows than it got samples, or another
@@ -223,7 +218,7 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         MissingRanksError: A rank did not arrive in time.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
-        UnsupportedLoaderError: It is unknown which samples each rank got.
+        UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` has changed their order.
         InvalidOptionError: ``dst`` is not one of the ranks, or ``pad`` is no number that fits the rows.
 
     Examples:
@@ -251,7 +246,7 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
     Call it on every rank in every step that is gathered, inside the loop over the loader, as accelerate's
     ``gather_for_metrics``. What all steps return together is each sample once. The ranks communicate in each step:
     where the outputs fit into memory, ``gather_in_order`` after the loop is faster, and its order is that of one
-    process.
+    process. With ``cost=``, the rows of a step are in an order of its own.
 
     Args:
         outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included; where
@@ -301,7 +296,12 @@ def _gathered(
         require_pad(pad)
         return outputs if pad is None else padded_lists(outputs, pad)
     batches = require_one_stream(operation, loader)
-    members = _members(operation, batches, _plain(dst), device_of(loader))
+    if operation == "gather_in_order" and batches.sampler.agreed.options.costs is not None:
+        raise UnsupportedLoaderError(
+            "gather_in_order was given a loader with cost=, which changes the order of the samples, so the outputs "
+            "would not be in the sampler's. Leave cost= out of loaders that evaluate, or use gather_step() in the loop."
+        )
+    members = _members(operation, batches, _plain(dst))
     agreed, current = batches.sampler.agreed, batches.sampler.latest
     expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), members.dst, _plain(pad), _CONNECTIONS.name(current))
@@ -326,13 +326,13 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, Number | str) else repr(value)
 
 
-def _members(operation: str, batches: Batches, dst: int | None, device: torch.device | None) -> Members:
+def _members(operation: str, batches: Batches, dst: int | None) -> Members:
     """Return the ranks that gather with this one: one rank for each share."""
     agreed = batches.sampler.agreed
     world, timeout = agreed.world, agreed.options.timeout
     if world.share_of_rank is None and world.num_replicas == 1:
-        return Members([0], 0, dst, timeout, device)
-    return Members(world.peer_ranks(operation), dist.get_rank(), dst, timeout, device)
+        return Members([0], 0, dst, timeout)
+    return Members(world.peer_ranks(operation), dist.get_rank(), dst, timeout)
 
 
 def _received(agreement: Agreement, own: LocalOutputs, connection: Connection, pad: Any) -> Any:

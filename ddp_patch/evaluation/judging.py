@@ -27,9 +27,9 @@ from ddp_patch.evaluation.outputs import (
 )
 from ddp_patch.evaluation.row_order import RowKeys
 from ddp_patch.evaluation.send import Column, LocalColumn
+from ddp_patch.plan import Schedule
 from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.ranks.packing import packed
-from ddp_patch.schedule import Schedule
 
 __all__ = [
     "GATHERING",

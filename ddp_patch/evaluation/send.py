@@ -36,14 +36,12 @@ class Members:
         rank: This process's global rank.
         dst: The global rank that gets the result, which may be in another group of ranks; None if all get it.
         timeout: How long they wait for each other, in seconds.
-        device: Where this rank's batches come, if that is known.
     """
 
     ranks: list[int]
     rank: int
     dst: int | None
     timeout: float
-    device: torch.device | None = None
 
     @property
     def receives(self) -> bool:
@@ -205,7 +203,7 @@ def gathered(connection: Connection, column: Column, rows: Placed, given: LocalC
     members, form = connection.members, column.form
     result = None
     if members.receives:
-        result = empty_rows(form, rows.rows, _device_for(form, given.leaf, members.device), pad)
+        result = empty_rows(form, rows.rows, _device_for(form, given.leaf), pad)
     for share, source in enumerate(members.ranks):
         places = iter(()) if result is None else rows.places(share)
         leaf = given.leaf if source == members.rank and rows.counts[share] else None
@@ -235,13 +233,11 @@ def gathered_keys(connection: Connection, sent: Sequence[RowKeys | int], own: Ro
     return [[found[end - keys : end]] if isinstance(keys, int) else keys for keys, end in zip(sent, ends, strict=True)]
 
 
-def _device_for(form: Form, own: Any, here: torch.device | None) -> torch.device | None:
-    """Return where a result lies: where this rank's own rows do, or else on its device of the rows' kind."""
+def _device_for(form: Form, own: Any) -> torch.device | None:
+    """Return where a result lies: where this rank's own rows do, or else on its current device of the rows' kind."""
     if form.kind != "tensor":
         return None
-    if isinstance(own, torch.Tensor):
-        return own.device
-    return here if here is not None and here.type == form.device else torch.device(form.device)
+    return own.device if isinstance(own, torch.Tensor) else torch.device(form.device)
 
 
 def _move(

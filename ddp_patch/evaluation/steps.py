@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
+from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
-from ddp_patch.loaders.to_device import Mover, device_of, without_device
+from ddp_patch.plan import BatchRecord
 from ddp_patch.ranks.channel import opened_sums
-from ddp_patch.schedule import BatchRecord
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
 
@@ -103,12 +103,11 @@ def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
             "num_replicas=1."
         )
     # Count samples before they are collated: a collated batch may have any type.
-    record, device = _unshared(0), device_of(loader)
-    mover = None if device is None else Mover(device)
-    for samples, batch in without_device(loader, collate_fn=partial(_numbered, loader.collate_fn)):
+    record = _unshared(0)
+    for samples, batch in copy_loader(loader, collate_fn=partial(_numbered, loader.collate_fn)):
         if samples != record.samples:
             record = _unshared(samples)
-        yield batch if mover is None else mover.moved(batch), record
+        yield batch, record
 
 
 def _unshared(samples: int) -> BatchRecord:
@@ -132,8 +131,7 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
             padding.
 
     Yields:
-        The batch and its mask, a bool tensor of shape [samples], or of shape [] with ``batch_size=None``. It is on the
-        loader's ``device=``, if it has one, else on the CPU.
+        The batch and its mask, a bool tensor on the CPU, of shape [samples], or of shape [] with ``batch_size=None``.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
@@ -155,9 +153,9 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
 
 
 def _masked(steps: Steps, loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    is_unbatched, device = loader.batch_sampler is None, device_of(loader) or "cpu"
+    is_unbatched = loader.batch_sampler is None
     for batch, record in steps:
-        mask = torch.arange(record.samples, device=device) < record.real_samples
+        mask = torch.arange(record.samples, device="cpu") < record.real_samples  # whatever is the default
         yield batch, mask[0] if is_unbatched else mask
 
 
@@ -189,8 +187,8 @@ def iter_with_weights(
         dtype: The weights' dtype. Default: ``torch.get_default_dtype()``.
 
     Yields:
-        The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. They are on the
-        loader's ``device=``, if it has one, else on the CPU.
+        The batch, and its weights, of shape [samples], or of shape [] with ``batch_size=None``. They are on the CPU:
+        on a GPU, multiply by ``weights.to(losses.device)``.
 
     Raises:
         NotPatchedError: The loader was not patched, and there are several ranks.
@@ -225,19 +223,18 @@ def iter_with_weights(
         raise InvalidOptionError(
             f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
         )
-    like = torch.empty(0, dtype=dtype, device=device_of(loader) or "cpu")
     if is_alone(_WEIGHING, loader):
         sum_of = None if weight_of is None else float
-        weighed = _weighed(steps_alone(_WEIGHING, loader), 1, like, weight_of, sum_of)
+        weighed = _weighed(steps_alone(_WEIGHING, loader), 1, dtype, weight_of, sum_of)
     else:
         batches = require_one_stream(_WEIGHING, loader)
-        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, like, weight_of)
+        weighed = _shared(steps_of(_WEIGHING, loader, batches), batches, dtype, weight_of)
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
 
 
-def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: WeightOf | None) -> Weighed:
+def _shared(steps: Steps, batches: Batches, dtype: torch.dtype, weight_of: WeightOf | None) -> Weighed:
     """Yield the batches of a patched loader, with their weights."""
     sampler, world = batches.sampler, batches.sampler.agreed.world
     ranks = world.num_replicas
@@ -246,20 +243,20 @@ def _shared(steps: Steps, batches: Batches, like: torch.Tensor, weight_of: Weigh
         first = [step for step in [next(steps, None)] if step is not None]
         current, all_steps = sampler.latest, chain(first, steps)
         if weight_of is None and (current is None or current.schedule(batches).knows_totals):
-            yield from _weighed(all_steps, ranks, like, None, None)
+            yield from _weighed(all_steps, ranks, dtype, None, None)
             return
         if ranks == 1:
-            yield from _weighed(all_steps, ranks, like, weight_of, float)
+            yield from _weighed(all_steps, ranks, dtype, weight_of, float)
             return
         members, agreed, facts = world.peer_ranks(_WEIGHING), sampler.agreed, {"epoch": sampler.epoch}
         with opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
-            yield from _weighed(all_steps, ranks, like, weight_of, sums.sum_over_ranks)
+            yield from _weighed(all_steps, ranks, dtype, weight_of, sums.sum_over_ranks)
 
 
 def _weighed(
     steps: Steps,
     ranks: int,
-    like: torch.Tensor,
+    dtype: torch.dtype,
     weight_of: WeightOf | None,
     sum_of: Callable[[float], float] | None,
 ) -> Weighed:
@@ -268,14 +265,14 @@ def _weighed(
     Args:
         steps: The batches.
         ranks: How many ranks there are.
-        like: A tensor with the weights' dtype and device.
+        dtype: The weights'.
         weight_of: What the samples of a batch count; None where each counts 1.
         sum_of: Sums over the ranks how much a step's samples count; None where the records tell.
     """
     for batch, record in steps:
         own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
         total = record.samples_of_all if sum_of is None else sum_of(own)
-        weights = like.new_full((record.samples,), ranks / total if total else 0.0)
+        weights = torch.full((record.samples,), ranks / total if total else 0.0, dtype=dtype, device="cpu")
         weights[record.real_samples :] = 0
         yield batch, weights
 

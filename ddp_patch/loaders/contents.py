@@ -3,17 +3,16 @@
 import copy
 import os
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
-from types import FunctionType, ModuleType
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from ddp_patch.compat.packages import is_hugging_face_table
 from ddp_patch.loaders.recognition import nested_datasets
@@ -23,14 +22,12 @@ from ddp_patch.walks import LOOKED_AT, stored
 
 __all__ = ["Content", "HeldData", "chosen_samples", "held_by"]
 
-# How many elements are looked at, at the patch and in each pass; how many attributes in all, and how deep.
-_SAMPLES, _IN_A_PASS, _IN_ALL, _DEPTH = 16, 1024, 256, 2
-# Of how many elements an attribute may tell samples apart, and how many parts of an element count.
+# How many elements are compared, evenly spread: of what a dataset is, and of names and numbers that it holds in a pass.
+_SAMPLES, _NAMES = 16, 1024
+# A list of fewer elements is a setting. Of an element, so many parts count.
 _FEW = 8
-# A longer text is no path.
-_LONGEST_PATH = 1024
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
-_PLAIN = (list, tuple, range, np.ndarray, torch.Tensor, deque, array)
+_PLAIN = (list, tuple, range, np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +48,22 @@ class Content:
 
 
 class _Column(NamedTuple):
-    """What a dataset is, or holds: the values, and whether by its names and whole numbers alone, and one a sample."""
+    """What a dataset is, or holds: the values, and some of them described; whether it is held, and one a sample."""
 
-    name: str
     values: Any
-    is_held: bool = False
-    by_name: bool = False
-    is_whole: bool = True
+    elements: list[Any]
+    is_held: bool
+    is_whole: bool
 
 
 def chosen_samples(dataset: Any) -> tuple[Content, ...]:
     """Return fingerprints of the samples that a dataset holds or was cut down to, as far as they can be told.
 
     A torch ``Subset`` counts by its indices. A map-style Hugging Face dataset counts by its first and its last row, as
-    they are stored: ``split_dataset_by_node()`` leaves no other mark on one. Plain containers, the tensors of a
-    ``TensorDataset``, and attributes with one value for each sample count by a few elements; other attributes by names
-    and whole numbers. A path counts by its last part, and an object of another class by that class. ``__getitem__`` of
-    a dataset is never called.
+    they are stored: ``split_dataset_by_node()`` leaves no other mark on one. Plain lists, tuples, arrays and tensors,
+    those of a ``TensorDataset``, and attributes with one value for each sample count by a few elements; what is in
+    other attributes, within two levels of lists and dicts, by names and whole numbers. A path counts by its last part.
+    ``__getitem__`` of a dataset is never called.
 
     Examples:
         >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
@@ -76,17 +72,14 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
         >>> chosen_samples(["a", "b"]) == chosen_samples(["a", "c"])
         False
     """
-    found: dict[str, list[tuple[_Column, list[Any]]]] = defaultdict(list)
-    for column, elements in _columns(dataset):
-        found[column.name].append((column, elements))
     return tuple(
         Content(
             name,
-            fingerprint(elements for _, elements in parts),
-            is_held=parts[0][0].is_held,
-            identifies=any(column.is_whole for column, _ in parts) and all(_identifies(told) for _, told in parts),
+            fingerprint(column.elements for column in columns),
+            is_held=columns[0].is_held,
+            identifies=any(column.is_whole for column in columns) and all(map(_identifies, columns)),
         )
-        for name, parts in found.items()
+        for name, columns in _columns(dataset).items()
     )
 
 
@@ -139,7 +132,7 @@ class HeldData:
         now = _digests(self._dataset)
         for name, digest in now.items():
             before = self._begun.get(name, self._made.get(name, digest))
-            if before != digest and name.partition(" (")[0] not in self._named:
+            if before != digest and name not in self._named:
                 self._written.add(name)
             elif name not in self._begun and name in self._made:
                 self._begun[name] = digest
@@ -153,22 +146,20 @@ class HeldData:
 
 
 def _digests(dataset: Any) -> dict[str, str]:
-    """Return digests of all masks and of what tells samples apart, by name; a second of one name gets a number."""
-    found: dict[str, str] = {}
-    for column, elements in _columns(dataset, in_a_pass=True):
-        again = sum(name.partition(" (")[0] == column.name for name in found)
-        name = f"{column.name} ({again + 1})" if again else column.name
-        found[name] = fingerprint([len(column.values), _whole_numbers(column.values), elements])[:12]
-    return found
+    """Return digests of all masks and of what tells samples apart, by name."""
+    return {
+        name: fingerprint([len(one.values), _whole_numbers(one.values), one.elements] for one in columns)[:12]
+        for name, columns in _columns(dataset, in_a_pass=True).items()
+    }
 
 
 def _whole_numbers(values: Any) -> bytes:
     """Return many whole numbers of a sequence as bytes, because one among them may change; nothing of other values."""
-    with suppress(Exception):
-        if isinstance(values, torch.Tensor | np.ndarray):
-            there = values[:: max(1, values.nbytes >> 20)]
+    there = values[:: max(1, len(values) >> 18)]
+    with suppress(Exception):  # it has others
+        if isinstance(there, torch.Tensor | np.ndarray):
             return b"" if "float" in str(there.dtype) else np.ascontiguousarray(there).tobytes()
-        return array("q", values[:: max(1, len(values) >> 17)]).tobytes()
+        return array("q", there).tobytes()
     return b""
 
 
@@ -179,7 +170,7 @@ def held_by(dataset: Any) -> str:
     Seeds, ranks and devices may differ rightly.
 
     Examples:
-        >>> class Part(Dataset):
+        >>> class Part(torch.utils.data.Dataset):
         ...     def __init__(self, start):
         ...         self.start = start
         >>> held_by(Part(0)) == held_by(Part(0)), held_by(Part(0)) == held_by(Part(1))
@@ -187,99 +178,97 @@ def held_by(dataset: Any) -> str:
     """
     found: list[Any] = []
     for part in islice(nested_datasets(dataset), LOOKED_AT):
-        with suppress(Exception):  # the user's lists
-            for name, value, _ in islice(_nested(type(part).__name__, part), _IN_ALL):
-                own = any(word in name.rpartition(".")[2].lower() for word in ("seed", "rank", "device"))
-                values = [value] if type(value) in {int, str} else value
-                if not own and type(values) in _PLAIN:
-                    found.append([name, len(values), _described(_Column(name, values), _SAMPLES)])
+        for name, value, _ in _attributes(part):
+            values = [value] if type(value) in {int, str} else _sequence(value)
+            is_own = any(word in name.lower().rpartition(".")[2] for word in ("seed", "rank", "device"))
+            if values is not None and not is_own:
+                found.append([name, len(values), _described(values, _SAMPLES)])
     return fingerprint(found)
 
 
-def _columns(dataset: Any, *, in_a_pass: bool = False) -> Iterator[tuple[_Column, list[Any]]]:
-    """Yield what shows which samples a dataset holds, and masks, where a pass is looked at; with some elements."""
+def _columns(dataset: Any, *, in_a_pass: bool = False) -> dict[str, list[_Column]]:
+    """Return what shows which samples a dataset holds, and masks, where a pass is looked at, by name."""
+    found: dict[str, list[_Column]] = defaultdict(list)
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            found = chain(_of_part(part), _attributes(part, in_a_pass=in_a_pass))
-            for column in chain.from_iterable((one, *_of_objects(one)) for one in found):
-                elements = _described(column, _IN_A_PASS if in_a_pass and column.is_held else _SAMPLES)
-                is_mask = in_a_pass and {*map(type, elements)} == {bool}
-                if elements and (is_mask or not column.by_name or _are_distinct(elements)):
-                    yield column, elements
+            n = length_of(part, ()) or 0
+            for name, values, depth in _sequences(part):
+                elements = _told_of(values, depth, n, in_a_pass=in_a_pass)
+                if elements:
+                    found[name].append(_Column(values, elements, depth is not None, depth is None or len(values) == n))
+    return found
 
 
-def _of_objects(column: _Column) -> Iterator[_Column]:
-    """Yield what objects of the user's hold of names and numbers, where a column has such objects."""
-    first = column.values[0] if type(column.values) in {list, tuple} and column.values else None
-    if not isinstance(first, os.PathLike | torch.Tensor) and (attributes := stored(first)):
-        some = [stored(column.values[place]) for place in _spread(len(column.values), _IN_A_PASS)]
-        for attribute in [*attributes][:_FEW]:
-            if isinstance(attributes[attribute], str | int | os.PathLike):
-                values = [held.get(attribute) for held in some]
-                yield _Column(f"{column.name}[].{attribute}", values, True, True, column.is_whole)
+def _told_of(values: Any, depth: int | None, n: int, *, in_a_pass: bool) -> list[Any]:
+    """Return what some elements tell: of an attribute's, if it has one for each of n samples, or no two are alike."""
+    if depth is None:
+        return _described(values, _SAMPLES)
+    if len(values) < _FEW or not (in_a_pass or (n >= _FEW and n % len(values) == 0)):
+        return []
+    if depth == 0 and len(values) == n and not in_a_pass:
+        return _described(values, _SAMPLES)
+    elements = _described(values, _NAMES if in_a_pass else _SAMPLES, by_name=True)
+    is_mask = in_a_pass and {*map(type, elements)} == {bool}
+    return elements if is_mask or _are_distinct(elements) else []
 
 
-def _of_part(part: Any) -> Iterator[_Column]:
+def _sequences(part: Any) -> Iterator[tuple[str, Any, int | None]]:
+    """Yield the plain sequences that a dataset is or was cut down to, and those that it holds, by name and depth."""
+    whole: Any = part
     if isinstance(part, Subset):
-        yield _Column("the indices of a Subset", part.indices)
-        part = None if isinstance(part.dataset, Dataset) else part.dataset  # which nobody else looks at
-    if is_hugging_face_table(part):
-        yield _Column("the first and last rows of a Hugging Face dataset", _ends(part))
-    elif type(part) in _PLAIN:
-        yield _Column(f"the elements of a {type(part).__name__}", part)
+        yield "the indices of a Subset", part.indices, None
+        whole = part.dataset  # if it is no Dataset, nobody else looks at it
     elif isinstance(part, TensorDataset):
-        yield from (_Column("the tensors of a TensorDataset", tensor) for tensor in part.tensors)
+        yield from (("the tensors of a TensorDataset", tensor, None) for tensor in part.tensors)
+    elif not isinstance(part, IterableDataset):
+        for name, value, depth in _attributes(part):
+            is_table = is_hugging_face_table(value)
+            if (values := _sequence(value)) is not None and (not is_table or len(value) == length_of(part, ())):
+                yield name, values, None if is_table else depth + (type(value) is dict)
+    if (values := _sequence(whole)) is not None:
+        yield f"the elements of a {type(whole).__name__}", values, None
 
 
-def _attributes(dataset: Any, *, in_a_pass: bool) -> Iterator[_Column]:
-    """Yield what a dataset's attributes hold: one value for each sample, or names of some, or of a part of one."""
-    if isinstance(dataset, IterableDataset | Subset | TensorDataset):
-        return
-    n = length_of(dataset, ()) or 0
-    for name, value, depth in islice(_nested(type(dataset).__name__, dataset), _IN_ALL):
-        if is_hugging_face_table(value) and len(value) == n:
-            yield _Column(f"the first and last rows of {name}", _ends(value), is_held=True)
-        values = [*value.values()] if type(value) is dict and 0 in value and len(value) < 2**17 else value
-        if type(values) not in _PLAIN or not getattr(values, "shape", (1,)) or len(values) < _FEW:
-            continue
-        if len(values) == n and depth == 0 and not in_a_pass and values is value:
-            yield _Column(name, values, is_held=True)
-        elif in_a_pass or (n >= _FEW and (n % len(values) == 0 or len(values) % n == 0)):
-            yield _Column(name, values, is_held=True, by_name=True, is_whole=len(values) == n)
+def _sequence(value: Any) -> Any:
+    """Return plain data in memory; the first and the last row of a Hugging Face dataset; None of anything else."""
+    if is_hugging_face_table(value):
+        return _ends(value)
+    if type(value) is dict:  # of samples by their numbers
+        return [*value.values()] if 0 in value else None
+    is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return value if type(value) in _PLAIN and getattr(value, "shape", (1,)) != () and not is_elsewhere else None
 
 
-def _nested(name: str, holder: Any, depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Yield an object's attributes, by name, and those of the plain objects, dicts and short lists that it holds."""
-    if type(holder) is dict:
-        parts = {f"{name}[{key!r}]": value for key, value in islice(holder.items(), LOOKED_AT) if type(key) is str}
-    elif type(holder) in {list, tuple} and len(holder) < _FEW:
-        parts = {f"{name}[{place}]": value for place, value in enumerate(holder)}
-    else:
-        parts = {} if type(holder) in _PLAIN else {f"{name}.{key}": value for key, value in stored(holder).items()}
-    for attribute, value in parts.items():
-        yield attribute, value, depth
-        is_plain = not isinstance(value, type | ModuleType | FunctionType | Dataset | torch.nn.Module | DataLoader)
-        if depth < _DEPTH and is_plain:
-            yield from _nested(attribute, value, depth + 1)
+def _attributes(dataset: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield a dataset's attributes, by name, and what is in their dicts and short lists, within two levels."""
+    found = [(f"{type(dataset).__name__}.{name}", value) for name, value in stored(dataset).items()]
+    for depth in range(3):
+        yield from ((name, value, depth) for name, value in found)
+        found = [(f"{name}[{key!r}]", part) for name, value in found for key, part in _parts(value)]
 
 
-def _described(column: _Column, most: int) -> list[Any]:
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if type(value) is dict:
+        yield from ((key, part) for key, part in islice(value.items(), LOOKED_AT) if type(key) is str)
+    elif type(value) in {list, tuple} and len(value) < _FEW:
+        yield from enumerate(value)
+
+
+def _described(values: Any, most: int, *, by_name: bool = False) -> list[Any]:
     """Return descriptions of some elements, evenly spread; none of a cache that fills, nor if one has no name."""
     with suppress(Exception):  # the user's elements
-        values, places = column.values, _spread(len(column.values), most)
-        is_flat = isinstance(values, torch.Tensor | np.ndarray) and values.ndim == 1
-        is_here = is_flat and not getattr(values, "is_cuda", False)
-        elements = values[places].tolist() if is_here else [values[place] for place in places]
+        elements = [values[place] for place in _spread(len(values), most)]
         # As few parts of paths as tell them apart.
-        tried = ([_told(one, parts, by_name=column.by_name) for one in elements] for parts in (1, 2, 3))
+        tried = ([_told(one, parts, by_name=by_name) for one in elements] for parts in (1, 2, 3))
         first = next(tried)
         if None not in first:
             return first if _are_distinct(first) else next(filter(_are_distinct, tried), first)
     return []
 
 
-def _identifies(elements: list[Any]) -> bool:
+def _identifies(column: _Column) -> bool:
     """Return whether no two elements are alike; but positions are the same for any data."""
+    elements = column.elements
     return _are_distinct(elements) and not (
         isinstance(elements[-1], int) and elements == _spread(elements[-1] + 1, _SAMPLES)
     )
@@ -300,7 +289,7 @@ def _ends(table: Any) -> list[Any]:
     return [rows[place].to_pylist() for place in (0, len(table) - 1)] if len(table) else []
 
 
-def _told(value: Any, parts: int = 1, *, by_name: bool = False) -> Any:
+def _told(value: Any, parts: int, *, by_name: bool) -> Any:
     """Describe an element: enough to tell two samples apart, and nothing in which ranks may differ.
 
     Args:
@@ -309,16 +298,13 @@ def _told(value: Any, parts: int = 1, *, by_name: bool = False) -> Any:
         by_name: Whether it counts by its texts and whole numbers alone. One without any is None.
     """
     if isinstance(value, str | os.PathLike):
-        text = os.fspath(value)
-        is_path = isinstance(text, str) and len(text) < _LONGEST_PATH
-        return "/".join(text.replace("\\", "/").rsplit("/", parts)[-parts:]) if is_path else fingerprint([text])
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and not getattr(value, "is_cuda", False):
-        if not value.ndim:
-            value = value.item()
-        elif type(value) in _PLAIN and not by_name:
-            return fingerprint([value])
+        return os.fspath(value).replace("\\", "/").rsplit("/", parts)[-parts:]
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        if value.ndim:
+            return None if by_name else fingerprint([value])
+        value = value.item()
     if isinstance(value, list | tuple | dict):
-        listed = value if not isinstance(value, dict) else value.values() if by_name else value.items()
+        listed = value.values() if isinstance(value, dict) else value
         told = [_told(part, parts, by_name=by_name) for part in islice(listed, _FEW)]
         return [one for one in told if one is not None] or None if by_name else [len(value), *told]
     if isinstance(value, int | bytes) or (isinstance(value, float | complex) and not by_name):

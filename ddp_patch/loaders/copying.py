@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -13,7 +12,6 @@ from ddp_patch.compat.packages import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
-    KeptIterator,
     RunningLoader,
     has_own_iteration,
     has_own_iterators,
@@ -27,8 +25,6 @@ __all__ = [
     "COPY",
     "METHODS",
     "OWN_METHODS",
-    "HeldByLoader",
-    "OneIterator",
     "change_loader",
     "copies_plainly",
     "copy_loader",
@@ -68,56 +64,6 @@ def with_repeated(repeater: Any, sampler: object) -> Any:
     clone = copy.copy(repeater)
     vars(clone).update(dict.fromkeys(vars(clone), sampler))
     return clone
-
-
-class HeldByLoader:
-    """Base of what a patched loader holds and is made for it. Copies of the loader have copies of their own.
-
-    Args:
-        loader: The loader. It is not kept alive, because it holds this.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = weakref.ref(loader)
-
-    def loader(self) -> DataLoader[Any]:
-        """Return the loader.
-
-        Raises:
-            UnsupportedLoaderError: It is gone, and a shallow copy of it or one of its methods is left.
-        """
-        loader = self._loader()
-        if loader is None:
-            raise UnsupportedLoaderError(
-                "A patched loader was used after the loader itself is gone, by a method or a shallow copy of it: its "
-                "iterators and methods were that loader's. Keep what patch_dataloader_to_ddp() returned, and use that."
-            )
-        return loader
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_loader": self._loader()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._loader = weakref.ref(state["_loader"])
-
-
-class OneIterator(HeldByLoader, KeptIterator, Iterator[Any]):
-    """The one iterator of a loader that is not shared: torch's own, which begins when its first batch is asked for."""
-
-    _begun: Iterator[Any] | None = None
-
-    def drop_pass(self) -> None:
-        """Leave what has begun."""
-        self._begun = None
-
-    def __next__(self) -> Any:
-        if self._begun is None:
-            self._begun = DataLoader.__iter__(self.loader())
-        return next(self._begun)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_begun": None}
 
 
 def _repeats(sampler: object) -> bool:
@@ -239,7 +185,7 @@ def change_loader(loader: L, **replaced: Any) -> L:
     Raises:
         UnsupportedLoaderError: The loader's class does not let an attribute be replaced. Others are replaced by then.
     """
-    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader | OneIterator)]
+    running = [name for name, value in vars(loader).items() if isinstance(value, RunningLoader)]
     # Past DataLoader.__setattr__, which refuses to change a sampler after construction.
     vars(loader).update({**dict.fromkeys([RUNNING_ITERATOR, *running]), **replaced})
     for attribute in LIGHTNING_ARGUMENTS & vars(loader).keys():

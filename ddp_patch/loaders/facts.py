@@ -20,7 +20,7 @@ from ddp_patch.compat.private_torch import (
     torchdata_batch_sampler,
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples
-from ddp_patch.loaders.copying import OneIterator, repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
 from ddp_patch.loaders.samples import (
@@ -272,7 +272,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
     samplers = tuple(samplers_in_use(loader))
     stored = getattr(loader, "__dict__", {})
     kept = {name: first_parts(value) for name, value in stored.items() if name not in _LOOKED_AT_ELSEWHERE}
-    running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader | OneIterator))
+    running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader))
     harmless = () if iterates_itself and repeater is None else running
     begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
     batching: Any = iterated if unit is ShardedUnit.SAMPLE else loader

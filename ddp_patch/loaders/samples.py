@@ -16,13 +16,12 @@ from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
 from ddp_patch.orders.fingerprint import COMPARED, fingerprint
 from ddp_patch.orders.generators import (
     changed_attributes,
-    generators_restored,
     plain_attributes,
     random_generators,
     torch_generators,
 )
 from ddp_patch.orders.orders import has_order, order_of, order_parameters
-from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
+from ddp_patch.orders.random_states import look
 from ddp_patch.walks import held, walk
 
 __all__ = [
@@ -172,7 +171,7 @@ def length_of(source: Any, samplers: Iterable[object]) -> int | None:
     """Return the length of a sampler or dataset, as it says; None if it does not say."""
     try:
         # Some samplers draw to compute it.
-        with PrivateRNG(seed=0, epoch=0), generators_restored(random_generators(samplers)):
+        with look(random_generators(samplers), seed=0):
             return len(source)
     except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
         return None
@@ -259,9 +258,8 @@ def copy_to_draw(sampler: object, dataset: object, *, seeded: bool = True) -> It
         dataset: What the samples come from. It is not copied.
         seeded: Whether to seed all generators alike; otherwise the copy draws what the sampler would draw next.
     """
-    originals = random_generators(nested_samplers(sampler))
-    # A copy may share with the original what cannot be copied: a function, with the generators that it draws from.
-    with PrivateRNG(seed=0, epoch=0) if seeded else ambient_unmoved(), generators_restored(originals):
+    # A copy may share with the original what cannot be copied.
+    with look(random_generators(nested_samplers(sampler)), seed=0 if seeded else None):
         drawn = _copied(sampler, dataset)
         if not seeded:
             yield drawn
@@ -286,7 +284,7 @@ def is_one_shot(sampler: object, dataset: object = None) -> bool:
         return True
     try:
         with copy_to_draw(sampler, dataset) as tried:
-            with generators_restored(random_generators(nested_samplers(tried))):
+            with look(random_generators(nested_samplers(tried))):
                 first = _first_items(tried)
             return not first or first != _first_items(tried)
     except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
@@ -296,7 +294,7 @@ def is_one_shot(sampler: object, dataset: object = None) -> bool:
 
 def _first_items(sampler: Any) -> list[bytes]:
     """Begin a sampler, and return its first items, pickled: they may be of any class."""
-    with PrivateRNG(seed=0, epoch=0):
+    with look(seed=0):
         return [pickle.dumps(copy_item(item)) for item in islice(start_iterating(sampler), _TRIED)]
 
 

@@ -100,15 +100,11 @@ class Digest:
         self.value = hash((self.value, value))
         self._count(items)
 
-    def add_name(self, name: bytes) -> None:
-        """Add an item by its name. Digests of names are the same on every version of Python, so that states keep them.
-
-        Source: BLAKE2b, over the digest so far and the name.
-        """
-        self.add_names([name])
-
     def add_names(self, names: Sequence[bytes]) -> None:
-        """Add items by their names: so many at once on every rank, and no more than ``until_mark``."""
+        """Add items by their names: so many at once on every rank, and no more than ``until_mark``.
+
+        Source: BLAKE2b, over the digest so far and the names.
+        """
         data = self.value.to_bytes(8, "little", signed=True) + b"\xff".join(names)
         self.value = _bytes_hash(data)
         self._count(len(names))

@@ -10,13 +10,10 @@ from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
 from enum import Enum
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "COMPARED",
@@ -24,6 +21,7 @@ __all__ = [
     "fingerprint",
     "is_known",
     "number_of",
+    "number_or_zero",
     "say_if_unseen",
 ]
 
@@ -68,6 +66,14 @@ def evenly_spread(length: int, about: int = COMPARED) -> range:
 def number_of(items: Iterable[Any]) -> int:
     """Return the fingerprint of items as a whole number of 60 bits."""
     return int(fingerprint(items)[:15], 16)
+
+
+def number_or_zero(item: Any) -> int:
+    """Return an item's fingerprint as a whole number; 0 if it cannot be looked into."""
+    try:
+        return number_of([item])
+    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+        return 0
 
 
 def is_known(item: Any) -> bool:

@@ -3,11 +3,10 @@
 import base64
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from itertools import islice
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,14 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_patch.walks import LOOKED_AT, elements, stored, walk
+from ddp_patch.walks import LOOKED_AT, elements, stored
 
 __all__ = [
     "RandomGenerator",
     "changed_attributes",
     "generator_state",
     "generator_states",
-    "generators_restored",
     "is_stateful",
     "native_state",
     "plain",
@@ -43,15 +41,11 @@ RandomGenerator: TypeAlias = torch.Generator | np.random.Generator | np.random.R
 
 # What counts of a sampler are: these types, and no subclass, as numpy's numbers are.
 _PLAIN = {bool, int, float, str, type(None)}
-# How deep generators are looked for: an attribute, what it holds, what that holds, and once more.
-_DEPTH = 3
 # The global ones. ``random.shuffle`` and ``numpy.random.shuffle`` are methods of them.
 _GLOBAL = (
     torch.default_generator,
     *(getattr(draw, "__self__", None) for draw in (random.random, np.random.random_sample)),
 )
-# So many objects are looked at.
-_IN_ALL = 2048
 # What others draw from, or what holds everything.
 _OTHERS = (type, ModuleType, Dataset, DataLoader, nn.Module, nn.Parameter)
 # Packages whose classes draw from their instances' attributes alone.
@@ -64,68 +58,36 @@ def torch_generators(holders: Iterable[object]) -> list[torch.Generator]:
 
 
 def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:
-    """Return the random generators that can be found in the holders' attributes, each once.
+    """Return the random generators in the holders' attributes, and in what these hold directly, each once.
 
-    An attribute may be a generator, hold some (a list, tuple, set or dict, of which the first 32 elements are looked
-    at, or an object of the user's that is no dataset, module or loader), or be a function or bound method that draws
-    from some: its arguments, closure and the globals that it names are looked at too. So are the methods and
-    attributes of the holder's own class. The global generators do not count.
-
-    This finds the ways in which samplers are written. It proves nothing: a generator in another module or a deeper nest
-    stays unseen. So who asks may restore what was found, and may not conclude that nothing else is drawn from.
+    An attribute may be a generator, a list, tuple, set or dict of some (its first 32 elements are looked at), an object
+    of the user's that has some as attributes, a bound method of these, or a ``partial`` with some as arguments. The
+    global generators do not count. What a function draws from by its globals or closure is not found, nor are a class's
+    own attributes: ranks compare what they draw.
     """
-    found: dict[int, RandomGenerator] = {}
-    for holder in holders:
-        seen = dict[int, int]()
-        for value in chain(stored(holder).values(), _written(type(holder))):
-            found |= {id(generator): generator for generator in _within(value, _DEPTH, seen)}
-    return [generator for generator in found.values() if not any(generator is state for state in _GLOBAL)]
+    found = {id(part): part for holder in holders for part in _held(holder) if _is_generator(part)}
+    return list(found.values())
 
 
-def _written(kind: type) -> Iterator[Any]:
-    """Yield what somebody wrote in a class: methods, whose globals it may draw from, and attributes."""
-    for base in kind.__mro__:
-        if _is_users(base):
-            yield from vars(base).values()
-
-
-def _is_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the global names that a function uses, also in its comprehensions and inner functions."""
-    functions = walk(code, lambda outer: [part for part in outer.co_consts if isinstance(part, CodeType)])
-    return set().union(*(function.co_names for function in functions))
-
-
-def _within(value: Any, depth: int, seen: dict[int, int]) -> Iterator[RandomGenerator]:
-    """Yield the random generators that a value is, holds, or is a function of; but for what was seen as deeply."""
-    if seen.get(id(value), -1) >= depth or len(seen) >= _IN_ALL:
-        return
-    seen[id(value)] = depth
-    if isinstance(value, RandomGenerator):
-        if not isinstance(value, random.SystemRandom):  # which has no state
-            yield value
-        return
-    for part in _parts(value) if depth else ():
-        yield from _within(part, depth - 1, seen)
+def _held(holder: object) -> Iterator[Any]:
+    """Yield a holder's attributes, and what these hold."""
+    for value in stored(holder).values():
+        held = value.__self__ if isinstance(value, MethodType | BuiltinMethodType) else value
+        yield held
+        yield from islice(_parts(held), LOOKED_AT)
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what a value holds, or draws from if it is a function."""
-    match value:
-        case partial():
-            return (value.func, *value.args, *value.keywords.values())
-        case MethodType() | BuiltinMethodType():  # the latter is what numpy 1.26's methods are
-            return (value.__self__,)
-        case FunctionType():
-            names = sorted(_names(value.__code__) & value.__globals__.keys())
-            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-            return (*cells, *(value.__defaults__ or ()), *(value.__globals__[name] for name in names))
-        case _ if _is_users(type(value)) and not isinstance(value, _OTHERS):
-            return islice(stored(value).values(), LOOKED_AT)
-    return islice(elements(value), LOOKED_AT)
+    """Return what a value holds: a container, a partial, or an object of the user's."""
+    if isinstance(value, partial):
+        return (getattr(value.func, "__self__", None), *value.args, *value.keywords.values())
+    is_users = type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, _OTHERS)
+    return stored(value).values() if is_users else elements(value)
+
+
+def _is_generator(value: object) -> bool:
+    is_global = any(value is generator for generator in _GLOBAL)
+    return isinstance(value, RandomGenerator) and not is_global and not isinstance(value, random.SystemRandom)
 
 
 def generator_states(holders: Iterable[object]) -> Sequence[Any]:
@@ -137,17 +99,6 @@ def set_generator_states(holders: Iterable[object], states: Sequence[Any]) -> No
     """Put the holders' random generators into states that ``generator_states`` returned."""
     for generator, state in zip(random_generators(holders), states, strict=True):
         set_generator_state(generator, state)
-
-
-@contextmanager
-def generators_restored(generators: Iterable[RandomGenerator]) -> Iterator[Callable[[], bool]]:
-    """Put generators back, afterwards, into their states of now; yield what tells whether any was drawn from."""
-    before = [(generator, native_state(generator)) for generator in generators]
-    try:
-        yield lambda: not all(same_state(native_state(generator), state) for generator, state in before)
-    finally:
-        for generator, state in before:
-            set_native_state(generator, state)
 
 
 def generator_state(generator: RandomGenerator) -> Any:
@@ -205,33 +156,14 @@ def same_state(state: Any, other: Any) -> bool:
 def was_seeded(generator: RandomGenerator, before: Any) -> bool:
     """Return whether somebody has seeded a generator since its state was ``before``, and not only drawn from it.
 
-    PCG64 and Philox show it by a constant that drawing keeps, so not if the seed is the same; Philox and a Mersenne
-    Twister by a state that only seeding makes.
+    Only torch's know their seed. Of others it is not known, so what a sampler's ``set_epoch`` does counts instead.
     """
-    if isinstance(generator, torch.Generator):
-        seed, other = generator.initial_seed(), torch.Generator(generator.device)
-        if seed != other.set_state(before).initial_seed():
-            return True
-        return same_state(generator.get_state(), other.manual_seed(seed).get_state())
-    state = native_state(generator)
-    if isinstance(state, tuple):
-        return _is_as_seeded(state[1][0], state[1][1], state[1][-1])
-    words = state["state"]
-    if "pos" in words:
-        return _is_as_seeded(int(words["key"][0]), int(words["key"][1]), words["pos"])
-    if "counter" in words and not np.any(words["counter"]):
+    if not isinstance(generator, torch.Generator):
+        return False
+    seed, other = generator.initial_seed(), torch.Generator(generator.device)
+    if seed != other.set_state(before).initial_seed():
         return True
-    return any(not same_state(words.get(name), before["state"].get(name)) for name in ("inc", "key"))
-
-
-def _is_as_seeded(first: int, second: int, place: int) -> bool:
-    """Return whether a Mersenne Twister's words are as seeding makes them.
-
-    Source: ``init_genrand`` and ``init_by_array`` of Matsumoto and Nishimura's mt19937ar; numpy's ``MT19937`` begins a
-    word earlier.
-    """
-    of_number = (1812433253 * (first ^ first >> 30) + 1) % 2**32
-    return (first == 2**31 and place >= 623) or (second == of_number and place == 624)
+    return same_state(generator.get_state(), other.manual_seed(seed).get_state())
 
 
 def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:

@@ -27,7 +27,6 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthError
 from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.random_states import Seed, shuffle_key
-from ddp_patch.plan import blocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,6 +37,7 @@ __all__ = [
     "Permutation",
     "RandomAccess",
     "ScalableShuffle",
+    "blocks",
     "has_computed_order",
     "has_order",
     "in_blocks",
@@ -202,6 +202,27 @@ def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
 
 # Minimum items per turn, for orders that are drawn in turns.
 _BLOCK = 2**17
+# How many positions are looked up at once: few first, so that the first batch comes at once.
+_FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
+
+
+def blocks(positions: range, largest: int = _LARGEST_BLOCK) -> Iterator[range]:
+    """Cut positions into blocks, each twice as long as the one before.
+
+    The first block is short, so that the first batch comes at once.
+
+    Args:
+        positions: What to cut.
+        largest: How many positions a block has at most.
+
+    Examples:
+        >>> [len(block) for block in blocks(range(1000), largest=256)]
+        [64, 128, 256, 256, 256, 40]
+    """
+    start, size = 0, _FIRST_BLOCK
+    while start < len(positions):
+        yield positions[start : start + size]
+        start, size = start + size, min(2 * size, largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +240,6 @@ class EpochOrder:
             runs; None if only the batches themselves show it.
         random_access: How many of the first items may be looked up in any order before all others; None for all.
         pieces: Cuts positions into pieces that are looked up one after the other.
-        original_positions: Returns where the items at some positions stand in the sampler's own order; None if just
-            there.
         drawn: All items, where they lie in memory as whole numbers; otherwise None.
     """
 
@@ -231,7 +250,6 @@ class EpochOrder:
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
     random_access: int | None = None
     pieces: Callable[[range], Iterable[range]] = blocks
-    original_positions: Callable[[range], NDArray[np.int64]] | None = None
     drawn: torch.Tensor | None = None
 
     def items(self) -> Iterator[Any]:
@@ -241,19 +259,9 @@ class EpochOrder:
         self.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class _TorchSampler:
-    """What we know about one of torch's sampler types.
-
-    Attributes:
-        order: Draws an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole and in the
-            smallest integers that hold it. The values are the same. It draws from the sampler's generator; if that has
-            none, from the one given, or from the global one.
-        parameters: Returns what the order depends on, besides the random states.
-    """
-
-    order: Callable[[Any, torch.Generator | None], EpochOrder]
-    parameters: Callable[[Any], list[object]]
+# These draw an epoch's order with the same calls as the sampler's ``__iter__``, but as a whole and in the smallest
+# integers that hold it; the values are the same. They draw from the sampler's generator; if it has none, from the one
+# given, or from the global one.
 
 
 def _given(sampler: Any) -> torch.Generator | None:
@@ -299,22 +307,17 @@ def _weighted_order(sampler: WeightedRandomSampler, private_generator: torch.Gen
 
 
 # torch's own samplers, by exact type: a subclass may have any order.
-_TORCH_SAMPLERS: Mapping[type, _TorchSampler] = {
-    SequentialSampler: _TorchSampler(_sequential_order, lambda _: ["sequential"]),
-    RandomSampler: _TorchSampler(
-        _random_order, lambda sampler: ["random", sampler.replacement, sampler.num_samples, sampler.generator is None]
-    ),
-    SubsetRandomSampler: _TorchSampler(_subset_order, lambda sampler: ["subset", *spread(sampler.indices)]),
-    WeightedRandomSampler: _TorchSampler(
-        _weighted_order,
-        lambda sampler: ["weighted", sampler.replacement, sampler.num_samples, *spread(sampler.weights)],
-    ),
+_TORCH_ORDERS: Mapping[type, Callable[[Any, torch.Generator | None], EpochOrder]] = {
+    SequentialSampler: _sequential_order,
+    RandomSampler: _random_order,
+    SubsetRandomSampler: _subset_order,
+    WeightedRandomSampler: _weighted_order,
 }
 
 
 def is_torch_sampler(sampler: object) -> bool:
     """Return whether it is one of torch's own samplers, whose data no pass changes."""
-    return type(sampler) in _TORCH_SAMPLERS
+    return type(sampler) in _TORCH_ORDERS
 
 
 def is_always_alike(sampler: object) -> bool:
@@ -327,8 +330,16 @@ def order_parameters(sampler: object) -> list[object] | None:
     if _is_batching(sampler):
         inner = order_parameters(sampler.sampler)
         return None if inner is None else ["batches", sampler.batch_size, sampler.drop_last, *inner]
-    known = _TORCH_SAMPLERS.get(type(sampler))
-    return None if known is None else known.parameters(sampler)
+    match sampler if is_torch_sampler(sampler) else None:
+        case SequentialSampler():
+            return ["sequential"]
+        case RandomSampler() as known:
+            return ["random", known.replacement, known.num_samples, known.generator is None]
+        case SubsetRandomSampler() as known:
+            return ["subset", *spread(known.indices)]
+        case WeightedRandomSampler() as known:
+            return ["weighted", known.replacement, known.num_samples, *spread(known.weights)]
+    return None
 
 
 def has_order(sampler: object) -> bool:
@@ -357,8 +368,8 @@ def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None
     """
     if _is_batching(sampler):
         return _in_batches(order_of(sampler.sampler, epoch, private_generator), sampler.batch_size, sampler.drop_last)
-    if (known := _TORCH_SAMPLERS.get(type(sampler))) is not None:
-        return known.order(sampler, private_generator)
+    if is_torch_sampler(sampler):
+        return _TORCH_ORDERS[type(sampler)](sampler, private_generator)
     if type(sampler) is ScalableShuffle:
         return sampler.order(epoch)
     return EpochOrder(len(sampler), partial(_looked_up, sampler, epoch))

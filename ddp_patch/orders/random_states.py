@@ -1,15 +1,17 @@
 """Seeds, and the random states that an epoch is drawn with: swapped for private ones, read and restored.
 
 We call the three *global* generators (torch's on the CPU, numpy's, Python's) ambient. Samplers and training both draw
-from them. ``PrivateRNG`` keeps one from disturbing the other.
+from them. There are two ways to keep one from disturbing the other: ``PrivateRNG`` is a stream of an epoch's own, which
+goes on whenever it is entered; ``look`` puts back what was there, as if nobody had drawn.
 """
 
+import copy
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.orders.generators import plain, torch_seed
+from ddp_patch.orders.generators import RandomGenerator, native_state, same_state, set_native_state, torch_seed
 
 __all__ = [
     "EpochCounter",
@@ -26,12 +28,11 @@ __all__ = [
     "PrivateRNG",
     "Seed",
     "WorkerSeeding",
-    "ambient_state",
-    "ambient_unmoved",
     "balancing_key",
     "distributed_permutation",
     "epoch_seed",
     "loader_seed",
+    "look",
     "one_at_a_time",
     "reader_seed",
     "shuffle_key",
@@ -261,16 +262,16 @@ class GlobalState:
             random.Random(_python_seed(sequence)).getstate(),
         )
 
-    def is_same(self, other: "GlobalState") -> bool:
-        """Return whether the same numbers would be drawn from another one."""
-        mine, others = self.numpy.state, other.numpy.state
-        return (
-            torch.equal(self.torch, other.torch)
-            and self.python == other.python
-            and (self.numpy_gauss is None) == (other.numpy_gauss is None)
-            and mine["state"]["pos"] == others["state"]["pos"]
-            and np.array_equal(mine["state"]["key"], others["state"]["key"])
-        )
+    def copied(self) -> "GlobalState":
+        """Return a state that stays as it is while others draw from this one."""
+        return replace(self, numpy=copy.deepcopy(self.numpy))
+
+    def values(self) -> tuple[object, ...]:
+        """Return what is equal for two states from which the same numbers would be drawn."""
+        words = self.numpy.state["state"].values()
+        numpy = [word.tobytes() if isinstance(word, np.ndarray) else word for word in words]
+        gauss = self.numpy_gauss["gauss"] if self.numpy_gauss and self.numpy_gauss["has_gauss"] else None
+        return self.torch.numpy().tobytes(), numpy, gauss, self.python
 
     def install(self) -> None:
         """Let the generators go on from it."""
@@ -321,7 +322,7 @@ class PrivateRNG:
         if self._first is None:
             self._first = self._at_first()
         now = GlobalState.capture() if self._is_in_place else self._private
-        return not self._was_moved and now.is_same(self._first)
+        return not self._was_moved and now.values() == self._first.values()
 
     def switch_to_worker(self, reader: int) -> None:
         """Go on with the private stream of a worker that reads a part of the epoch: at once, if it is entered."""
@@ -353,19 +354,38 @@ class PrivateRNG:
                 self._ambient.install()
 
 
-def ambient_state() -> tuple[object, ...]:
-    """Return a value that changes whenever somebody draws from one of the global generators."""
-    state = GlobalState.capture()
-    numpy = np.random.get_state(legacy=False)
-    return state.torch.numpy().tobytes(), repr(plain(numpy)), state.python
-
-
 @contextmanager
-def ambient_unmoved() -> Iterator[None]:
-    """Put the global generators back into their current states on leaving."""
+def look(
+    generators: Iterable[RandomGenerator] = (), *, seed: int | None = None, epoch: int = 0
+) -> Iterator[Callable[[], bool]]:
+    """Put the global generators, and others, back to where they were; yield what tells whether any was drawn from.
+
+    Args:
+        generators: The others.
+        seed: Lets the global ones draw from the private stream of this seed meanwhile; None to let them draw what comes
+            next.
+        epoch: The private stream's epoch.
+
+    Examples:
+        >>> with look() as was_moved:
+        ...     first, has_drawn = torch.rand(1), was_moved()
+        >>> bool(first == torch.rand(1)), has_drawn
+        (True, True)
+    """
     with one_at_a_time():
-        state = GlobalState.capture()
+        ambient, others = GlobalState.capture(), [(generator, native_state(generator)) for generator in generators]
+        looked = ambient.copied() if seed is None else GlobalState.seeded(_derive(seed, _ORDER, epoch))
+        looked.install()
+        before, installs = looked.values(), GlobalState.installs
+
+        def was_moved() -> bool:
+            # Code that draws may put back what was there.
+            are_same = all(same_state(native_state(generator), state) for generator, state in others)
+            return GlobalState.installs != installs or not are_same or GlobalState.capture().values() != before
+
         try:
-            yield
+            yield was_moved
         finally:
-            state.install()
+            for generator, state in others:
+                set_native_state(generator, state)
+            ambient.install()

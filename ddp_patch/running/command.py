@@ -5,12 +5,14 @@ import logging
 import os
 import runpy
 import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NoReturn, cast, get_args
 from unittest.mock import patch
 from zlib import crc32
 
@@ -20,13 +22,16 @@ from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
+from ddp_patch.running.gradients import Loss
+from ddp_patch.running.launch import OF_RANK, hidden, is_rank, told
 from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.one_process import Loss, Mode, OneProcessOptions, group_made
+from ddp_patch.running.one_process import Mode, OneProcessOptions, group_made
 from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.session import logger
+from ddp_patch.running.shadow import shadowed
 from ddp_patch.running.voice import Voice, errors_reported
 
-__all__ = ["DESCRIPTION", "is_rank", "process_group", "run", "take_slurm"]
+__all__ = ["DESCRIPTION", "process_group", "run", "take_slurm"]
 
 
 # Options of torchrun that are handed on to it as they are.
@@ -42,12 +47,9 @@ _HANDED_ON = (
     "max-restarts",
     "local-addr",
 )
-_OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def is_rank() -> bool:
-    """Return whether a launcher has started this process as one of several, or as the only one."""
-    return all(name in os.environ for name in _OF_RANK)
+# The environment's names of: the seed that was drawn for all ranks of a run; that -n has started this process; where
+# the files of ranks but the first one lie, if they begin with the script.
+_SEED, _STARTED, _SHADOWS = "DDP_PATCH_SEED", "DDP_PATCH_STARTED", "DDP_PATCH_SHADOWS"
 
 
 def take_slurm() -> None:
@@ -59,21 +61,23 @@ def take_slurm() -> None:
     Source:
         The environment of srun's tasks, as its manual names it.
     """
-    told = os.environ
+    environment = os.environ
     # A batch script has SLURM_PROCID and SLURM_NTASKS, too; the number of a step's tasks has only what srun started.
-    tasks = told.get("SLURM_STEP_NUM_TASKS", "1")
-    if is_rank() or "SLURM_PROCID" not in told or int(tasks) < 2:
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if is_rank() or "SLURM_PROCID" not in environment or int(tasks) < 2:
         return
-    nodes = told.get("SLURM_STEP_NODELIST", told.get("SLURM_NODELIST", ""))
-    first = told.get("MASTER_ADDR") or (told.get("SLURM_LAUNCH_NODE_IPADDR") if "[" in nodes or "," in nodes else nodes)
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", ""))
+    first = environment.get("MASTER_ADDR") or (
+        environment.get("SLURM_LAUNCH_NODE_IPADDR") if "[" in nodes or "," in nodes else nodes
+    )
     if not first:
         raise WorldError(
             "srun has started this process as one of several tasks, and neither MASTER_ADDR nor "
             "SLURM_LAUNCH_NODE_IPADDR says where the first one is. Set MASTER_ADDR to the name of its node."
         )
-    told["RANK"], told["WORLD_SIZE"] = told["SLURM_PROCID"], tasks
-    told["LOCAL_RANK"], told["MASTER_ADDR"] = told.get("SLURM_LOCALID", "0"), first
-    told.setdefault("MASTER_PORT", str(20_000 + crc32(told.get("SLURM_JOB_ID", "0").encode()) % 10_000))
+    environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], tasks
+    environment["LOCAL_RANK"], environment["MASTER_ADDR"] = environment.get("SLURM_LOCALID", "0"), first
+    environment.setdefault("MASTER_PORT", str(20_000 + crc32(environment.get("SLURM_JOB_ID", "0").encode()) % 10_000))
 
 
 def _started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> int:
@@ -112,6 +116,22 @@ def _started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> 
     return 0
 
 
+@contextmanager
+def _made_equal(given: argparse.Namespace) -> Iterator[None]:
+    """Let all that should be equal on the ranks start equal, while they run: seeds, hashes, the file system."""
+    folder = tempfile.mkdtemp(prefix="ddp_patch-") if given.keep_shadows is None else str(given.keep_shadows.resolve())
+    equal = {_STARTED: "1", _SHADOWS: folder, _SEED: os.environ.get(_SEED, str(secrets.randbelow(2**31)))}
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":
+        equal["PYTHONHASHSEED"] = "0"
+    alone = {name: text for name, text in os.environ.items() if name not in OF_RANK}
+    try:
+        with patch.dict(os.environ, {**alone, **equal}, clear=True):
+            yield
+    finally:
+        if given.keep_shadows is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
     """Run a file as ``python target arguments...``, or a module as ``python -m target arguments...``: as ``__main__``.
 
@@ -136,7 +156,7 @@ def process_group(backend: str) -> Iterator[None]:
     Raises:
         WorldError: The environment does not say which rank this is.
     """
-    if missing := [name for name in _OF_RANK if name not in os.environ]:
+    if missing := [name for name in OF_RANK if name not in os.environ]:
         raise WorldError(
             f"--init-process-group {backend} makes a process group from torchrun's environment, which lacks "
             f"{', '.join(missing)}. Start with torchrun --nproc-per-node N -m ddp_patch run ..."
@@ -168,21 +188,19 @@ def run(arguments: Sequence[str]) -> None:
     except (InvalidOptionError, WorldError) as error:
         parser.error(str(error))
     handed_on = [f"--{name}={value}" for name in _HANDED_ON if (value := getattr(given, name.replace("-", "_")))]
-    if given.ranks is not None and not is_rank():
-        os.environ.setdefault(_SEED, str(secrets.randbelow(2**31)))
-        sys.exit(_started(given.ranks, handed_on, arguments))
+    if given.ranks is not None and not _is_started():
+        _start(parser, given, handed_on, arguments)
     if handed_on:
         parser.error(f"{', '.join(handed_on)}: a launcher's options need -n, and that no launcher has started this.")
+    may_be_one = (given.mode == "one" or (given.mode == "auto" and is_rank())) and not given.dry_run
+    unused = [name for name in _OF_ONE_PROCESS if getattr(given, name) != parser.get_default(name)]
     with ExitStack() as stack:
         try:
             one_process, seed = None, given.manual_seed
-            may_be_one = given.mode == "one" or (given.mode == "auto" and is_rank())
-            if may_be_one and not given.dry_run and given.backend is None:
-                voice = Voice(int(os.environ.get("RANK", "0")), given.log_dir)
-                stack.enter_context(errors_reported(voice))
-                one_process = _one_process(given, voice)
+            if may_be_one and given.backend is None:
+                one_process = _one_process(given, stack)
                 seed = _drawn_seed() if seed is None else seed
-            elif unused := [name for name in _OF_ONE_PROCESS if getattr(given, name) != parser.get_default(name)]:
+            elif unused:
                 listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
                 parser.error(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
             if given.backend is not None:
@@ -202,24 +220,49 @@ def run(arguments: Sequence[str]) -> None:
         del names
 
 
-_OF_ONE_PROCESS = ("loss", "whole", "shard_evaluation", "sync_batchnorm", "all_ranks_write", "log_dir")
-# The environment's name of the seed that was drawn for all ranks of a run.
-_SEED = "DDP_PATCH_SEED"
+def _start(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, handed_on: Sequence[str], arguments: Sequence[str]
+) -> NoReturn:
+    """Start the ranks, and exit with the code of the one that failed first."""
+    if is_rank() and told("WORLD_SIZE") != "1":
+        parser.error(
+            f"-n {given.ranks}: a launcher has started this process as rank {told('RANK')} of {told('WORLD_SIZE')}. "
+            "Leave -n out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
+        )
+    with _made_equal(given):
+        sys.exit(_started(given.ranks, handed_on, arguments))
+
+
+def _is_started() -> bool:
+    """Return whether ``-n`` has started this process."""
+    return os.environ.get(_STARTED) is not None and is_rank()
+
+
+_OF_ONE_PROCESS = ("loss", "whole", "shard_evaluation", "sync_batchnorm", "keep_shadows")
 
 
 def _drawn_seed() -> int:
     """Return a seed that is the same on every rank of this run."""
-    named = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    named = [told(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     return int(os.environ.get(_SEED, crc32(":".join(named).encode())))
 
 
-def _one_process(given: argparse.Namespace, voice: Voice) -> OneProcessOptions:
+def _one_process(given: argparse.Namespace, stack: ExitStack) -> OneProcessOptions:
+    """Return how ranks train as one process; let the first one speak, and the others write elsewhere."""
+    rank, is_one_of_several = int(told("RANK", "0")), told("WORLD_SIZE", "1") != "1"
+    voice = Voice(rank, given.keep_shadows)
+    stack.enter_context(errors_reported(voice, sees_rank=not _is_started()))
+    if _is_started():  # else the script may make a process group
+        stack.enter_context(hidden())
+        if is_one_of_several:
+            stack.enter_context(shadowed(rank, os.environ[_SHADOWS], keep=given.keep_shadows is not None))
+
     def decided(mode: Mode) -> None:
         if mode is Mode.ONE_PROCESS:
             voice.silence()
             return
         voice.release()
-        if os.environ.get("RANK", "0") == "0":
+        if told("RANK", "0") == "0":
             logger.info("The script has made a process group: each rank trains on its shard of each loader.")
         if given.manual_seed is None and torch.initial_seed() == _drawn_seed():
             seed_all(None)
@@ -230,7 +273,6 @@ def _one_process(given: argparse.Namespace, voice: Voice) -> OneProcessOptions:
         shard_evaluation=given.shard_evaluation,
         whole=Patterns(given.whole),
         sync_batchnorm=given.sync_batchnorm,
-        all_ranks_write=given.all_ranks_write,
         on_decision=decided,
     )
 
@@ -240,7 +282,6 @@ _SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "share": {"choices": get_args(Share)},
     "uneven": {"choices": get_args(Uneven)},
     "seed": {"type": int, "metavar": "INT"},
-    "device": {"metavar": "STR"},
     "order": {"choices": get_args(Order)},
     "layout": {"choices": get_args(Layout)},
     "timeout": {"type": float, "metavar": "FLOAT"},
@@ -281,12 +322,13 @@ def _parser() -> argparse.ArgumentParser:
         help="Train as one process (one), or each rank on its shard (ranks). Default: by whether the script has made a "
         "process group when it first uses a loader or makes an optimizer.",
     )
-    one.add_argument("--loss", choices=get_args(Loss), default="mean", help="What the loss is of a batch's samples.")
+    one.add_argument("--loss", choices=get_args(Loss), default="auto", help="What the loss is of a batch's samples.")
     one.add_argument("--whole", **place, help="Never divide loaders that are made there; may be repeated.")
     one.add_argument("--shard-evaluation", action="store_true", help="Divide loaders under no_grad, too.")
     one.add_argument("--sync-batchnorm", action="store_true", help="Put SyncBatchNorm in the place of BatchNorm.")
-    one.add_argument("--all-ranks-write", action="store_true", help="Let torch.save write files on every rank.")
-    one.add_argument("--log-dir", type=Path, metavar="FOLDER", help="Keep there what ranks other than 0 print.")
+    one.add_argument(
+        "--keep-shadows", type=Path, metavar="FOLDER", help="Keep there what ranks other than 0 print and write."
+    )
     several = parser.add_argument_group("several machines", "Options of torchrun, which -n hands on to it.")
     for name in _HANDED_ON:
         several.add_argument(f"--{name}", metavar="...")
@@ -317,7 +359,7 @@ def _told_on_stderr() -> Iterator[None]:
 
 def _print(summary: Summary) -> None:
     """Print a summary on the first rank: as a table of rich's on a terminal, as plain text elsewhere."""
-    if os.environ.get("RANK", "0") != "0":
+    if told("RANK", "0") != "0":
         return
     if sys.stderr.isatty() and find_spec("rich") is not None:
         from rich.console import Console

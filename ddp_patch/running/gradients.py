@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
 import numpy as np
@@ -19,10 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
+from ddp_patch.running.losses import Reduction, reduction_of
 from ddp_patch.walks import nested
 
-__all__ = ["Gradients", "PassWeights", "StepWeight", "average", "broadcast", "checksums"]
+__all__ = ["Gradients", "Loss", "PassWeights", "StepWeight", "average", "broadcast", "checksums"]
 
+
+Loss: TypeAlias = Literal["auto", "mean", "sum"]
 
 # As many bytes are averaged at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
@@ -119,6 +122,9 @@ class StepWeight:
     Args:
         on_unused: Called with a pass of which all was taken without a ``backward()``.
 
+    Attributes:
+        samples: How many samples this rank's part of that batch has, and the whole; None where batches are whole.
+
     Examples:
         >>> step = StepWeight()
         >>> train = step.begin("train")
@@ -130,8 +136,9 @@ class StepWeight:
     def __init__(self, on_unused: Callable[[PassWeights], object] = lambda of: None) -> None:
         self._on_unused = on_unused
         self._backwards = 0
-        self._weight = 1.0
+        self._weight = self._weight_of_sum = 1.0
         self._last: PassWeights | None = None
+        self.samples: tuple[int, int] | None = None
         self._taken: list[tuple[PassWeights, float]] = []  # since the last backward()
 
     def begin(self, name: str, length: int | None = None) -> PassWeights:
@@ -139,19 +146,40 @@ class StepWeight:
         return PassWeights(name, length, self._backwards)
 
     @property
+    def name(self) -> str:
+        """What errors call the loader whose batch was taken last."""
+        return "" if self._last is None else self._last.name
+
+    @property
     def has_taken(self) -> bool:
         """Whether the script took a batch since the last ``backward()``."""
         return bool(self._taken)
 
-    def take(self, of: PassWeights, weight: float, batch: Any = None) -> None:
-        """Note that the script took a batch of a pass."""
+    def take(
+        self,
+        of: PassWeights,
+        weight: float,
+        batch: Any = None,
+        *,
+        weight_of_sum: float = 1.0,
+        samples: tuple[int, int] | None = None,
+    ) -> None:
+        """Note that the script took a batch of a pass.
+
+        Args:
+            of: The pass.
+            weight: The weight of a loss that is a mean over samples.
+            batch: The batch.
+            weight_of_sum: The weight of a loss that is their sum.
+            samples: How many samples this rank's part has, and the whole batch.
+        """
         of.given += 1
         if of.given == 1:
             tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
             of.first = next(map(weakref.ref, tensors), of.first)
         of.weights.add(weight)
         of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
-        self._weight, self._last = weight, of
+        self._weight, self._weight_of_sum, self._last, self.samples = weight, weight_of_sum, of, samples
         if self._taken and self._taken[-1][0] is not of:
             self._leave_out_what_is_over(of)
         self._taken.append((of, weight))
@@ -162,7 +190,7 @@ class StepWeight:
         A batch of a divided pass that was taken before, and waits for its ``backward()``, keeps its weight.
         """
         if not self._taken:
-            self._weight, self._last = 1.0, None
+            self._weight, self._weight_of_sum, self._last, self.samples = 1.0, 1.0, None, None
 
     def end(self, of: PassWeights) -> None:
         """Note that a pass came to its end."""
@@ -180,8 +208,11 @@ class StepWeight:
                 self.end(other)
         self._taken = [each for each in self._taken if each[0] is current or not each[0].is_over]
 
-    def of_backward(self) -> float:
+    def of_backward(self, *, is_sum: bool = False) -> float:
         """Return the weight of the gradient that ``backward()`` is about to compute.
+
+        Args:
+            is_sum: Whether the loss is a sum over samples, so that parts of any size have one weight.
 
         Raises:
             UnsupportedLoaderError: The script took batches since the last one of which this rank's parts differ, so
@@ -189,6 +220,8 @@ class StepWeight:
         """
         taken, self._taken = self._taken, []
         self._backwards += 1
+        if is_sum:
+            return self._weight_of_sum
         counted = [(of, weight) for of, weight in taken if of is self._last or of.given > 1]  # not mere looks
         if len({weight for _, weight in counted}) > 1:
             names = " and ".join(dict.fromkeys(of.name for of, _ in counted))
@@ -221,6 +254,7 @@ class Gradients:
         tell: Tells the user something, once.
         on_first_step: Called after the first step of an optimizer.
         on_unused: Called with a divided pass of which all was taken without a ``backward()``.
+        loss: What the script's loss is of the samples of a batch; ``"auto"`` for what its operations show.
 
     Attributes:
         weight: Knows the weight of a ``backward()``.
@@ -236,7 +270,9 @@ class Gradients:
         tell: Callable[[str], object],
         on_first_step: Callable[[], object],
         on_unused: Callable[[PassWeights], object],
+        loss: Loss = "auto",
     ) -> None:
+        self._loss = loss
         self.weight: StepWeight = StepWeight(on_unused)
         self.sent_bytes: int = 0
         self.averaging_s: float = 0.0
@@ -317,14 +353,27 @@ class Gradients:
                 "not known which gradients to average. Let an optimizer of torch.optim change what is trained; where "
                 "nothing is, pass --whole with the line that makes the loader."
             )
-        weight = self.weight.of_backward()
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        weight = self.weight.of_backward(is_sum=self._is_sum(roots))
         with torch.enable_grad():
             weighed = [root * weight if isinstance(root, torch.Tensor) else root for root in roots]
         run(weighed, gradients)
         began_s = perf_counter()
         self._average(self._lockstep)
         self.averaging_s += perf_counter() - began_s
+
+    def _is_sum(self, roots: Any) -> bool:
+        """Return whether a loss is a sum over the samples of a divided batch; tell the user where nobody knows."""
+        if self._loss != "auto" or self.weight.samples is None:
+            return self._loss == "sum"
+        part, whole = self.weight.samples
+        kinds = {reduction_of(root, part, whole) for root in roots if isinstance(root, torch.Tensor)}
+        if kinds & {Reduction.BOTH, Reduction.WEIGHED} or len(kinds - {Reduction.UNKNOWN}) > 1:
+            self._tell(
+                f"The loss is {' and '.join(sorted(kind.value for kind in kinds))}, so its gradient is not that of the "
+                "whole batch: each rank has its own sum, or sum of weights. Let the loss be a mean over samples."
+            )
+        return kinds == {Reduction.SUM}
 
     def _average(self, lockstep: Lockstep) -> None:
         parameters = self.parameters

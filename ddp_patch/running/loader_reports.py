@@ -16,8 +16,7 @@ from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.hooks import Made, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.plan import Plan
-from ddp_patch.schedule import Schedule
+from ddp_patch.plan import Plan, Schedule
 from ddp_patch.sharding.batches import batches_of, patched_sampler
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -19,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.devices import device_here
-from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.compat.private_torch import AroundIterator
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, WorldError
 from ddp_patch.evaluation.steps import Steps, steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import look_at
@@ -31,19 +32,18 @@ from ddp_patch.orders.random_states import loader_seed
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.running.gradients import Gradients, PassWeights
+from ddp_patch.running.gradients import Gradients, Loss, PassWeights
+from ddp_patch.running.launch import is_hidden, shown, told
 from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, counted, is_off, unpatched
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas
 from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
-from ddp_patch.running.voice import saved_once
+from ddp_patch.running.shadow import is_shadowed, shadowed
 from ddp_patch.sharding.batches import batches_of
 
-__all__ = ["Loss", "Mode", "OneProcess", "OneProcessOptions", "group_made"]
+__all__ = ["Mode", "OneProcess", "OneProcessOptions", "group_made"]
 
-
-Loss: TypeAlias = Literal["mean", "sum"]
 
 _DATA_MADE_ALIKE = (
     "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
@@ -55,15 +55,39 @@ _TWO_LINES = (
 )
 
 
+_init_process_group = dist.init_process_group  # which scripts may not call
+
+
 @contextmanager
 def group_made(backend: str, **options: Any) -> Iterator[None]:
     """Make a process group, and destroy it at the end."""
-    dist.init_process_group(backend, **options)
+    with shown():
+        _init_process_group(backend, **options)
     try:
         yield
     finally:
         if dist.is_initialized():  # the script may have destroyed it already
             dist.destroy_process_group()
+
+
+def _backend_here() -> str:
+    """Choose this rank's GPU, where there are some, and return the backend of a process group that uses it.
+
+    Raises:
+        WorldError: The environment does not say which GPU is this rank's.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        return "gloo"
+    # A launcher may show each rank its own one alone.
+    number = "0" if count == 1 else told("LOCAL_RANK").strip()
+    if not number.isdecimal() or int(number) >= count:
+        raise WorldError(
+            f"This process sees {count} GPUs, from 0 to {count - 1}, and LOCAL_RANK={number or None} does not say "
+            "which is this rank's. Set LOCAL_RANK, as torchrun does, and start as many ranks here as there are GPUs."
+        )
+    torch.cuda.set_device(int(number))
+    return "cpu:gloo,cuda:nccl"
 
 
 class Mode(Enum):
@@ -80,20 +104,18 @@ class OneProcessOptions:
 
     Attributes:
         mode: ``Mode.UNDECIDED`` for what the script shows when it first uses a loader or makes an optimizer.
-        loss: What the script's loss is of the samples of a batch.
+        loss: What the script's loss is of the samples of a batch; ``"auto"`` for what its operations show.
         shard_evaluation: Whether loaders are divided under ``no_grad``, too.
         whole: Loaders that are made there are never divided.
         sync_batchnorm: Whether batch normalisation sees the whole batch.
-        all_ranks_write: Whether ``torch.save`` writes files on every rank.
         on_decision: Called with the mode when it is decided.
     """
 
     mode: Mode = Mode.UNDECIDED
-    loss: Loss = "mean"
+    loss: Loss = "auto"
     shard_evaluation: bool = False
     whole: Patterns = field(default_factory=Patterns)
     sync_batchnorm: bool = False
-    all_ranks_write: bool = False
     on_decision: Callable[[Mode], object] = lambda mode: None
 
 
@@ -156,14 +178,16 @@ class OneProcess:
             self._note_optimizer(optimizer)
 
         with self._stack, patch.object(Optimizer, "__init__", made):
-            for name in ("spawn", "start_processes"):
-                around = self._refusing(name, getattr(torch.multiprocessing, name))
-                self._stack.enter_context(patch.object(torch.multiprocessing, name, around))
+            makers = [(torch.multiprocessing, "spawn"), (torch.multiprocessing, "start_processes")]
+            for module, name in [*makers, (dist, "init_process_group")]:
+                around = self._refusing(name, getattr(module, name))
+                self._stack.enter_context(patch.object(module, name, around))
             if self._chosen.mode is not Mode.UNDECIDED:
                 self._decide()
             try:
                 yield
             except BaseException as error:
+                self._explain(error)
                 self._leave(error)
                 raise
             else:
@@ -216,8 +240,15 @@ class OneProcess:
         """Return a function of torch's that raises while several ranks run the script as one process, or may."""
 
         def refusing(*args: Any, **options: Any) -> Any:
-            ranks = int(os.environ.get("WORLD_SIZE", "1"))
-            if ranks == 1 or self.mode is Mode.RANKS or os.getpid() != self._process:
+            ranks = int(told("WORLD_SIZE", "1"))
+            if self.mode is Mode.RANKS or os.getpid() != self._process:
+                return run(*args, **options)
+            if name == "init_process_group" and is_hidden():
+                raise WorldError(
+                    "The script makes a process group, and its ranks train as one process, which has none. Pass --mode "
+                    "ranks: then each rank sees which one it is, and trains on its shard."
+                )
+            if ranks == 1 or (name == "init_process_group" and self.mode is Mode.UNDECIDED):
                 return run(*args, **options)
             if name == "init_process_group":
                 raise WorldError(
@@ -237,7 +268,8 @@ class OneProcess:
     def notes(self) -> list[str]:
         """What the summary says beside the table."""
         if self.mode is Mode.UNDECIDED:
-            return ["The script has used no loader, and made no optimizer."]
+            ranks = counted(int(told("WORLD_SIZE", "1")), "rank")
+            return [f"The script has used no loader, and made no optimizer of torch.optim: {ranks} ran all of it each."]
         gradients, counts = self._gradients, self._counts
         done = counted(counts.steps, "optimizer step")
         found = []
@@ -271,7 +303,7 @@ class OneProcess:
                 "ranks to a script that makes a group."
             )
         self._seed = (torch.initial_seed() if options.seed is None else options.seed) % 2**63
-        if (dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        if (dist.get_world_size() if dist.is_initialized() else int(told("WORLD_SIZE", "1"))) > 1:
             self._join()
         self._prepare()
         self._stack.enter_context(self._gradients.hooked())
@@ -281,7 +313,7 @@ class OneProcess:
     def _prepare(self) -> None:
         self._numbers = RandomNumbers(self._seed, self._world.rank)
         self._gradients = Gradients(
-            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused
+            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused, self._chosen.loss
         )
         self._replicas = Replicas(self._lockstep, self._gradients, self._counts, self._tell)
 
@@ -289,11 +321,7 @@ class OneProcess:
         """Make the process group, if there is none, and what the ranks do in it."""
         timeout = self._options.timeout
         if not dist.is_initialized():
-            backend, device = "gloo", device_here("auto", is_one_of_several=True)
-            if device is not None and device.type == "cuda":
-                torch.cuda.set_device(device)
-                backend = "cpu:gloo,cuda:nccl"
-            self._stack.enter_context(group_made(backend, timeout=timedelta(seconds=timeout)))
+            self._stack.enter_context(group_made(_backend_here(), timeout=timedelta(seconds=timeout)))
         self._world = find_world() or World(0, 1)
         self._lockstep = Lockstep(timeout, self._counts)
         seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))
@@ -301,10 +329,14 @@ class OneProcess:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
             seed_all(seeds[0][1] % 2**63)
         self._seed = seeds[0][0]
-        name = "init_process_group"
-        self._stack.enter_context(patch.object(dist, name, self._refusing(name, getattr(dist, name))))
-        if not self._chosen.all_ranks_write:
-            self._stack.enter_context(saved_once(self._lockstep, self._tell, timeout))
+        if len(set(self._lockstep.gathered(hash("ddp_patch")))) > 1:
+            self._tell(
+                "The ranks hash strings differently, so a set of strings has another order on each. Set "
+                "PYTHONHASHSEED=0 before they start."
+            )
+        if not is_shadowed():
+            home = "" if self._world.rank else tempfile.mkdtemp(prefix="ddp_patch-")
+            self._stack.enter_context(shadowed(self._world.rank, self._lockstep.gathered(home)[0]))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
@@ -358,9 +390,10 @@ class OneProcess:
         step = self._gradients.weight
         for batch, record in steps:
             if self._lockstep is not None:
-                whole = record.samples_of_all or 1  # a divided batch's is known
-                part = float(record.real_samples > 0) if self._chosen.loss == "sum" else record.real_samples / whole
-                step.take(weights, self._world.num_replicas * part, batch)
+                whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
+                ranks = self._world.num_replicas
+                of_sum = float(ranks * (part > 0))
+                step.take(weights, ranks * part / whole, batch, weight_of_sum=of_sum, samples=(part, whole))
             yield batch
         step.end(weights)
         self._replicas.may_have_changed = True
@@ -398,11 +431,23 @@ class OneProcess:
 
     def _finish(self) -> None:
         """End together, and compare the parameters once more."""
+        if self.mode is Mode.UNDECIDED and is_hidden():
+            self._chosen.on_decision(Mode.ONE_PROCESS)  # no rank was to be another one
         if self._lockstep is not None:
             try:
                 self._replicas.meet(Act.END)
             finally:
                 self._lockstep.stop()
+
+    def _explain(self, error: BaseException) -> None:
+        """Say in an error of the script that it computed with a part of a batch, if it did."""
+        step = self._gradients.weight
+        if isinstance(error, Exception) and not isinstance(error, DDPPatchError) and step.samples and step.has_taken:
+            part, whole = step.samples
+            error.add_note(
+                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. A script "
+                f"that counts on the batch size fails so: take the size from the batch, or pass --whole {step.name}."
+            )
 
     def _leave(self, error: BaseException) -> None:
         """End alone, and tell the others why."""
@@ -411,8 +456,8 @@ class OneProcess:
             self._lockstep.leave(why.splitlines()[0])
 
 
-class _Pass(Iterator[Any]):
-    """The iterator of a pass over a loader; what it is not itself, it is as the loader's own.
+class _Pass(AroundIterator):
+    """The iterator of a pass over a loader.
 
     Args:
         iterator: The loader's own.
@@ -421,19 +466,10 @@ class _Pass(Iterator[Any]):
     """
 
     def __init__(self, iterator: Iterator[Any], batches: Iterator[Any], leave: Callable[[], object]) -> None:
-        self._iterator, self._batches = iterator, batches
+        super().__init__(iterator, lambda _: batches)
         self._leave = weakref.finalize(self, leave)
         self._leave.atexit = False
 
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except BaseException:
-            self._leave()
-            raise
-
-    def __len__(self) -> int:
-        return len(self._iterator)  # type: ignore[arg-type]  # torch's has a length
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+    def stop(self, reason: BaseException) -> None:
+        """Leave it."""
+        self._leave()

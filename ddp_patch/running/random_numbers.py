@@ -1,8 +1,7 @@
 """Which random numbers a script draws: the same on every rank, or this rank's own while it trains on its part."""
 
 import random
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,6 +9,9 @@ import torch
 from ddp_patch.orders.random_states import GlobalState
 
 __all__ = ["RandomNumbers", "seed_all"]
+
+# The states of the CPU's global generators, and of those of CUDA devices, where they are used.
+_States: TypeAlias = tuple[GlobalState, list[torch.Tensor]]
 
 
 def seed_all(seed: int | None) -> None:
@@ -44,7 +46,11 @@ class RandomNumbers:
         """Let passes over divided loaders draw this rank's own numbers from now on."""
         if self._has_begun:
             return
-        self._other = _States.seeded(self._sequence)
+        now = _of_cuda()
+        if now:
+            torch.cuda.manual_seed_all(int(self._sequence.generate_state(1)[0]))
+        self._other = GlobalState.seeded(self._sequence), _of_cuda()
+        _put_on_cuda(now)
         self._has_begun = True
         self._swap()
 
@@ -63,33 +69,18 @@ class RandomNumbers:
     def _swap(self) -> None:
         own = self._has_begun and next(reversed(self._passes.values()), False)
         if own != self._draws_own:
-            now = _States.capture()
-            self._other.install()
+            now: _States = GlobalState.capture(), _of_cuda()
+            of_cpu, of_cuda = self._other
+            of_cpu.install()
+            _put_on_cuda(of_cuda)
             self._other, self._draws_own = now, own
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
-    """States of all global generators, those of CUDA included where it is used."""
+def _of_cuda() -> list[torch.Tensor]:
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return torch.cuda.get_rng_state_all() if used else []
 
-    of_cpu: GlobalState
-    of_cuda: list[torch.Tensor]
 
-    @classmethod
-    def capture(cls) -> "_States":
-        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        return cls(GlobalState.capture(), torch.cuda.get_rng_state_all() if used else [])
-
-    @classmethod
-    def seeded(cls, sequence: np.random.SeedSequence) -> "_States":
-        now = cls.capture()
-        if now.of_cuda:
-            torch.cuda.manual_seed_all(int(sequence.generate_state(1)[0]))
-        found = cls(GlobalState.seeded(sequence), cls.capture().of_cuda)
-        now.install()
-        return found
-
-    def install(self) -> None:
-        self.of_cpu.install()
-        if self.of_cuda:
-            torch.cuda.set_rng_state_all(self.of_cuda)
+def _put_on_cuda(states: list[torch.Tensor]) -> None:
+    if states:
+        torch.cuda.set_rng_state_all(states)

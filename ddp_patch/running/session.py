@@ -15,13 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.compat.packages import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.private_torch import RunningLoader
-from ddp_patch.devices import device_here
 from ddp_patch.errors import DDPPatchError, RankMismatchError, message_of
 from ddp_patch.loaders.copying import change_loader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.loaders.hooks import Use
 from ddp_patch.options import Options
-from ddp_patch.patching import only_moved, patch_each
+from ddp_patch.patching import patch_each
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.loader_reports import (
     LEFT_ALONE,
@@ -95,7 +94,7 @@ class Session:
             world = self._world()
             if world is None:
                 if use is Use.ITERATED:
-                    self._iterated_alone(loader)
+                    self.early.add(shown(loader))
                 return None
             user = user_of(loader)
             if is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
@@ -119,18 +118,10 @@ class Session:
         world = find_world(**self._where)
         return world if world is not None and world.num_replicas > 1 else None
 
-    def _iterated_alone(self, loader: DataLoader[Any]) -> None:
-        """Handle a loader that is iterated when there are no other ranks."""
-        self.early.add(shown(loader))
-        if self._options.device is not None and user_of(loader) is None and not is_too_soon(loader, None):
-            facts = look_at(loader)
-            self._moved(UsedLoader.of(facts), facts, use=Use.ITERATED)
-
     def _done(self, loader: DataLoader[Any], world: World, use: Use) -> UsedLoader:
         facts = look_at(loader)
         record = UsedLoader.of(facts)
         if facts.sharded_by is not None:
-            self._moved(record, facts, use, is_one_of_several=True)
             by = facts.sharded_by
             what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
             return replace(record, fate="shards itself", note=what)
@@ -147,18 +138,6 @@ class Session:
             (patched,) = patch_each("autopatch", {"": facts.loader}, world, lambda: self._options, nest, change_loader)
         record.note_patched("patched", shared, patched)
         return record
-
-    def _moved(self, record: UsedLoader, facts: LoaderFacts[Any], use: Use, *, is_one_of_several: bool = False) -> None:
-        """Move the batches of a loader that is not sharded here to the device; ranks do not synchronise for that.
-
-        A loader that the script has patched keeps the script's device.
-        """
-        is_settled = isinstance(facts.sharded_by, EpochSampler)
-        is_asked = self._options.device is not None and not self._dry_run
-        if is_asked and not is_settled and self.why_left(facts) is None:
-            device = device_here(self._options.device, is_one_of_several=is_one_of_several)
-            with as_it_was_if_refused(facts.loader, record, use):
-                only_moved(facts, device, change_loader)
 
     def why_left(self, facts: LoaderFacts[Any]) -> str | None:
         """Return why a loader is left alone; None if it is to be patched."""

@@ -1,30 +1,19 @@
-"""One voice: what the script prints and saves on other ranks than the first."""
+"""One voice: what the script prints on other ranks than the first."""
 
 import os
 import sys
-import tempfile
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from time import monotonic, sleep
 from types import TracebackType
-from typing import IO, Any
-from unittest.mock import patch
-
-import torch
+from typing import IO
 
 from _ddp_patch_command import INTERRUPTED
-from ddp_patch.errors import MissingRanksError
 from ddp_patch.loaders.hooks import OURS
-from ddp_patch.ranks.exchange import digest
-from ddp_patch.running.lockstep import Lockstep
 
-__all__ = ["Voice", "errors_reported", "saved_once"]
-
-_PERIOD_S = 0.05
+__all__ = ["Voice", "errors_reported"]
 
 
 class Voice:
@@ -86,8 +75,13 @@ def _redirect(out: int, err: int) -> None:
 
 
 @contextmanager
-def errors_reported(voice: Voice) -> Iterator[None]:
-    """Show what ends this rank, with its number, and end it with the exit code that Python would give."""
+def errors_reported(voice: Voice, *, sees_rank: bool) -> Iterator[None]:
+    """Show what ends this rank, with its number, and end it with the exit code that Python would give.
+
+    Args:
+        voice: Lets the first rank speak.
+        sees_rank: Whether the script sees which rank it is.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -99,6 +93,11 @@ def errors_reported(voice: Voice) -> Iterator[None]:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever the script raises
         voice.report("".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__))))
+        if isinstance(error, KeyError) and not sees_rank and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+            voice.report(
+                f"ddp_patch: the ranks train as one process, so the script sees no {error.args[0]}. If it starts as "
+                "one of several ranks, pass --mode ranks."
+            )
         sys.exit(1)
     finally:
         voice.release()
@@ -110,58 +109,3 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     while own is not None and own.tb_frame.f_code.co_filename.startswith((*OURS, "<frozen runpy>")):
         own = own.tb_next
     return own or trace
-
-
-@contextmanager
-def saved_once(lockstep: Lockstep, tell: Callable[[str], object], timeout: float) -> Iterator[None]:
-    """Let the first rank alone save to files by ``torch.save`` while entered; others wait before they load these.
-
-    Args:
-        lockstep: The ranks.
-        tell: Tells the user something, once.
-        timeout: How many seconds a rank waits for the first one to have saved what it loads.
-    """
-    save, load = torch.save, torch.load
-    saved, make_folder = Counter[str](), tempfile.mkdtemp
-    own: set[str] = set()  # temporary folders, which have other names on other ranks
-
-    def making_folder(*args: Any, **options: Any) -> Any:
-        folder = make_folder(*args, **options)
-        own.add(os.path.realpath(os.fsdecode(folder)))
-        return folder
-
-    def saving(obj: Any, f: Any, *args: Any, **options: Any) -> None:
-        path = _path(f)
-        if path is None or not own.isdisjoint(map(str, Path(path).parents)):
-            save(obj, f, *args, **options)
-            return
-        saved[path] += 1
-        if lockstep.rank == 0:
-            save(obj, f, *args, **options)
-            lockstep.put(f"saved/{digest(path)}", str(saved[path]).encode())
-        tell("torch.save() writes files on rank 0 alone; pass --all-ranks-write to write them on all.")
-
-    def loading(f: Any, *args: Any, **options: Any) -> Any:
-        path, until = _path(f), monotonic() + timeout
-        times = 0 if path is None or lockstep.rank == 0 else saved[path]
-        while times and int(lockstep.left(f"saved/{digest(path)}").get(0, b"0")) < times:
-            if monotonic() > until:
-                raise MissingRanksError(
-                    f"Rank {lockstep.rank} would load {path}, which this script has saved {times} times here, and rank "
-                    f"0 has not done so as often within {timeout:g} s. Let what is saved follow from whole "
-                    "evaluations, so that every rank decides the same."
-                )
-            sleep(_PERIOD_S)
-        return load(f, *args, **options)
-
-    with (
-        patch.object(torch, "save", saving),
-        patch.object(torch, "load", loading),
-        patch.object(tempfile, "mkdtemp", making_folder),
-    ):
-        yield
-
-
-def _path(file: Any) -> str | None:
-    """Return the path of a file that is named; None for one that is open."""
-    return os.path.realpath(os.fspath(file)) if isinstance(file, str | os.PathLike) else None

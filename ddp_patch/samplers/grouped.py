@@ -13,7 +13,7 @@ from ddp_patch.errors import SamplerError
 from ddp_patch.loaders.samples import deep_copy, nested_samplers, tell_epoch
 from ddp_patch.orders.generators import RandomGenerator, generator_state, is_stateful, set_generator_state
 from ddp_patch.orders.orders import is_random_access
-from ddp_patch.orders.random_states import ambient_state, ambient_unmoved
+from ddp_patch.orders.random_states import GlobalState, look
 from ddp_patch.samplers.checks import flag, sequence, whole
 from ddp_patch.samplers.classes import Classes, Labels
 from ddp_patch.samplers.keyed import (
@@ -115,7 +115,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             return len(self._epoch(self._keyed, self._keyed.epochs.upcoming))
         held = _attributes(nested_samplers(self.sampler))
         datasets = [value for value in held if isinstance(value, Dataset)]  # which the copy shares
-        with ambient_unmoved():
+        with look():
             return self._number(deep_copy(self.sampler, sharing=datasets))
 
     def _number(self, drawn: Iterable[int]) -> int:
@@ -146,12 +146,12 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         return self._latest.of(epoch, lambda: self._batches(sampler.items_at(np.arange(len(sampler)), epoch)))
 
     def _begin(self, skip: int) -> Iterator[Sequence[list[int]]]:
-        before, ambient = self._state(in_pass=False), ambient_state()
+        before, ambient = self._state(in_pass=False), GlobalState.capture().values()
         batches = self._batches(self.sampler)
         if isinstance(self.sampler, KeyedSampler):
             self._begun = before | {"sampler": self.sampler.state_of_latest_pass()}
         else:  # no state holds the global generators, so it must not have drawn from them
-            self._begun = before if ambient_state() == ambient else None
+            self._begun = before if GlobalState.capture().values() == ambient else None
         self._length = len(batches)
         return self._looked_up(batches, skip, self._length)
 

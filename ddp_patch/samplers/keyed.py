@@ -12,9 +12,8 @@ from torch.utils.data import Sampler
 from ddp_patch.errors import SamplerError
 from ddp_patch.loaders.samples import tell_epoch
 from ddp_patch.orders.chunks import IterationProgress
-from ddp_patch.orders.orders import Permutation, is_random_access
+from ddp_patch.orders.orders import Permutation, blocks, is_random_access
 from ddp_patch.orders.random_states import EpochCounter, shuffle_key
-from ddp_patch.plan import blocks
 from ddp_patch.samplers.checks import randomness, whole
 
 __all__ = [

@@ -7,12 +7,11 @@ takes the next ``size`` items of every rank.
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, islice, zip_longest
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -226,7 +225,6 @@ class BatchDivider:
 
     def __init__(self, plan: Plan, name: str, costs: Cost | None = None) -> None:
         self._plan, self._name, self._costs = plan, name, costs
-        self._taken = array("I")  # the positions of this rank's samples in their batches, if these are balanced
 
     def __call__(self, batch: Any) -> Any:
         """Return this rank's part of a batch of indices.
@@ -260,29 +258,7 @@ class BatchDivider:
             return own, repeated
         costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
         balanced = balance_batch(costs.tolist(), self._plan.num_replicas)
-        places = [balanced[place] for place in own]
-        self._taken.extend(places)
-        return places, [balanced[place] for place in repeated]
-
-    def origins(self, sizes: Iterable[int]) -> np.ndarray[Any, Any] | None:
-        """Return where this rank's samples that are not padding come from: their positions among those of all batches.
-
-        Args:
-            sizes: How many samples each batch has.
-
-        Returns:
-            None if that follows from the plan.
-        """
-        if self._costs is None:
-            return None
-        of_batches = np.array([*sizes], np.int64)
-        own = [len(self._plan.divide(size)[0]) for size in of_batches.tolist()]
-        begins = np.cumsum(of_batches) - of_batches
-        return np.repeat(begins, own) + np.array(self._taken, np.int64)
-
-
-# Items, and their positions in the sampler's own order.
-_Window: TypeAlias = tuple[Sequence[T], np.ndarray[Any, Any]]
+        return [balanced[place] for place in own], [balanced[place] for place in repeated]
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +322,7 @@ def balanced_stream(
     balancer: Balancer,
     epoch: int,
     before: Consumed,
-    plans: Sequence[Plan],
-    note: Callable[[Sequence[np.ndarray[Any, Any]]], object],
+    ranks: int,
 ) -> Iterator[T]:
     """Return the rest of a stream, balanced for the present number of ranks.
 
@@ -360,51 +335,18 @@ def balanced_stream(
         balancer: How it is balanced.
         epoch: Which epoch it is.
         before: What other numbers of ranks have taken.
-        plans: Whose shares will be taken.
-        note: Called for each window with the positions in the sampler's stream from which the next items of each share
-            come.
+        ranks: How many share the rest.
     """
-    *taken, (ranks, _) = worlds = [*(pair for pair in before if pair[1]), (plans[0].num_replicas, 0)]
-    windows = _numbered(copied_items(stream), balancer.width(worlds[0][0]))
+    rest, taken = copied_items(stream), [pair for pair in before if pair[1]]
     for stage, (earlier, each) in enumerate(taken):
-        balanced = _balanced_windows(windows, balancer, earlier, epoch, stage)
-        windows = _without(balanced, earlier * each, balancer.width(worlds[stage + 1][0]))
-    balanced = _balanced_windows(windows, balancer, ranks, epoch, len(taken))
-    return chain.from_iterable(map(partial(_recorded, plans, note), balanced))
+        rest = islice(_balanced(rest, balancer, earlier, epoch, stage), earlier * each, None)
+    return _balanced(rest, balancer, ranks, epoch, len(taken))
 
 
-def _recorded(
-    plans: Sequence[Plan], note: Callable[[Sequence[np.ndarray[Any, Any]]], object], window: _Window[T]
-) -> Sequence[T]:
-    """Record where the items of a window come from, which has whole rounds unless it is the last one."""
-    items, places = window
-    note([places[plan.rank :: plan.num_replicas] for plan in plans])
-    return items
-
-
-def _balanced_windows(
-    windows: Iterator[_Window[T]], balancer: Balancer, ranks: int, epoch: int, stage: int
-) -> Iterator[_Window[T]]:
-    """Balance a stream's windows for this many ranks."""
-    for number, (items, places) in enumerate(windows):
-        order = balancer.order_of(items, ranks, epoch, stage, number)
-        yield list(map(items.__getitem__, order.tolist())), places[order]
-
-
-def _numbered(stream: Iterator[T], width: int) -> Iterator[_Window[T]]:
-    """Cut a stream into windows, and number its items."""
-    start = 0
-    for items in _cut(stream, width):
-        yield items, np.arange(start, start + len(items), dtype=np.int64)
-        start += len(items)
-
-
-def _without(windows: Iterator[_Window[T]], taken: int, width: int) -> Iterator[_Window[T]]:
-    """Leave out the first items of a balanced stream, and cut the rest into other windows."""
-    numbered = chain.from_iterable(zip(items, places.tolist(), strict=True) for items, places in windows)
-    for window in _cut(islice(numbered, taken, None), width):
-        items, places = zip(*window, strict=True)
-        yield items, np.array(places, np.int64)
+def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, stage: int) -> Iterator[T]:
+    """Balance a stream for this many ranks, window by window."""
+    for number, items in enumerate(_cut(stream, balancer.width(ranks))):
+        yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, number).tolist())
 
 
 def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
@@ -466,14 +408,9 @@ def balanced_order(
             found += items[taken].tolist() if isinstance(items, np.ndarray) else map(items.__getitem__, taken.tolist())
         return found
 
-    def in_order_as_it_came(positions: range) -> np.ndarray[Any, Any]:
-        turns = in_blocks(positions, width)
-        found = [number * width + window(number)[1][here.start : here.stop : here.step] for number, here in turns]
-        return np.concatenate([np.empty(0, np.int64), *found])
-
     def by_window(positions: range) -> Iterator[range]:
         """Cut positions so that a window is balanced as soon as its first item is asked for, and none before."""
         for number, here in in_blocks(positions, width):
             yield range(here.start + number * width, here.stop + number * width, here.step)
 
-    return EpochOrder(order.length, at, pieces=by_window, original_positions=in_order_as_it_came)
+    return EpochOrder(order.length, at, pieces=by_window)

@@ -1,34 +1,29 @@
-"""What a patched loader's batches are: how many, which were given, how they leave workers; and those without epochs."""
+"""What a patched loader's batches are: how many, which were given, and how they leave workers."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.private_torch import RUNNING_ITERATOR, KeptIterator, has_own_iteration
-from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, StreamLengthError, UnsupportedLoaderError
-from ddp_patch.loaders.copying import OWN_METHODS, HeldByLoader
+from ddp_patch.compat.private_torch import has_own_iteration
+from ddp_patch.errors import NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
-from ddp_patch.loaders.samples import length_of, steps_of
-from ddp_patch.loaders.to_device import Mover
+from ddp_patch.loaders.samples import steps_of
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
 from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.sharding.epoch_sampler import EpochSampler
-from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.saved_position import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [
     "Batches",
     "CollateByValue",
-    "RepeatedPasses",
-    "Tally",
     "batches_delivered",
     "batches_of",
     "describe_share",
@@ -41,7 +36,7 @@ _UNTOLD = {"share", "timeout", "cost"}
 
 
 def describe_share(loader: DataLoader[Any]) -> str | None:
-    """Return what a loader gives this rank, as ``repr(loader)`` says it; None if this package did not patch it.
+    """Return what a loader gives this rank, as the log says it; None if this package did not patch it.
 
     Shards are counted from 0, as ranks are. Only options that are not the default are named.
 
@@ -50,11 +45,10 @@ def describe_share(loader: DataLoader[Any]) -> str | None:
         >>> loader = DataLoader(range(100), batch_size=8)
         >>> describe_share(patch_dataloader_to_ddp(loader, rank=1, num_replicas=4))
         'shard 1 of 4, samples, 4 steps of 8'
-        >>> patch_dataloader_to_ddp(loader, rank=1, num_replicas=4, uneven="drop")
-        <torch.utils.data.dataloader.DataLoader: shard 1 of 4, samples, 4 steps of 8, uneven='drop'>
+        >>> describe_share(patch_dataloader_to_ddp(loader, rank=1, num_replicas=4, uneven="drop"))
+        "shard 1 of 4, samples, 4 steps of 8, uneven='drop'"
     """
-    # No more than a look: repr() may come at any moment, of loaders that are not ours or not yet made.
-    sampler = vars(loader).get("sampler")
+    sampler = loader.sampler
     if not isinstance(sampler, EpochSampler):
         return None
     options, size = sampler.agreed.options, loader.batch_size
@@ -88,89 +82,7 @@ def _chosen(options: Options) -> Iterator[str]:
     default = Options(order="seeded")  # which "auto" mostly comes to
     for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
         if (value := getattr(options, name)) != getattr(default, name):
-            yield f"{name}={_shown(value)!r}"
-
-
-def _shown(value: object) -> object:
-    return str(value) if isinstance(value, torch.device) else value
-
-
-class Tally:
-    """Counts the batches that one iterator of a loader gives, in the pass that it makes.
-
-    The count stays on the pass when the iterator is gone, as it is after a ``break``.
-
-    Args:
-        sampler: What shards the loader.
-        begins_ahead: Whether a pass has begun before its first batch is asked for, as workers begin it; else the first
-            batch begins it.
-        counts: Whether the loop is given what the iterator gives. A loader with its own iteration may fetch ahead.
-    """
-
-    def __init__(self, sampler: EpochSampler[Any], *, begins_ahead: bool, counts: bool = True) -> None:
-        self._sampler, self._begins_ahead, self._reaches_loop = sampler, begins_ahead, counts
-        self._pass: Pass[Any] | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Record that a pass begins."""
-        self._has_failed = self._has_pass = False
-        self._pass = None
-        if self._begins_ahead:
-            self._find_pass()
-
-    def next(self, read: Callable[[], Any]) -> Any:
-        """Return the iterator's next batch alone, and record it.
-
-        Args:
-            read: Reads it.
-        """
-        try:
-            batch = read()
-        except StopIteration:
-            self.end()
-            raise
-        except BaseException as error:
-            self.fail(error)
-            raise
-        return self.count(batch)
-
-    def count(self, given: Any) -> Any:
-        """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
-        if not self._has_pass:
-            self._find_pass()
-        note, batch = given if type(given) is NotedBatch else (None, given)
-        if (current := self._pass) is None:
-            return batch
-        if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position
-            current.lose_count()
-        current.deliver(note)
-        if (latest := self._sampler.latest) is None:
-            self._sampler.note_running(current)
-        elif latest is not current:
-            latest.note_interleaved()
-        return batch
-
-    def fail(self, error: BaseException) -> None:
-        """Record that an error came instead of a batch; one of this package's leaves no doubt about what is lost."""
-        self._find_pass()
-        self._has_failed = True
-        if self._pass is not None and isinstance(error, Exception) and not isinstance(error, DDPPatchError | Warning):
-            self._pass.note_failed()
-
-    def end(self) -> None:
-        """Record that the loop has seen the end."""
-        self._find_pass()
-        if self._pass is not None and self._reaches_loop and not self._has_failed:
-            self._pass.note_stopped()
-
-    def _find_pass(self) -> None:
-        """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
-        if self._has_pass:
-            return
-        self._has_pass, self._pass = True, self._sampler.latest
-        if self._pass is not None and self._reaches_loop:
-            self._pass.note_loop()
+            yield f"{name}={value!r}"
 
 
 # Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
@@ -266,7 +178,7 @@ class Batches(Batching):
 
 
 def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
-    """Return how many batches of the latest pass a patched loader has given, as the ``Tally`` of its iterator counts.
+    """Return how many batches of the latest pass a patched loader has given, as its ``CountedIterator`` counts.
 
     Raises:
         StateError: Nobody counted them.
@@ -278,13 +190,13 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
         return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 inside "
-        "enumerate(loader)."
+        f"{_why_not_counted(loader, sampler)}. Pass how many the training loop has finished: batches_done=step + 1 "
+        "inside enumerate(loader)."
     )
 
 
-def _why_not_counted(loader: DataLoader[Any]) -> str:
-    if has_own_iteration(type(loader)):
+def _why_not_counted(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
+    if has_own_iteration(type(loader)) and not sampler.has_one_iterator:
         return "its class has its own __iter__, which may fetch batches ahead"
     if hasattr(type(loader), "state_dict"):
         return "its class has a state_dict() of its own, which holds its position"
@@ -329,103 +241,3 @@ def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
             "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
     return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.unit)
-
-
-_NOTHING = object()
-
-
-class RepeatedPasses(HeldByLoader, KeptIterator, Iterator[Any]):
-    """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
-
-    It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
-    fetch ahead within an epoch, not into the next: so ``set_epoch`` chooses the epoch of the very next batch, and a
-    state is about the pass that the training loop is in.
-
-    Args:
-        loader: The patched loader.
-        sampler: What shards it.
-        one_pass: The attributes with which a plain DataLoader makes one pass.
-        make_mover: Makes what moves the batches to a device; None if they stay where they are.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: EpochSampler[Any],
-        one_pass: Mapping[str, Any],
-        make_mover: Callable[[], Mover] | None = None,
-    ) -> None:
-        super().__init__(loader)
-        self._mover = None if make_mover is None else make_mover()
-        self._sampler, self._one_pass = sampler, dict(one_pass)
-        sampler.note_one_iterator()
-        self._tally = Tally(sampler, begins_ahead=False)
-        self._plain: DataLoader[Any] | None = None
-        self._length: int | None = None
-        self.drop_pass()
-
-    def drop_pass(self) -> None:
-        """Leave the running pass; the next batch is a new one's first."""
-        self._running: Iterator[Any] = iter(())
-        self._ahead: list[Any] = []
-        self._given = 0
-        self._tally.begin()
-
-    def begin_anew(self, loader: DataLoader[Any]) -> Self:
-        """Leave the running pass and its workers: what a loader wants when it makes itself an iterator."""
-        self._plain = None
-        self.drop_pass()
-        return self
-
-    def __next__(self) -> Any:
-        if self._sampler.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
-            self._begin()
-        if (batch := self._draw()) is _NOTHING:
-            self._begin()
-            batch = self._draw()
-        if batch is _NOTHING:
-            self._require_none()
-            raise StopIteration
-        self._given += 1
-        batch = self._tally.count(batch)
-        if self._given == self._length:
-            # Find the end now: nobody will ask for it, and len() and states depend on whether the pass has ended.
-            if (upcoming := self._draw()) is _NOTHING:
-                self._tally.end()
-            else:
-                self._ahead.append(upcoming)
-        return batch if self._mover is None else self._mover.moved(batch)
-
-    def _draw(self) -> Any:
-        return self._ahead.pop() if self._ahead else next(self._running, _NOTHING)
-
-    def _begin(self) -> None:
-        """Begin the upcoming pass."""
-        if self._plain is None or self._sampler.position is not None or not self._plain.num_workers:
-            # Workers know nothing of a state that was restored in the main process.
-            self._plain = self._make_plain()
-        self.drop_pass()
-        self._length = length_of(self._plain, ())
-        self._running = DataLoader.__iter__(self._plain)
-
-    def _make_plain(self) -> DataLoader[Any]:
-        """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
-        loader = self.loader()
-        kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
-        # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
-        once = {"persistent_workers": loader.num_workers > 0, "generator": torch.Generator(), RUNNING_ITERATOR: None}
-        plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
-        vars(plain).update(kept | self._one_pass | once)
-        vars(plain)["collate_fn"] = CollateByValue(self._sampler.collate_with_notes(plain.collate_fn))
-        return plain
-
-    def _require_none(self) -> None:
-        """Raise if len() promises batches and there is none: the given loader would ask forever."""
-        if self._length:
-            raise StreamLengthError(
-                f"A pass gave no batch and its len() said {self._length}, so a loader with one iterator for all epochs "
-                "would wait for a batch forever. Correct the sampler's __len__."
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plain": None, "_running": iter(()), "_ahead": []}

@@ -1,4 +1,4 @@
-"""Draw an epoch and select this rank's share of it; what each item's origin and size are."""
+"""Draw an epoch and select this rank's share of it."""
 
 from __future__ import annotations
 
@@ -6,70 +6,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import numpy as np
 import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
 from ddp_patch.orders.chunks import Chunk, copy_item, draw, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import distributed_permutation
-from ddp_patch.plan import Consumed, Plan
-from ddp_patch.schedule import Sizes
+from ddp_patch.plan import Consumed, Plan, Sizes
 from ddp_patch.sharding.balancing import Balancer, balanced_stream
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
-__all__ = ["EpochDrawing", "Origins", "Permuted", "Stream", "require_sure_length", "split_chunks"]
+__all__ = ["EpochDrawing", "Permuted", "Stream", "require_sure_length", "split_chunks"]
 
 
 T = TypeVar("T")
-
-
-# This many windows, or items of two, are packed at once: a small window would take more for itself than for its items.
-_PACKED_AT_ONCE = 256
-
-
-class Origins:
-    """The positions of a rank's items in the sampler's own order, a window at a time, in few bytes each.
-
-    Attributes:
-        skip: How many of the first ones do not count.
-
-    Examples:
-        >>> origins = Origins()
-        >>> origins.add(np.array([1002, 1000]))
-        >>> origins.add(np.array([1007]))
-        >>> origins.positions().tolist()
-        [1002, 1000, 1007]
-    """
-
-    def __init__(self) -> None:
-        self.skip: int = 0
-        self._packed: list[tuple[int, NDArray[np.unsignedinteger]]] = []
-        self._latest: list[NDArray[np.int64]] = []
-
-    def add(self, positions: NDArray[np.int64]) -> None:
-        """Add the positions of the next items."""
-        self._latest.append(positions)
-        if len(self._latest) >= _PACKED_AT_ONCE or sum(map(len, self._latest[-2:])) >= _PACKED_AT_ONCE:
-            self._pack()
-
-    def _pack(self) -> None:
-        positions = np.concatenate([np.empty(0, np.int64), *self._latest])
-        self._latest = []
-        if len(positions):
-            first = int(positions.min())
-            apart = positions - first
-            self._packed.append((first, apart.astype(np.min_scalar_type(int(apart.max())))))
-
-    def positions(self) -> NDArray[np.int64]:
-        """Return the positions of all items except the skipped ones."""
-        self._pack()
-        found = [np.empty(0, np.int64), *(first + apart.astype(np.int64) for first, apart in self._packed)]
-        return np.concatenate(found)[self.skip :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +68,10 @@ class Stream(Generic[T]):
         epoch: The epoch.
         stream: The sampler, begun.
         sizes: Records how many samples each item of the rest has; None if nobody needs that.
-        note_origins: Called, if the stream is balanced, with the positions from which the next items of each share
-            come.
     """
 
-    def __init__(
-        self,
-        epoch: EpochDrawing[T],
-        stream: Iterator[T],
-        sizes: Sizes | None,
-        note_origins: Callable[[Sequence[np.ndarray[Any, Any]]], object],
-    ) -> None:
-        self._epoch, self._stream, self._sizes, self._note_origins = epoch, stream, sizes, note_origins
+    def __init__(self, epoch: EpochDrawing[T], stream: Iterator[T], sizes: Sizes | None) -> None:
+        self._epoch, self._stream, self._sizes = epoch, stream, sizes
         self._chunks: _ReadAhead[T] | None = None
 
     def shares(self, plans: Sequence[Plan], skip: int, found: Callable[[int], None]) -> Iterator[list[list[T]]]:
@@ -140,7 +86,7 @@ class Stream(Generic[T]):
         before = epoch.consumed_before
         rest = plan.rest_of_stream(epoch.length, before)
         if epoch.balancer is not None:
-            stream = balanced_stream(stream, epoch.balancer, epoch.number, before, plans, self._note_origins)
+            stream = balanced_stream(stream, epoch.balancer, epoch.number, before, plan.num_replicas)
         elif before:
             stream = rest.select(stream)
         if self._sizes is not None:

@@ -3,20 +3,20 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import start_iterating
-from ddp_patch.orders.fingerprint import evenly_spread, number_of
+from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.plan import Plan, Rest
+from ddp_patch.plan import Part, Plan, Rest, Schedule, Sizes
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
-from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import balanced_order
-from ddp_patch.sharding.epoch_drawing import EpochDrawing, Origins, Stream
-from ddp_patch.sharding.saved_position import BatchNote, Position, States
+from ddp_patch.sharding.epoch_drawing import EpochDrawing, Stream
+from ddp_patch.sharding.saved_position import BatchNote, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 # So many items of an order that can be looked up are compared, evenly spread, and its length.
 _LOOKED_UP = 64
+# By how many of its first items an epoch that is drawn is recognised.
+_RECOGNISED_BY = 8
 
 # Returns the items at some positions.
 _ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
@@ -49,10 +51,8 @@ class ItemSource(Generic[T]):
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
-        states_before: What the samplers held before the pass, where they hold something else than its start says.
-        states_after: What they held after it, as the drawing rank reported it.
-        origins: The positions of the items that ``chunks`` has yielded, or will yield next, without padding; None if
-            they follow from the plan.
+        states_before: What the samplers held before the pass, as the drawing rank reported it.
+        states_after: What they held after it.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
         rounds: The rounds in which ranks send each other batches; None if each gives its own.
@@ -68,7 +68,6 @@ class ItemSource(Generic[T]):
     states_before: States | None = None
     states_after: States | None = None
     sizes: Sizes | None = None
-    origins: Origins | None = None
     rounds: Rounds | None = None
     is_open_ended: bool = True
     is_endless: bool = False
@@ -87,6 +86,10 @@ class ItemSource(Generic[T]):
         not.
         """
         return False
+
+    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
+        """Return what the epoch's first items were, when this many were taken; empty if nobody looked."""
+        return ()
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each part of it; None where nobody came to the end."""
@@ -158,11 +161,9 @@ class Indexed(ItemSource[T]):
     is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
     length: int | None
     sizes: Sizes | None
-    origins: Origins | None
 
     def __init__(self, epoch: EpochDrawing[T]) -> None:
         self._epoch = epoch
-        self.origins = None if epoch.balancer is None else Origins()
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
@@ -185,8 +186,6 @@ class Indexed(ItemSource[T]):
             self.sizes = Sizes()
             self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
             at = partial(self._looking_at_all, at, plan, length)
-        if order.original_positions is not None:
-            at = partial(self._noting_origins, at, order.original_positions)
         yield from map(at, order.pieces(real[skip:rounds]))
         if epoch.balancer is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
@@ -209,13 +208,6 @@ class Indexed(ItemSource[T]):
         """Take note of how a window was balanced, for the other ranks to compare."""
         if self._epoch.digest is not None:
             self._epoch.digest.add_hash(number_of([places]), len(places))
-
-    def _noting_origins(
-        self, at: _ItemsAt, places: Callable[[range], np.ndarray[Any, Any]], positions: range
-    ) -> Sequence[T]:
-        """Return the items at some of this rank's positions of a balanced order, and note where they come from."""
-        cast(Origins, self.origins).add(places(positions))
-        return at(positions)
 
     def _looking_at_all(self, at: _ItemsAt, plan: Plan, length: int, positions: range) -> Sequence[T]:
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
@@ -242,24 +234,21 @@ class Streamed(ItemSource[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
 
     sizes: Sizes | None
-    origins: Origins | None
 
-    def __init__(self, epoch: EpochDrawing[T]) -> None:
+    def __init__(self, epoch: EpochDrawing[T], known: StreamStart | None = None) -> None:
         self._epoch = epoch
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.random_context():
             stream = start_iterating(epoch.sampler)
+        self._first: list[int] = []
+        stream = chain(_recognised(stream, self._first, known, type(epoch.sampler).__name__), stream)
         # In runs, one rank would see another's batches steps later.
         self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
-        self.origins = None if epoch.balancer is None else Origins()
-        # Not a method of this object: a circle would keep an abandoned pass's sampler from being closed.
-        self._stream = Stream(epoch, stream, self.sizes, partial(_note_first, self.origins))
+        self._stream = Stream(epoch, stream, self.sizes)
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
-        if self.origins is not None:
-            self.origins.skip = skip
         shares = self._stream.shares([self._epoch.plan], skip, self._found)
         return _skipping(skip, (part for (part,) in shares))
 
@@ -268,10 +257,33 @@ class Streamed(ItemSource[T]):
         # What is read ahead of an iterator would be lost to the next pass.
         return not self._epoch.is_one_shot and self._stream.ends_within(items)
 
+    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
+        """Return what the epoch's first items were, when this many were taken."""
+        first = self._first[: min(_RECOGNISED_BY, taken)]
+        return [StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
 
-def _note_first(origins: Origins | None, of_plans: Sequence[Any]) -> None:
-    if origins is not None:
-        origins.add(of_plans[0])
+
+def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None, name: str) -> Iterator[T]:
+    """Yield the first items of an epoch, and note hashes of them.
+
+    Args:
+        stream: All items.
+        first: Gets the hashes.
+        known: What the items were when the state was taken that is resumed; None if none is.
+        name: The sampler's class.
+
+    Raises:
+        StateError: They are others now.
+    """
+    for item in islice(stream, _RECOGNISED_BY):
+        first.append(number_or_zero(item))
+        if known is not None and len(first) == known.seen and number_of(first) != known.whole:
+            raise StateError(
+                f"The pass cannot resume from the state: {name} began the epoch with other items when it was taken, so "
+                "samples would be lost. It draws from what no state holds. Let it hold its generator in an attribute, "
+                "give it a state_dict(), or put back what it draws from before you restore the state."
+            )
+        yield item
 
 
 def _sizes_in(order: EpochOrder, rest: Rest) -> Sizes | None:
@@ -306,7 +318,6 @@ class FromLeader(ItemSource[T]):
     length: int | None
     states_before: States | None
     states_after: States | None
-    origins: Origins | None
 
     def __init__(
         self,
@@ -321,37 +332,19 @@ class FromLeader(ItemSource[T]):
     ) -> None:
         self._leader, self._pass_facts, self._plans, self._states_now = leader, pass_facts, plans, states_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
-        self._queued_origins: list[list[int]] = [[] for _ in plans]
         # Begun with its first item: then the leader can report an error to the others.
-        self._stream = Stream(epoch, chain(epoch.sampler), None, partial(_queue_origins, self._queued_origins))
+        self._stream = Stream(epoch, chain(epoch.sampler), None)
         self.states_before = states_before
-        self.origins = None if epoch.balancer is None else Origins()
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
         facts = self._pass_facts()
         if self._leader.is_leader:
             of_all: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
-            of_all = of_all if self.origins is None else self._with_origins(of_all)
             own = self._leader.send(of_all, facts, self._note, *self._piece_sizes)
         else:
             own = self._leader.receive(facts, self._take_note)
-        shares = _skipping(skip, own)
-        return shares if self.origins is None else self._noted(self.origins, shares)
-
-    def _with_origins(self, shares: Iterator[list[list[T]]]) -> Iterator[list[list[tuple[int, T]]]]:
-        """Pair each item with the position that it comes from: the others do not see the stream. Padding has -1."""
-        for parts in shares:
-            paired = []
-            for part, waiting in zip(parts, self._queued_origins, strict=True):
-                paired.append(list(zip(chain(waiting, repeat(-1)), part, strict=False)))
-                del waiting[: len(part)]
-            yield paired
-
-    def _noted(self, origins: Origins, shares: Iterator[Sequence[Any]]) -> Iterator[list[T]]:
-        for share in shares:
-            origins.add(np.array([place for place, _ in share if place >= 0], np.int64))
-            yield [item for _, item in share]
+        return _skipping(skip, own)
 
     def _note(self, is_last: bool) -> tuple[States | None, States | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
@@ -364,12 +357,6 @@ class FromLeader(ItemSource[T]):
     def ends_within(self, items: int) -> bool:
         """Return whether the last piece was sent: every rank learns of the end from the leader."""
         return self.states_after is not None
-
-
-def _queue_origins(of_members: Sequence[list[int]], of_plans: Sequence[Any]) -> None:
-    """Keep where the next items of each share come from until these are sent."""
-    for waiting, places in zip(of_members, of_plans, strict=True):
-        waiting.extend(places.tolist())
 
 
 def _piece_sizes(epoch: EpochDrawing[Any], has_length: bool) -> tuple[int, int]:

@@ -4,21 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress, State
-from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.plan import Batching, Consumed, Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.schedule import Part, Schedule, Sizes
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import BatchNote, Position, States, split_consumed
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 __all__ = ["Pass", "PassContext"]
 
@@ -143,17 +138,6 @@ class Pass(IterationProgress, Generic[T]):
     def resumed_elsewhere(self) -> int:
         """How many items it leaves out because another package's loader resumed within it."""
         return self.source.resumed_elsewhere
-
-    @property
-    def origins(self) -> "NDArray[np.int64] | None":
-        """The positions of this rank's items (or samples of divided batches), without padding and skipped ones.
-
-        They are positions in the stream of one process, in the order in which the items are given. If batches are
-        divided, they count from the first that this pass gives. None if they follow from the plan.
-        """
-        if self._divide is not None:
-            return self._divide.origins(self._sizes or ())
-        return None if self.source.origins is None else self.source.origins.positions()
 
     # ---- its items ----
 
@@ -377,7 +361,9 @@ class Pass(IterationProgress, Generic[T]):
         """Return the position after this many items of the share were taken."""
         ranks = self._context.plan.num_replicas
         consumed = (*(pair for pair in self.consumed_before if pair[1]), (ranks, taken))
-        return Position(self.epoch, (consumed,), states=self.source.states_before or self.start.states)
+        beginning = self.source.beginning(sum(ranks * each for ranks, each in consumed))
+        states = replace(self.source.states_before or self.start.states, streams=beginning)
+        return Position(self.epoch, (consumed,), states=states)
 
     def position_after(self, batches: int, batching: Batching) -> Position:
         """Return the position after this many of its batches.

@@ -14,7 +14,7 @@ from ddp_patch.compat.packages import (
     is_split_by_node,
     webdataset_world,
 )
-from ddp_patch.compat.private_torch import is_torch_batch_sampler, thread_workers, torchdata_batch_sampler
+from ddp_patch.compat.private_torch import thread_workers, torchdata_batch_sampler
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
@@ -24,8 +24,8 @@ from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
 from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 from ddp_patch.ranks.world import World
-from ddp_patch.schedule import require_steps
 from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.steps import require_steps
 from ddp_patch.walks import stored
 
 __all__ = [
@@ -103,11 +103,6 @@ def require_costs(facts: LoaderFacts[Any], costs: Cost) -> None:
             "ahead, and after a break the rest of it would be lost. Give the loader a sampler that can be iterated "
             "again, such as a list."
         )
-    if costs.function is not None and costs.of_batch == "padded" and facts.unit is not ShardedUnit.SAMPLE:
-        raise InvalidOptionError(
-            f"Cost(..., of='padded') does not work with a function if each item of {name} is sharded as a whole: the "
-            "function already says what it costs. Leave of= out, or pass one number for each index."
-        )
     require_one_of_each(facts, costs)
 
 
@@ -134,7 +129,7 @@ def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, objec
     costs = options.costs
     if costs is None:
         return {"cost": "none"}
-    some = None if costs.function is None else _of_some_samples(facts, costs, divides=options.divides_batches)
+    some = None if costs.function is None else _of_some_samples(facts, costs)
     return {
         "cost": costs.described,
         "cost_of": costs.of_batch,
@@ -143,15 +138,12 @@ def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, objec
     }
 
 
-def _of_some_samples(facts: LoaderFacts[Any], costs: Cost, *, divides: bool) -> list[float] | None:
-    """Return the costs of some indices, or of batches of one, by the user's function; None if it takes other items."""
-    n, source = facts.dataset_length or 0, facts.stream.source
-    takes_batches = (facts.unit is ShardedUnit.BATCH or is_torch_batch_sampler(type(source))) and not divides
-    some = evenly_spread(n, _COSTS_COMPARED)
+def _of_some_samples(facts: LoaderFacts[Any], costs: Cost) -> list[float] | None:
+    """Return the costs of some indices by the user's function; None if it takes other keys."""
     try:
-        found: list[float] = costs.of([[index] for index in some] if takes_batches else some).tolist()
+        found: list[float] = costs.of(evenly_spread(facts.dataset_length or 0, _COSTS_COMPARED)).tolist()
     except Exception as error:
-        if isinstance(error, InvalidOptionError) and order_parameters(source) is not None:
+        if isinstance(error, InvalidOptionError) and order_parameters(facts.stream.source) is not None:
             raise
         return None  # of which nobody knows what keys it takes
     return found

@@ -14,7 +14,7 @@ from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.generators import RandomGenerator, generators_restored, random_generators, torch_generators
+from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators
 from ddp_patch.orders.orders import (
     InOrder,
     ScalableShuffle,
@@ -24,17 +24,18 @@ from ddp_patch.orders.orders import (
     is_torch_sampler,
     scalable,
 )
-from ddp_patch.orders.random_states import GlobalState, PrivateRNG, epoch_seed
-from ddp_patch.plan import ONE_PER_STEP, Batching
+from ddp_patch.orders.random_states import PrivateRNG, epoch_seed, look
+from ddp_patch.plan import ONE_PER_STEP, Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.schedule import Sizes, require_steps
+from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.balancing import Balancer, BatchDivider
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, Permuted, require_sure_length
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass
-from ddp_patch.sharding.sampler_states import AttributeProxy, SamplerStates
+from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import Position, States, split_consumed
+from ddp_patch.sharding.steps import require_steps
 
 __all__ = ["ShardedSampler"]
 
@@ -165,12 +166,10 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if self._draws_nothing_at == now:
             yield
             return
-        states = PrivateRNG(self.seed, epoch)
-        with states, generators_restored(drawn_from()) as was_moved:
-            installs = GlobalState.installs
+        with look(drawn_from(), seed=self.seed, epoch=epoch) as was_moved:
             yield
-            draws_nothing = not was_moved() and GlobalState.installs == installs
-        if draws_nothing and states.drew_nothing:
+            draws_nothing = not was_moved()
+        if draws_nothing:
             self._draws_nothing_at = now
 
     def _loader_facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
@@ -241,14 +240,15 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
         drawn from this one.
         """
-        number = self.epochs.upcoming
-        self._nested_epochs.tell(number)
-        start = self.position
+        number, start = self.epochs.upcoming, self.position
+        if start is None or not start.is_within_pass:
+            self._begin_sampler_states()
+        with self._sampler_states.generators_in_place():  # a sampler's set_epoch may seed its generator
+            self._nested_epochs.tell(number)
         if start is not None and start.is_within_pass:
             # Others may have drawn from the generators since it was loaded.
             self._sampler_states.restore_states(start.states)
         else:
-            self._begin_sampler_states()
             start = Position(number, states=self.sampler_snapshot())
         # Under a leader one rank draws for all, so there is nothing to compare.
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
@@ -336,7 +336,9 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             return FromLeader(
                 epoch, leader, pass_facts, plans, start.states, self.sampler_snapshot, has_length=has_length
             )
-        return Streamed(epoch) if has_rest or not is_looked_up else Indexed(epoch)
+        if is_looked_up and not has_rest:
+            return Indexed(epoch)
+        return Streamed(epoch, start.states.streams[0].first if start.states.streams else None)
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:

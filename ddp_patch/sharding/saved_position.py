@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ddp_patch.errors import StateError
-from ddp_patch.orders.generators import generators_restored, is_stateful, random_generators, set_generator_state
-from ddp_patch.orders.random_states import Seed
+from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state
+from ddp_patch.orders.random_states import Seed, look
 from ddp_patch.plan import Consumed
 
 __all__ = [
@@ -343,7 +343,7 @@ def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
         raise _damaged(f"its field streams has {len(states.streams)} elements, not one for each part")
     generators = random_generators(holders)
     _require_number("generators", states.generators, len(generators))
-    with generators_restored(generators):
+    with look(generators):
         for generator, kept in zip(generators, states.generators, strict=True):
             try:
                 set_generator_state(generator, kept)

@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from ddp_patch.options import Uneven
-from ddp_patch.schedule import made_in_turn, turn_after
+from ddp_patch.plan import made_in_turn, turn_after
 
 __all__ = [
     "AHEAD",

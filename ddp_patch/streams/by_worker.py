@@ -9,9 +9,8 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
-from ddp_patch.compat.private_torch import WrappedIterator, pinned_by
+from ddp_patch.compat.private_torch import pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
@@ -21,7 +20,7 @@ from ddp_patch.streams.stream_sampler import StreamSampler
 from ddp_patch.streams.stream_source import StreamSource
 from ddp_patch.walks import nested
 
-__all__ = ["WAITS", "EvenStepsFactory", "OwnBatches", "even_steps"]
+__all__ = ["WAITS", "EvenSteps", "OwnBatches", "even_steps"]
 
 
 _READS, _RAN_OUT, _FAILED, _LEFT = range(4)
@@ -38,8 +37,8 @@ WAITS: Final = object()
 
 
 @dataclass(frozen=True)
-class EvenStepsFactory:
-    """Makes the iterators of a patched loader, and knows what the ranks agree on for each pass.
+class EvenSteps:
+    """Makes passes of all ranks of what the iterators of a loader's class give.
 
     Attributes:
         sampler: What begins the loader's epochs.
@@ -51,9 +50,10 @@ class EvenStepsFactory:
     workers: int
     name: str
 
-    def __call__(self, loader: DataLoader[Any]) -> "EvenSteps":
-        """Return the iterator of a pass."""
-        return EvenSteps(loader, self)
+    def __call__(self, wrapped: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a pass, of which this rank's own come from ``wrapped``."""
+        own = OwnBatches(wrapped, self.sampler.monitor.note_batch)
+        return (batch for batch in _handed_out(own, self) if batch is not WAITS)
 
     def opened(self, own: "OwnBatches") -> AbstractContextManager[Channel]:
         """Synchronise with the other ranks when a pass begins; raise this rank's failure, and report it to them."""
@@ -71,34 +71,6 @@ class EvenStepsFactory:
             own.raise_failure()
         facts = {"epoch": epoch, "num_workers": self.workers}
         return opened(members, doing, agreed.number, facts, agreed.options.timeout)
-
-
-class EvenSteps(WrappedIterator, Iterator[Any]):
-    """Stands around the iterator that a loader's class makes, and makes a pass of all ranks of it.
-
-    Args:
-        loader: The loader.
-        maker: What made it, and knows what the ranks agree on.
-    """
-
-    def __init__(self, loader: DataLoader[Any], maker: EvenStepsFactory) -> None:
-        super().__init__(loader)
-        self._maker = maker
-        self._pass: Generator[Any] | None = None
-
-    def drop_pass(self) -> None:
-        """Leave the running pass; the next batch is a new one's first."""
-        if self._pass is not None:
-            self._pass.close()
-        self._pass = None
-
-    def __next__(self) -> Any:
-        if self._pass is None:
-            # It must not hold this: it ends when this is dropped.
-            self._pass = _handed_out(OwnBatches(self.wrapped, self._maker.sampler.monitor.note_batch), self._maker)
-        while (batch := next(self._pass)) is WAITS:
-            pass
-        return batch
 
 
 class OwnBatches:
@@ -210,7 +182,7 @@ class OwnBatches:
             self._held.popleft()
 
 
-def _handed_out(own: OwnBatches, maker: EvenStepsFactory) -> Generator[Any]:
+def _handed_out(own: OwnBatches, maker: EvenSteps) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks, and ``WAITS``."""
     own.read(1)  # which begins the pass
     current = cast("Pass[Any]", maker.sampler.latest)

@@ -20,21 +20,6 @@ _ELEMENTS, _PIECE = 64, 512
 _EMPTY: Final = {dict, list, tuple}
 
 
-class _Found:
-    """What was found in an item.
-
-    Attributes:
-        names: Its strings, bytes, paths and enum members.
-        numbers: Its whole numbers, truth values and times.
-    """
-
-    __slots__ = ("names", "numbers")
-
-    def __init__(self) -> None:
-        self.names: list[bytes] = []
-        self.numbers: list[bytes] = []
-
-
 def name_of(item: Any) -> bytes | None:
     """Return an item's name; None if it has none, as tensors and floats alone.
 
@@ -49,100 +34,91 @@ def name_of(item: Any) -> bytes | None:
         (None, b'')
     """
     kind = type(item)
+    if kind is int:
+        return b"%d" % item
+    if item is None or (kind in _EMPTY and not item):
+        return b""
+    names: list[bytes] = []
+    numbers: list[bytes] = []
     try:
         if kind is str and len(item) < _PIECE:
             return item.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]  # a str is no other type
-        if kind is int:
-            return b"%d" % item
-        if item is None or (kind in _EMPTY and not item):
-            return b""
-        found = _Found()
-        _find(item, found)
+        _find(item, names, numbers)
     except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
         return None
-    parts = found.names or found.numbers
+    parts = names or numbers
     return b"\0".join(parts) if parts else None
 
 
-def _find(value: Any, found: _Found) -> None:
-    """Add the names and numbers in a value, in an order that is the same in every process."""
+def _find(value: Any, names: list[bytes], numbers: list[bytes]) -> None:
+    """Add the names and numbers in a value, in an order that is the same in every process: frequent types first."""
     kind = type(value)
-    if kind is dict:
-        _find_in_mapping(value, found)
+    if kind is float or value is None or (kind is torch.Tensor and value.ndim):
+        return
+    if kind is str and len(value) < _PIECE:
+        names.append(value.encode("utf-8", "surrogatepass"))
+    elif kind is int:
+        numbers.append(b"%d" % value)
+    elif kind is dict:
+        _find_in_mapping(value, names, numbers)
     elif kind is tuple or kind is list:
-        _find_in_list(value, found)
+        _find_in_list(value, names, numbers)
     else:
-        _find_other(value, found)
+        _find_other(value, names, numbers)
 
 
-def _find_in(values: Any, found: _Found) -> None:
-    for value in values:
-        kind = type(value)
-        if kind is float or value is None:
-            continue
-        if kind is str and len(value) < _PIECE:
-            found.names.append(value.encode("utf-8", "surrogatepass"))
-        elif kind is int:
-            found.numbers.append(b"%d" % value)
-        elif kind is torch.Tensor:
-            if not value.ndim:
-                _find_other(value, found)
-        else:
-            _find(value, found)
-
-
-def _find_in_mapping(mapping: Mapping[Any, Any], found: _Found) -> None:
+def _find_in_mapping(mapping: Mapping[Any, Any], names: list[bytes], numbers: list[bytes]) -> None:
     if SAMPLE_KEY in mapping:
-        _find(mapping[SAMPLE_KEY], found)
+        _find(mapping[SAMPLE_KEY], names, numbers)
         return
     try:
         keys = sorted(mapping)  # their own order may depend on the process, as that of a set does
     except TypeError:  # they are of several types
         keys = sorted(mapping, key=repr)
-    _find_in(map(mapping.__getitem__, keys), found)
+    for key in keys:
+        _find(mapping[key], names, numbers)
 
 
-def _find_in_list(value: Sequence[Any], found: _Found) -> None:
+def _find_in_list(value: Sequence[Any], names: list[bytes], numbers: list[bytes]) -> None:
     """Find what is in a list; only evenly spread elements of a long one, which counts by its length then, too."""
     length = len(value)
     some = value[:: -(-length // _ELEMENTS)] if length > _ELEMENTS else value
-    kind = type(some[0]) if length else None
-    if kind is int and {int}.issuperset(map(type, some)):  # as tokens are
-        found.numbers.append(repr((length, *some)).encode())
+    if length and {int}.issuperset(map(type, some)):  # as tokens are
+        numbers.append(repr((length, *some)).encode())
         return
-    if kind is str and length > _ELEMENTS:
-        found.names.append(b"%d" % length)
-    _find_in(some, found)
+    if length > _ELEMENTS and type(some[0]) is str:
+        names.append(b"%d" % length)
+    for each in some:
+        _find(each, names, numbers)
 
 
-def _find_other(value: Any, found: _Found) -> None:  # noqa: C901 - one flat table of types
+def _find_other(value: Any, names: list[bytes], numbers: list[bytes]) -> None:  # noqa: C901 - one flat table of types
     match value:
         case Enum():  # before int(), because an IntEnum's members are ints
-            found.names.append(value.name.encode())
+            names.append(value.name.encode())
         case str():
-            found.names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
+            names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
         case bytes() | bytearray():
-            found.names.append(bytes(_pieces(value)))
+            names.append(bytes(_pieces(value)))
         case os.PathLike():
-            found.names.append(os.fsencode(value))
+            names.append(os.fsencode(value))
         case UUID():
-            found.names.append(value.bytes)
+            names.append(value.bytes)
         case int() | np.integer() | np.bool_():
-            found.numbers.append(b"%d" % int(value))
-        case date() | time() | timedelta():
-            found.numbers.append(str(value).encode())
-        case np.datetime64() | np.timedelta64():
-            found.numbers.append(str(value).encode())
+            numbers.append(b"%d" % int(value))
+        case date() | time() | timedelta() | np.datetime64() | np.timedelta64():
+            numbers.append(str(value).encode())
         case torch.Tensor():
             # As Hugging Face's datasets make of whole numbers.
             if not value.ndim and value.device.type == "cpu" and not (value.is_floating_point() or value.is_complex()):
-                found.numbers.append(b"%d" % int(value))
+                numbers.append(b"%d" % int(value))
         case Mapping():
-            _find_in_mapping(value, found)
+            _find_in_mapping(value, names, numbers)
         case list() | tuple():
-            _find_in_list(value, found)
+            _find_in_list(value, names, numbers)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            _find_in((getattr(value, field.name) for field in fields(value)), found)
+            for field in fields(value):
+                _find(getattr(value, field.name), names, numbers)
 
 
 def _pieces(text: Any) -> Any:

@@ -12,13 +12,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_patch.compat.packages import forget_loaded_state, loses_items_when_loaded
 from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
-from ddp_patch.errors import StateError, UnsupportedLoaderError
-from ddp_patch.loaders.recognition import may_ask_rank
+from ddp_patch.errors import StateError
 from ddp_patch.options import Options
-from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.fingerprint import fingerprint, number_of
+from ddp_patch.orders.fingerprint import fingerprint, number_of, number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
-from ddp_patch.orders.random_states import PrivateRNG, ambient_unmoved
+from ddp_patch.orders.random_states import PrivateRNG, look
 from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
 from ddp_patch.streams.item_names import name_of
 
@@ -27,7 +25,6 @@ __all__ = [
     "DatasetStateTracker",
     "Reader",
     "can_snapshot",
-    "require_split_by_worker",
     "tell_epoch",
     "this_worker",
 ]
@@ -61,7 +58,7 @@ class Reader:
         asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
-        spent_s: How many seconds its items took; see ``AsDataset``.
+        spent_s: How many seconds its items took.
     """
 
     def __init__(self) -> None:
@@ -118,36 +115,10 @@ class Reader:
         self._has_dataset |= name == "dataset"
 
 
-def require_split_by_worker(dataset: object, name: str, *, asked: bool, asked_rank: bool) -> None:
-    """Refuse a dataset that is to split itself over all ranks' workers, and does not, or not by its worker alone.
-
-    One whose class says ``is_ddp_aware = False`` may ask for its rank, as for a log.
-
-    Args:
-        dataset: The dataset.
-        name: Its class.
-        asked: Whether it asked which worker it is in, by its first item.
-        asked_rank: Whether it asked which rank this is.
-
-    Raises:
-        UnsupportedLoaderError: It does not split itself, or by its rank.
-    """
-    if asked_rank and not may_ask_rank(dataset):
-        raise UnsupportedLoaderError(
-            f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is sharded "
-            "already, and sharding it by workers again would lose samples. Let its class say is_ddp_aware = True, and "
-            "its loader is left as it is; or False, if it asks for another reason, such as a log."
-        )
-    if not asked:
-        raise UnsupportedLoaderError(
-            f"{name} cannot be read with share='by_worker': it gave its first item, and had not asked "
-            "get_worker_info() which worker it is in (id, num_workers or seed), so each rank would read all of it. "
-            "Leave share out: then each rank keeps its share of the stream."
-        )
-
-
 class AsDataset(AbstractContextManager[None]):
     """Entered, again and again, while a dataset is read: it draws from an epoch's states, and has its own worker info.
+
+    It is a class because that is entered faster than a function, and it is for each batch.
 
     Args:
         states: The random states.
@@ -171,7 +142,6 @@ class AsDataset(AbstractContextManager[None]):
 
 # By how many of its first items a stream is recognised.
 _RECOGNISED_BY = 8
-_UNSIGNED = 2**63 - 1
 
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
@@ -215,7 +185,7 @@ class DatasetStateTracker:
         if is_moved:
             # Its state may have random states, from which the epoch does not draw. One that takes a state only once it
             # is iterated begins anew by itself.
-            with ambient_unmoved(), suppress(Exception):
+            with look(), suppress(Exception):
                 dataset.load_state_dict(*self._known.initial_state)
             tell_epoch(dataset, self._epoch)  # the state may have the epoch before
         iterator: Iterator[Any] = iter(dataset)
@@ -265,7 +235,7 @@ class DatasetStateTracker:
         """
         seen: list[tuple[bytes | None, int]] = []
         for item in items:
-            seen.append((name_of(item), _hash_of(item)))
+            seen.append((name_of(item), number_or_zero(item)))
             first = self.start = _start_of(seen)
             known = self._known.first
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
@@ -347,17 +317,8 @@ def _is_again(dataset: Any, iterator: Any) -> bool:
     return before is not None and before() is iterator
 
 
-def _hash_of(item: Any) -> int:
-    try:
-        return number_of([item])
-    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
-        return 0
-
-
 def _start_of(seen: Sequence[tuple[bytes | None, int]]) -> StreamStart:
     """Return how a stream begins, by the names and hashes of its first items."""
-    digest, (names, hashes) = Digest(), zip(*seen, strict=True)
-    for name in names:
-        digest.add_name(name or b"")
-    value = None if None in names else digest.value & _UNSIGNED
+    names, hashes = zip(*seen, strict=True)
+    value = None if None in names else number_of(names)
     return StreamStart(len(seen), value, number_of(hashes) if len(set(hashes)) >= min(2, len(seen)) else None)

@@ -1,83 +1,142 @@
-"""What the main process and its workers share in memory: what is read, how, and where it ends."""
+"""What the main process and its workers tell each other in shared memory, because no note that travels can carry it.
 
-import math
+A worker finds its end after its last batch, and torch then sends nothing of ours; to look one item ahead would hold
+each batch back until the next item is there. Nor do notes travel through iterators that are not torch's.
+"""
+
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
-__all__ = ["LARGEST", "SharedWorkerState", "shared_arrays"]
+__all__ = ["LARGEST", "MOST_MARKS", "PARTS", "STREAM", "SharedWorkerState"]
 
-# Remember the epochs of this many passes: iterators may live side by side.
-_EPOCHS_KEPT = 64
-_UNKNOWN, _ONE_STREAM = -1, -2
-
+# The latest passes are known: iterators may live side by side.
+_PASSES_KEPT = 32
+# A part has at most so many marks: enough for 10**12 items.
+MOST_MARKS = 128
 # The largest state of a dataset, in bytes, that travels. A stream with larger ones is read again.
 LARGEST = 64 * 1024
 
+# How a reader reads: the one stream that all read, or a part of its own.
+STREAM, PARTS = range(2)
+
+# What a reader reports of a pass. All numbers are -1 until they are known.
+_REPORT = np.dtype(
+    [
+        ("number", np.int64),  # the pass
+        ("worker", np.int64),  # which worker the reader is
+        ("way", np.int64),  # STREAM or PARTS
+        ("offset", np.int64),  # how many items it leaves out because another package's loader resumed within the pass
+        ("length", np.int64),  # how many items it found by its end
+        ("spent_ms", np.int64),  # how long the dataset took to give these
+        ("batches", np.int64),  # where the dataset splits itself: of how many batches it has read the items
+        ("all_batches", np.int64),  # and how many these are in the end
+        ("asked_rank", np.int64),  # whether the dataset asked for its rank by its first item, or was made for it
+        ("has_names", np.int64),  # whether one of the items that the ranks compare had a name
+        ("marks", np.int64),  # how many marks it has made of them
+        ("values", np.int64, (MOST_MARKS,)),  # these: the digests at the first counts
+        ("read", np.int64),  # how many items it has read in all
+        ("end", np.int64),  # the digest of all
+    ]
+)
+# What the main process tells: its latest pass, the latest state that it loaded, and which epoch each pass is over.
+_BEGUN = np.dtype([("latest", np.int64), ("loads", np.int64), ("epochs", np.int64, (_PASSES_KEPT,))])
+# The dataset's own state at the end of a pass.
+_STATE = np.dtype([("number", np.int64), ("size", np.int64), ("data", np.uint8, (LARGEST,))])
+
 
 class SharedWorkerState:
-    """What the main process and its workers report to each other, in shared memory.
-
-    The main process writes which epoch each of the latest passes is over, and how many states were loaded. A worker
-    writes whose part of the dataset it reads, and at the end how many items that had; where the dataset splits
-    itself over all ranks' workers, how many batches it made.
+    """What the main process and its workers tell each other, in one piece of shared memory.
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
         keeps_states: Whether a worker writes, at the end too, its dataset's own state: it goes on from that.
+
+    Examples:
+        >>> shared = SharedWorkerState(readers=2)
+        >>> shared.begin(1, epoch=0)
+        >>> shared.report(1, part=0)["length"] = 7
+        >>> shared.lengths(1), shared.lengths(2)
+        ([7, None], [None, None])
     """
 
     def __init__(self, readers: int, *, keeps_states: bool = False) -> None:
         self.readers: int = readers
-        self._states = torch.zeros((readers if keeps_states else 0, LARGEST), dtype=torch.uint8)
-        if keeps_states:
-            self._states.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        of_each = (_EPOCHS_KEPT, readers)
-        of_states = (len(self._states), 2)
-        self._ends, self._offsets, self._parts, self._made, self._epochs, self._latest, self._loads, self._of_states = (
-            shared_arrays((*of_each, 2), (*of_each, 2), of_each, of_each, (_EPOCHS_KEPT,), (1,), (1,), of_states)
-        )
+        self._sizes = 1, _PASSES_KEPT * readers, readers * keeps_states
+        size = sum(count * kind.itemsize for count, kind in zip(self._sizes, (_BEGUN, _REPORT, _STATE), strict=True))
+        self._memory = torch.full((size,), 255, dtype=torch.uint8, device="cpu")  # every number is -1
+        self._map()
+
+    def _map(self) -> None:
+        """Lay records over the memory; that of a copy is not shared yet."""
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        memory, at, records = self._memory.numpy(), 0, list[Any]()
+        for count, kind in zip(self._sizes, (_BEGUN, _REPORT, _STATE), strict=True):
+            records.append(memory[at : at + count * kind.itemsize].view(kind))
+            at += count * kind.itemsize
+        (self._begun,), reports, self._states = records
+        self._reports = reports.reshape(_PASSES_KEPT, self.readers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("readers", "_sizes", "_memory")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._map()
+
+    # ---- what the main process writes ----
 
     @property
     def latest_pass(self) -> int:
         """The number of the latest pass that was begun; -1 before the first."""
-        return int(self._latest)
+        return int(self._begun["latest"])
 
     @property
     def loads(self) -> int:
         """The number of the latest state that was loaded; -1 before the first."""
-        return int(self._loads)
+        return int(self._begun["loads"])
 
     def load(self) -> int:
         """Write that another state was loaded; return its number."""
-        self._loads += 1
+        self._begun["loads"] += 1
         return self.loads
 
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
-        self._epochs[number % _EPOCHS_KEPT] = epoch
-        for noted in (self._parts, self._ends, self._made):
-            noted[number % _EPOCHS_KEPT] = -1
-        self._latest[0] = number
+        self._begun["epochs"][number % _PASSES_KEPT] = epoch
+        self._begun["latest"] = number
 
     def epoch_of(self, number: int) -> int | None:
         """Return which epoch pass ``number`` is over; None if no pass was begun."""
-        epoch = int(self._epochs[number % _EPOCHS_KEPT])
-        return epoch if epoch >= 0 else None
+        epoch = int(self._begun["epochs"][number % _PASSES_KEPT])
+        return None if epoch < 0 else epoch
 
-    def note_part(self, number: int, worker_index: int, part: int | None) -> None:
-        """Write which worker's part a reader reads in pass ``number``; None if all read one stream."""
-        self._parts[number % _EPOCHS_KEPT, worker_index] = _ONE_STREAM if part is None else part
+    # ---- what readers write ----
+
+    def report(self, number: int, part: int) -> np.void:
+        """Return what the reader of a part reports of pass ``number``, to write into it: a blank one at first.
+
+        A worker may begin it before the pass has begun.
+        """
+        slot = self._reports[number % _PASSES_KEPT]
+        if slot[part]["number"] != number:
+            slot[part : part + 1].view(np.int64)[:] = -1
+            slot[part]["number"] = number
+        report: np.void = slot[part]
+        return report
+
+    def reported(self, number: int, what: str) -> list[Any]:
+        """Return one of the reported values for each part in pass ``number``; -1 where it is not known."""
+        slot = self._reports[number % _PASSES_KEPT]
+        is_known = slot["number"] == number
+        found: list[Any] = np.where(is_known if slot[what].ndim == 1 else is_known[:, None], slot[what], -1).tolist()
+        return found
 
     def ways(self, number: int) -> set[Literal["stream", "parts"]]:
-        """Return how the readers of pass ``number`` read, as far as they wrote it: all one stream, or each a part."""
-        parts = self._parts[number % _EPOCHS_KEPT].tolist()
-        return {"stream" if part == _ONE_STREAM else "parts" for part in parts if part != _UNKNOWN}
-
-    def is_one_stream(self, number: int) -> bool:
-        """Return whether all readers of pass ``number`` read one stream; False while that is unknown."""
-        return self.ways(number) == {"stream"}
+        """Return how the readers of pass ``number`` read, as far as they know it: all one stream, or each a part."""
+        return {"parts" if way == PARTS else "stream" for way in self.reported(number, "way") if way >= 0}
 
     def is_in_parts(self, number: int) -> bool:
         """Return whether each reader of pass ``number`` reads a part; False while that is unknown."""
@@ -85,32 +144,26 @@ class SharedWorkerState:
 
     def first_part(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
-        found = self._parts[number % _EPOCHS_KEPT].tolist()
-        return next(((part - worker_index) % self.readers for worker_index, part in enumerate(found) if part >= 0), 0)
-
-    def note_offset(self, number: int, worker_index: int, items: int) -> None:
-        """Write that a reader leaves out this many items in pass ``number`` because another package's loader resumed.
-
-        A worker may write it before the pass has begun.
-        """
-        self._offsets[number % _EPOCHS_KEPT, worker_index] = torch.tensor([number, items])
+        both = zip(self.reported(number, "worker"), self.reported(number, "way"), strict=True)
+        return next(((part - worker) % self.readers for part, (worker, way) in enumerate(both) if way == PARTS), 0)
 
     def offset(self, number: int) -> int:
-        """Return the largest number of items that a reader of pass ``number`` leaves out, as above."""
-        return max(
-            (items for noted, items in self._offsets[number % _EPOCHS_KEPT].tolist() if noted == number), default=0
-        )
+        """Return how many items of pass ``number`` are left out because another package's loader resumed within it."""
+        return int(max(0, *self.reported(number, "offset")))
 
-    def end(self, number: int, part: int, length: int, spent_s: float) -> None:
-        """Write what the reader of a part found in pass ``number``.
+    def lengths(self, number: int) -> Sequence[int | None]:
+        """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""
+        return [length if length >= 0 else None for length in self.reported(number, "length")]
 
-        Args:
-            number: The pass.
-            part: The part.
-            length: How many items it has.
-            spent_s: How many seconds it took the dataset to give them.
-        """
-        self._ends[number % _EPOCHS_KEPT, part] = torch.tensor([length, round(1000 * spent_s)])
+    def most_spent_s(self, number: int) -> float:
+        """Return how many seconds the dataset took for its items in pass ``number``, where it took longest."""
+        return float(max(self.reported(number, "spent_ms")) / 1000)
+
+    def batches_noted(self, number: int) -> tuple[Sequence[int], Sequence[bool]]:
+        """Return how many batches the reader of each part has noted in pass ``number``, and whether these are all."""
+        in_all, so_far = self.reported(number, "all_batches"), self.reported(number, "batches")
+        made = [max(0, every, some) for every, some in zip(in_all, so_far, strict=True)]
+        return made, [every >= 0 for every in in_all]
 
     def keep_state(self, number: int, part: int, state: bytes | None) -> None:
         """Write the dataset's own state, pickled, of the reader of a part at the end of pass ``number``, if it has one.
@@ -118,39 +171,9 @@ class SharedWorkerState:
         Nothing is written unless this keeps states.
         """
         if part < len(self._states) and state is not None:
-            self._states[part, : len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            self._of_states[part] = torch.tensor([number, len(state)])
+            self._states[part]["data"][: len(state)] = np.frombuffer(state, np.uint8)
+            self._states[part]["number"], self._states[part]["size"] = number, len(state)
 
     def states(self, number: int) -> Sequence[bytes | None]:
         """Return what the reader of each part wrote at the end of pass ``number``; nothing unless this keeps states."""
-        noted = enumerate(self._of_states.tolist())
-        return [self._states[part, :size].numpy().tobytes() if of == number else None for part, (of, size) in noted]
-
-    def note_batches(self, number: int, part: int, batches: int, *, is_end: bool = False) -> None:
-        """Write how many batches the reader of a part has made in pass ``number`` of a dataset that splits itself.
-
-        Until its end, that is only how many it has read the items of.
-        """
-        # By numpy, which writes a number in a fraction of torch's time: this comes with every batch.
-        self._made.numpy()[number % _EPOCHS_KEPT, part] = batches if is_end else -1 - batches
-
-    def batches_noted(self, number: int) -> tuple[Sequence[int], Sequence[bool]]:
-        """Return how many batches the reader of each part has noted in pass ``number``, and whether these are all."""
-        noted = self._made.numpy()[number % _EPOCHS_KEPT].tolist()
-        return [made if made >= 0 else -1 - made for made in noted], [made >= 0 for made in noted]
-
-    def lengths(self, number: int) -> Sequence[int | None]:
-        """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""
-        return [length if length >= 0 else None for length in self._ends[number % _EPOCHS_KEPT, :, 0].tolist()]
-
-    def most_spent_s(self, number: int) -> float:
-        """Return how many seconds the dataset took for its items in pass ``number``, where it took longest."""
-        return int(self._ends[number % _EPOCHS_KEPT, :, 1].max()) / 1000
-
-
-def shared_arrays(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return tensors of -1 in memory that the workers share; all in one file, of which a process may have few."""
-    sizes = list(map(math.prod, shapes))
-    together = torch.full((sum(sizes),), -1, dtype=torch.int64, device="cpu")
-    together.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    return [part.view(shape) for part, shape in zip(torch.split(together, sizes), shapes, strict=True)]
+        return [kept["data"][: kept["size"]].tobytes() if kept["number"] == number else None for kept in self._states]

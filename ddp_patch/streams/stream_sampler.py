@@ -24,11 +24,12 @@ from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import Position, States
-from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
+from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import can_snapshot
 from ddp_patch.streams.shared_state import SharedWorkerState
-from ddp_patch.streams.stream_marks import StreamDigest, StreamMarks
+from ddp_patch.streams.stream_marks import StreamDigest
 from ddp_patch.streams.stream_source import StreamSource
+from ddp_patch.streams.worker import StreamWorker, generators_only
 
 __all__ = ["StreamSampler", "faster_by_worker"]
 
@@ -103,24 +104,24 @@ class StreamSampler(EpochSampler[None]):
             }
         super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
         is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
-        keeps_states = is_kept and given.num_workers > 0 and can_snapshot(given.dataset, agreed.options)
-        peers, shared = agreed.peers, SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
-        marks, self._held = None, None
-        mailbox = self.monitor.mailbox
+        takes_states = can_snapshot(given.dataset, agreed.options)
+        keeps_states = is_kept and given.num_workers > 0 and takes_states
+        peers, mailbox, self._held = agreed.peers, self.monitor.mailbox, None
         if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
-            marks, self._held = StreamMarks(shared), _Held(peers, mailbox, held_by(given.dataset))
+            self._held = _Held(peers, mailbox, held_by(given.dataset))
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
             self.monitor.expect_parts(partial(why_parts_overlap, type(given.dataset).__name__))
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,
-            agreed.options,
             agreed.seed,
             given.batching,
-            shared,
+            SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states),
             batch_plan=agreed.batch_plan,
-            marks=marks,
+            splits_itself=agreed.options.by_worker,
+            takes_states=takes_states,
+            is_compared=self._held is not None,
             is_kept=is_kept,
         )
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
@@ -192,8 +193,6 @@ class StreamSampler(EpochSampler[None]):
             self._sampler_states.restore_generators(start.states.generators)
         self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
-        if self.worker.marks is not None:
-            self.worker.marks.begin(number)
         if self.position is None:
             self.worker.forget()
         self.latest, self.position = current, None
@@ -311,7 +310,7 @@ class StreamSampler(EpochSampler[None]):
 
     def _is_done_without_workers(self, current: Pass[None]) -> bool:
         """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
-        if self.worker.loaded_at_end == current.epoch:
+        if self.worker.loaded_end is not None and self.worker.loaded_end.epoch == current.epoch:
             return current.items_taken > current.skip
         end, count = current.schedule(self._batching).count, self._batching.count
         return end is not None and count(current.items_taken - current.skip) + count(current.resumed_elsewhere) > end

@@ -10,13 +10,12 @@ from time import monotonic, sleep
 from typing import Any
 
 from ddp_patch.errors import RankMismatchError, StateError
-from ddp_patch.plan import Consumed
-from ddp_patch.schedule import Part, Schedule, ready_in_turn, turn_after
+from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.item_sources import ItemSource, Rounds
-from ddp_patch.sharding.saved_position import BatchNote, Position, States, StreamSnapshot, split_consumed
+from ddp_patch.sharding.saved_position import BatchNote, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
-from ddp_patch.streams.dataset import StreamWorker
 from ddp_patch.streams.stream_marks import StreamDigest
+from ddp_patch.streams.worker import StreamWorker
 
 __all__ = ["StreamSource"]
 
@@ -47,7 +46,6 @@ class StreamSource(ItemSource[None]):
     is_endless: bool = True
     is_open_ended: bool
     has_own_length: bool
-    states_before: States | None
     rounds: Rounds | None
 
     def __init__(
@@ -61,10 +59,9 @@ class StreamSource(ItemSource[None]):
         on_loop_end: Callable[[], object],
         on_first_batch: Callable[[StreamDigest], object],
     ) -> None:
-        self.digest: StreamDigest | None = None if worker.marks is None else worker.marks.of_pass(number)
+        self.digest: StreamDigest | None = StreamDigest(worker.shared, number) if worker.is_compared else None
         self.is_open_ended = not worker.splits_itself
         self.has_own_length = worker.splits_itself and worker.plan.uneven == "keep"
-        self.states_before = replace(start.states, streams=())
         self._start, self._worker, self._shared, self._number = start, worker, worker.shared, number
         self._plan, self._batch_size = worker.plan, worker.batching.size
         self._why_orders_differ = why_orders_differ

@@ -1,9 +1,8 @@
 """``cost=`` under accelerate and torchdata, which take the loader as it is. ``test_lightning.py`` has Lightning."""
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import accelerate
@@ -14,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import Indices, N, TokenBatches, as_it_is, seed_ambient
 
-from ddp_patch import Cost, gather_in_order, patch_dataloader_to_ddp
+from ddp_patch import Cost, patch_dataloader_to_ddp
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -41,32 +40,24 @@ def balanced(
     seed_ambient(ambient)  # torchdata's sampler draws its own generator's seed when it is made
     given = make(kind, collate_fn=as_it_is, **options)
     world: dict[str, Any] = {} if rank is None else {"rank": rank, "num_replicas": 2}
-    return patch_dataloader_to_ddp(given, seed=3, cost=Cost(cost_of, window=2), timeout=60, **world)
+    return patch_dataloader_to_ddp(given, seed=3, cost=Cost(float, window=2), timeout=60, **world)
 
 
-def cost_of(item: Any) -> float:
-    return float(sum(item) if isinstance(item, list) else item)
-
-
-def by_accelerate(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
+def by_accelerate(rank: int, world_size: int) -> dict[str, list[Any]]:
     accelerator = accelerate.Accelerator(cpu=True)
     found = {}
     for name, make in LOADERS.items():
         for way, prepare in ways_to_prepare(accelerator).items():
-            one = balanced(make, DataLoader, ambient=rank)
-            batches = list(prepare(one))
-            rows = batches if name in SHARED_WHOLE else [*chain.from_iterable(batches)]
-            found[f"{name}, {way}"] = (batches, gather_in_order(rows, one))
+            found[f"{name}, {way}"] = list(prepare(balanced(make, DataLoader, ambient=rank)))
     return found
 
 
 def test_accelerate_takes_balanced_batches_as_they_are() -> None:
-    for rank, found in enumerate(run_ranks(by_accelerate, 2)):
-        for name, (batches, gathered) in found.items():
-            make = LOADERS[name.split(", ")[0]]
-            assert batches == list(balanced(make, DataLoader, rank)), name
-            rows = gathered if isinstance(gathered[0], int) else [*chain.from_iterable(gathered)]
-            assert Counter(rows) == Counter(range(N)), name
+    ranks = run_ranks(by_accelerate, 2)
+    for name, of_ranks in ((name, [found[name] for found in ranks]) for name in ranks[0]):
+        make = LOADERS[name.split(", ")[0]]
+        assert of_ranks == [list(balanced(make, DataLoader, rank)) for rank in range(2)], name
+        assert {row for batches in of_ranks for batch in batches for row in batch} == set(range(N)), name
 
 
 @pytest.mark.parametrize("workers", [0, 2])

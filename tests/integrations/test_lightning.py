@@ -28,7 +28,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import NotALoaderError, StateError, UnsupportedLoaderError
 
 # predict() loses the sampler of an iterable dataset.
 MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, IterableDataset)]
@@ -381,11 +381,9 @@ def test_overfit_batches() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
-def test_the_guard_looks_into_combined_loaders() -> None:
+def test_the_guard_takes_what_a_combined_loader_wraps() -> None:
     data: Any = range(8)
-    loader = DataLoader(data, 2)
-    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-    combined: Any = CombinedLoader({"a": patched, "b": [patched, loader]})
-    assert check_loaders_is_patched([CombinedLoader([patched])])
-    with raises(NotPatchedError, "1 of 3 loaders: loaders['train'].iterables['b'][1].", "patch_dataloader_to_ddp()"):
+    combined: Any = CombinedLoader([patch_dataloader_to_ddp(DataLoader(data, 2), rank=0, num_replicas=2)])
+    with raises(NotALoaderError, ("CombinedLoader", "loaders['train']"), "loaders['train'].iterables"):
         assert_loaders_patched({"train": combined})
+    assert check_loaders_is_patched({"train": combined.iterables})

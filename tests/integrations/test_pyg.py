@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     # Importing PyTorch Geometric 2.8 calls torch.jit.script, which torch 2.13 deprecates.
     warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
     from torch_geometric.data import Batch, Data
-    from torch_geometric.loader import DataLoader, NodeLoader, PrefetchLoader
+    from torch_geometric.loader import DataLoader, NodeLoader
     from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 
@@ -85,8 +85,6 @@ def test_a_loader_that_samples_around_nodes_shares_these(num_workers: int) -> No
     graph = ring(N - 2)
     make = partial(NodeLoader, graph, Alone(), input_nodes=torch.arange(N), batch_size=4, num_workers=num_workers)
     assert_epochs_differ_and_are_shared_exactly(ranks_of(partial(make, shuffle=True), 2), nodes, N)
-    assert check_loaders_is_patched(PrefetchLoader(patch_dataloader_to_ddp(make(), rank=0, num_replicas=2)))
-    assert not check_loaders_is_patched(PrefetchLoader(make()))
 
 
 def on_rank(rank: int, world_size: int) -> list[list[int]]:

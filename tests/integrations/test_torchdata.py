@@ -34,9 +34,8 @@ from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.refusals import require_shareable
-from ddp_patch.streams.dataset import StreamWorker
 from ddp_patch.streams.reading import this_worker
-from ddp_patch.streams.worker_pass import WorkerPosition
+from ddp_patch.streams.worker import StreamWorker, WorkerPosition
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 

@@ -9,8 +9,7 @@ from hypothesis import given
 
 from ddp_patch.evaluation.row_order import keys_of, placed, placed_samples
 from ddp_patch.options import Layout, Uneven
-from ddp_patch.plan import Batching, Plan
-from ddp_patch.schedule import BatchRecord, Part, Schedule, Sizes, ready_in_turn
+from ddp_patch.plan import Batching, BatchRecord, Part, Plan, Schedule, Sizes, ready_in_turn
 
 ranks_of = st.integers(1, 5)
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
@@ -127,9 +126,7 @@ def test_parts_of_divided_batches_are_all_samples_once(
             record.samples >= max(record.real_samples, min(size, 1))
             for record, size in zip(records, sizes, strict=True)
         )
-        befores = [schedule.rows_before(number) for number in range(len(sizes) + 1)]
-        assert befores == [sum(record.real_samples for record in records[:number]) for number in range(len(sizes) + 1)]
-        assert len(of_rank) == befores[-1]
+        assert len(of_rank) == sum(record.real_samples for record in records)
         assert_alike(schedule, records)
 
 

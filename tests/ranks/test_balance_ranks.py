@@ -1,4 +1,4 @@
-"""Real gloo ranks whose steps cost alike: all ways to draw, outputs in order, and what is told of costs that differ."""
+"""Real gloo ranks whose steps cost alike: all ways to draw, and what is told of costs that differ."""
 
 from itertools import chain
 from typing import Any
@@ -14,7 +14,6 @@ from zoo import Indices, as_it_is, loader, seed_ambient
 from ddp_patch import (
     Cost,
     DDPPatchError,
-    gather_in_order,
     iter_with_weights,
     loader_state,
     patch_dataloader_to_ddp,
@@ -57,7 +56,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def passing(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
-    """A whole pass, and the rest of the next one, resumed: what was given, and the outputs as all ranks gather them."""
+    """A whole pass, and the rest of the next one, resumed."""
     found = {}
     for way in WAYS:
         for name, given in makes().items():
@@ -65,7 +64,6 @@ def passing(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
             options = costed({"seed": 3, "timeout": 60, "cost": COSTS, "window": 2, **way})
             one = patch_dataloader_to_ddp(given, **options)
             batches = list(one)
-            gathered = gather_in_order(_rows(batches, name, options), one)
             step = 2 if len(batches) > 3 else 1
             iterator = iter(one)
             for _ in range(step):
@@ -73,48 +71,32 @@ def passing(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
             again = patch_dataloader_to_ddp(makes()[name], **options)
             restore_loader(again, loader_state(one, batches_done=step))
             rest = list(again)
-            of_rest = gather_in_order({"of": _rows(rest, name, options)}, again)
-            found[str(way), name] = (len(batches), gathered, of_rest["of"], rest == list(iterator))
+            found[str(way), name] = (batches, rest, rest == list(iterator))
     return found
 
 
-def _rows(batches: list[Any], name: str, options: Any) -> Any:
-    """One row for each sample, or for each of the batches that are shared whole."""
-    if name == "whole batches" and "share" not in options:
-        return batches
-    return torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64)
+def samples(batches: list[Any]) -> list[int]:
+    return [*chain.from_iterable(batches)]
 
 
-def alone(name: str, way: dict[str, Any]) -> list[list[Any]]:
-    """Two epochs of one process, as rows."""
-    seed_ambient(0)
-    one = patch_dataloader_to_ddp(makes()[name], rank=0, num_replicas=1, seed=3)
-    epochs = [list(one), list(one)]
-    is_whole = name == "whole batches" and "share" not in way
-    return epochs if is_whole else [[*chain.from_iterable(batches)] for batches in epochs]
-
-
-def test_outputs_come_in_the_order_of_one_process() -> None:
+def test_each_sample_comes_once_in_equal_steps() -> None:
     world_size = 3
     ranks = run_ranks(passing, world_size)
     for way in WAYS:
         for name in makes():
-            first, second = alone(name, way)
             of_ranks = [found[str(way), name] for found in ranks]
-            for _, gathered, of_rest, goes_on in of_ranks:
-                rows, rest = list(map(plain, gathered)), list(map(plain, of_rest))
-                is_cut = way.get("uneven") == "drop"
-                assert len(rows) == len(first) // world_size * world_size if is_cut else len(first)
-                assert rows == [row for row in first if row in rows], (way, name)
-                assert rest == [row for row in second if row in rest], (way, name)
-                assert 0 < len(rest) < len(second)
+            together = samples([samples(batches) for batches, *_ in of_ranks])
+            if way.get("uneven") == "drop":
+                assert len({*together}) == len(together)
+                assert name == "whole batches" or len(together) == N // world_size * world_size
+            else:
+                assert {*together} == {*range(N)}, (way, name)
+                assert way.get("uneven") != "keep" or "share" in way or len(together) == N
+            for batches, rest, goes_on in of_ranks:
+                assert 0 < len(rest) < len(batches) + 3  # whole batches are drawn anew
                 assert goes_on
-            steps = {batches for batches, *_ in of_ranks}
+            steps = {len(batches) for batches, *_ in of_ranks}
             assert max(steps) - min(steps) <= (way.get("uneven") == "keep")
-
-
-def plain(row: Any) -> Any:
-    return row.tolist() if isinstance(row, torch.Tensor) else row
 
 
 def refusing(rank: int, world_size: int) -> list[str]:
@@ -195,7 +177,7 @@ def test_ranks_in_other_epochs_of_a_loader_in_order_are_found() -> None:
 
 def weighing(rank: int, world_size: int) -> list[float]:
     seed_ambient(rank)
-    one = patch_dataloader_to_ddp(loader(batch_sampler=Unequal()), seed=3, timeout=60, cost=Cost(len, window=3))
+    one = patch_dataloader_to_ddp(loader(batch_sampler=Unequal()), seed=3, timeout=60, cost=Cost(float, window=3))
     return [float(weights.sum()) for _, weights in iter_with_weights(one, dtype=torch.float64)]
 
 

@@ -17,7 +17,7 @@ TRAINING = """
     from torch import nn
     from torch.utils.data import DataLoader
 
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("DDP_PATCH_RANK", "0")
     print("begins")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
@@ -36,6 +36,7 @@ TRAINING = """
 """
 
 GROUP_OF_ITS_OWN = """
+    rank = os.environ.get("RANK")
     import torch.distributed as dist
     print("early", rank)
     dist.init_process_group("gloo")
@@ -52,33 +53,52 @@ def launch(folder: Path, body: str, *options: str, ranks: int | None = 2) -> sub
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)  # noqa: S603 - our own
 
 
-def test_ranks_print_and_save_once_what_one_rank_does(tmp_path: Path) -> None:
+def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
     body = """
-        for number in range(2):
-            epoch()
-        torch.save(model.state_dict(), "model.pt")
-        print("weights", torch.load("model.pt")["weight"].tolist())
+        import shutil, time
+        from pathlib import Path
+        time.sleep(float(rank))  # a rank that is late
+        run = Path("runs", "today")
+        run.mkdir(parents=True)  # raises if it is there
+        order = {word: place for place, word in enumerate({"a", "set", "of", "words"})}
+        shutil.rmtree("old")
+        with open("log.txt", "a") as log:
+            for number in range(2):
+                epoch()
+                log.write(f"epoch {number}\\n")
+        torch.save(model.state_dict(), run / "last.pt")
+        os.replace(run / "last.pt", run / "best.pt")
+        with open(run / "best.pt", "rb") as file:
+            print("weights", torch.load(file)["weight"].shape, sorted(os.listdir(".")), order)
         sys.stderr.write(f"speaks {rank}\\n")
         sys.exit(3)
     """
-    alone, several = (launch(tmp_path, body, "--log-dir", f"logs-{ranks}", ranks=ranks) for ranks in (1, 2))
-    assert alone.returncode == several.returncode == 3, several.stderr
-    assert several.stdout.splitlines()[:3] == alone.stdout.splitlines()[:3]
-    assert len(several.stdout.splitlines()) == 4
-    assert [line for line in several.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
-    assert "2 ranks train as one process" in several.stderr
-    assert "train.py:12 DataLoader, shuffled, 30 samples: each batch divided over 2 ranks, 5 steps" in several.stderr
-    assert "train.py:12 DataLoader, in order, 11 samples: whole on every rank, 3 steps" in several.stderr
-    assert "10 optimizer steps" in several.stderr
-    assert "torch.save() writes files on rank 0 alone" in several.stderr
-    logs = sorted(path.name for path in (tmp_path / "logs-2").iterdir())
-    assert logs == ["rank-1.log"]
-    assert "speaks 1" in (tmp_path / "logs-2" / "rank-1.log").read_text()
+    done, folders = [], [tmp_path / str(ranks) for ranks in (1, 2, 3)]
+    for ranks, folder in enumerate(folders, 1):
+        (folder / "old").mkdir(parents=True)
+        (folder / "old" / "model.pt").touch()
+        (folder / "log.txt").write_text("before\n")
+        done.append(launch(folder, body, "--keep-shadows", str(tmp_path / f"shadows-{ranks}"), ranks=ranks))
+    for alone, several in zip(done[:1] * 2, done[1:], strict=True):
+        assert alone.returncode == several.returncode == 3, several.stderr
+        assert several.stdout.splitlines()[:3] == alone.stdout.splitlines()[:3]
+        assert len(several.stdout.splitlines()) == 4
+        assert several.stdout.split("[", 2)[2:] == alone.stdout.split("[", 2)[2:]
+        assert [line for line in several.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
+    assert "2 ranks train as one process" in done[1].stderr
+    assert "train.py:12 DataLoader, shuffled, 30 samples: each batch divided over 2 ranks, 5 steps" in done[1].stderr
+    assert "train.py:12 DataLoader, in order, 11 samples: whole on every rank, 3 steps" in done[1].stderr
+    assert "10 optimizer steps" in done[1].stderr
+    trees = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in folders]
+    assert trees[0] == trees[1] == trees[2]
+    assert {(folder / "log.txt").read_text() for folder in folders} == {"before\nepoch 0\nepoch 1\n"}
+    shadows = tmp_path / "shadows-2"
+    assert "speaks 1" in (shadows / "rank-1.log").read_text()
+    assert next(shadows.glob("rank-1/**/best.pt")).is_file()
 
 
 @pytest.mark.soak
 def test_a_script_that_makes_a_group_shards_its_loaders(tmp_path: Path) -> None:
-    # The optimizer is made before the group, so by then the ranks have begun to train as one process.
     done = launch(tmp_path, GROUP_OF_ITS_OWN)
     assert done.returncode == 1
     assert "--mode ranks" in done.stderr
@@ -155,7 +175,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
-    endless = 'open(f"{os.getpid()}.pid", "w").close()\nwhile True:\n    epoch()\n'
+    endless = 'os.system(f"touch {os.getpid()}.pid")\nwhile True:\n    epoch()\n'
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING) + endless)
     command = [sys.executable, "-m", "ddp_patch", "run", "-n", "2", "train.py"]
     with subprocess.Popen(  # noqa: S603 - our own script

@@ -126,7 +126,7 @@ def files_are_listed_anew(me: Me) -> None:
     train = me.patch(raw)
     for _ in range(3):
         me.train(train)
-        train.dataset.ann.files = [f"{number}.png" for number in random.sample(range(N), N)]
+        train.dataset.ann["files"] = [f"{number}.png" for number in random.sample(range(N), N)]
 
 
 @case("told", of={"shuffled": True, "in order": False})
@@ -145,13 +145,6 @@ def bad_rows_are_dropped_on_one_rank(me: Me) -> None:
     me.train(train)
     if me.rank:
         del dataset.rows[7]
-    for _ in range(2):
-        me.train(train)
-
-
-@case("told")
-def files_are_an_object_deeper(me: Me) -> None:
-    train = me.patch(loader(users.Annotated(random.sample(range(N), N))))
     for _ in range(2):
         me.train(train)
 
@@ -353,18 +346,21 @@ def one_rank_goes_back(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
         me.train(train)
 
 
-SEEDED = {"generator=": lambda: loader(shuffle=True, generator=users.seeded()), "own": SHUFFLERS["random.Random"]}
-
-
-@case("told", of=SEEDED)
-def every_rank_seeds_its_generator_anew(me: Me, make: Callable[[], DataLoader[Any]]) -> None:
-    raw = make()
+@case("told")
+def every_rank_seeds_its_generator_anew(me: Me) -> None:
+    raw = loader(shuffle=True, generator=users.seeded())
     train = me.patch(raw)
     me.train(train)
-    if raw.generator is None:
-        raw.sampler.rng.seed(me.rank)  # type: ignore[attr-defined]  # Shuffles has it
-    else:
-        raw.generator.manual_seed(me.rank)
+    raw.generator.manual_seed(me.rank)
+    me.train(train)
+
+
+@case("right")
+def every_rank_seeds_a_generator_of_pythons_anew(me: Me) -> None:
+    sampler = users.Shuffles(random.Random(3))
+    train = me.patch(loader(sampler=sampler))
+    me.train(train)
+    sampler.rng.seed(me.rank)
     me.train(train)
 
 

@@ -16,7 +16,7 @@ import users
 from after_patch import Case, Me, Run, cases_of, disappointed, run_cases
 from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
-from users import REMEDIED, SHUFFLERS, SIZE, N, loader
+from users import REMEDIED, SHUFFLERS, SIZE, UNHELD, N, loader
 
 from ddp_patch import loader_state, restore_loader
 
@@ -78,9 +78,26 @@ def the_last_rank_iterates_the_unpatched_loader(me: Me, make: Make) -> None:
         me.train(train)
 
 
-@case("right", of={"random": False, "numpy": True})
+@case("told", of=UNHELD)
+def rank_0_lists_a_sampler_that_draws_from_what_it_does_not_hold(me: Me, make: Make) -> None:
+    raw = make()
+    train = me.patch(raw)
+    for _ in range(3):
+        if me.rank == 0:
+            list(raw.batch_sampler)  # type: ignore[arg-type]  # all of these have one
+        me.train(train)
+
+
+@case("told", of={"random": False, "numpy": True})
 def a_generator_of_the_module_crops_too(me: Me, with_numpy: bool) -> None:
     train = me.patch(loader(users.CroppedByModule(), sampler=users.ByModule(with_numpy)))
+    for _ in range(3):
+        me.train(train)
+
+
+@case("right", of=UNHELD)
+def nobody_else_draws_from_what_a_sampler_does_not_hold(me: Me, make: Make) -> None:
+    train = me.patch(make())
     for _ in range(3):
         me.train(train)
 
@@ -235,7 +252,7 @@ def rank_0_looks(me: Me, make: Make) -> None:
         me.train(train)
 
 
-HIDDEN = {"counter", "of an object", "of a class"}  # they have no generator that the test finds
+HIDDEN = {"counter", "of an object"}  # they have no generator that the test finds
 
 
 @case("right", of={kind: SHUFFLERS[kind] for kind in SHUFFLERS if kind not in HIDDEN})

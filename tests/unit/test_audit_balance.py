@@ -167,7 +167,7 @@ def test_batches_that_are_padded_cost_their_largest_sample_for_each(name: str) -
 @pytest.mark.parametrize("cost_of", ["sum", "padded"])
 @pytest.mark.parametrize("name", MADE)
 def test_a_function_of_an_index_tells_the_same_as_a_sequence(name: str, cost_of: Any) -> None:
-    """Also of whole batches, of which the patch asks a function for a batch's cost."""
+    """Also of whole batches, whose costs follow from their samples'."""
     make, options = MADE[name]
     by_sequence = audit(make(), 4, cost=Cost(COSTS, of=cost_of), **options)
     by_function = audit(make(), 4, cost=Cost(cost_of_index, of=cost_of), **options)
@@ -254,13 +254,13 @@ def test_batches_that_are_repeated_in_a_deal_are_found(monkeypatch: pytest.Monke
 
 
 def test_a_deal_that_mixes_two_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    dealt = balancing._balanced_windows
+    dealt = balancing._balanced
 
     def mixed(*given: Any) -> Iterator[Any]:
-        for (first, second, *rest), places in dealt(*given):
-            yield [[*first[:2], *second[2:]], [*second[:2], *first[2:]], *rest], places
+        first, second, *rest = dealt(*given)
+        yield from [[*first[:2], *second[2:]], [*second[:2], *first[2:]], *rest]
 
-    monkeypatch.setattr(balancing, "_balanced_windows", mixed)
+    monkeypatch.setattr(balancing, "_balanced", mixed)
     labels = [index % 8 for index in range(N)]
     given = plain(batch_sampler=PKBatchSampler(labels, 2, 2))
     assert audit(given, 2).ok

@@ -169,7 +169,6 @@ NO_OPTION = {
     "loader": "is the target",
     "progress": "is the bar",
     "options": "are the patch's, which have their own",
-    "device": "batches are counted where they are made",
     "rank": "the audit gives every rank its own",
     "num_replicas": "is --world-size",
     "process_group": "is made for the audit",

@@ -1,6 +1,6 @@
 """Which samples datasets hold: other ones on each rank show, and nothing else that ranks may rightly differ in."""
 
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,9 +85,7 @@ BY_HAND: dict[str, Callable[[], list[Any]]] = {
     "a dataset in a dataset": lambda: [Holding(inner=part) for part in hold(x=X)],
     "a list in another order": lambda: [names(), names()[::-1]],
     "names in folders of their own": lambda: split([f"/data/{index}/image.png" for index in range(2 * N)]),
-    "objects with names": lambda: split([Sample(name) for name in names()]),
     "a dict of lists": lambda: [Holding(index={"paths": part}) for part in split(names())],
-    "a deque": lambda: [Holding(paths=deque(part)) for part in split(names())],
     "two samples of each": lambda: [Holding(n=2 * N, paths=part) for part in split(names())],
     "made by another seed": lambda: [
         TensorDataset(torch.randn(N, 2, generator=torch.Generator().manual_seed(r))) for r in (0, 1)

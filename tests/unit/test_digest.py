@@ -122,7 +122,7 @@ def test_the_same_parts_have_the_same_digest_and_each_mark_is_of_all_items_befor
 def test_names_are_the_same_on_every_version_of_python() -> None:
     digest = Digest()
     for name in (b"cat.jpg", b"dog.jpg"):
-        digest.add_name(name)
+        digest.add_names([name])
     assert digest.marks == {1: 4503124891344858597, 2: -7058520789730333242}
 
 

@@ -51,9 +51,8 @@ from ddp_patch.errors import (
 )
 from ddp_patch.evaluation.row_order import keys_of, placed
 from ddp_patch.options import Layout, Uneven
-from ddp_patch.plan import Batching, Plan
+from ddp_patch.plan import Batching, Part, Plan, Schedule
 from ddp_patch.ranks.packing import packed
-from ddp_patch.schedule import Part, Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 

@@ -24,10 +24,8 @@ FLOORS = {
     "walks": 2,
     "compat": 3,
     "costs": 3,
-    "devices": 3,
     "options": 4,
     "plan": 5,
-    "schedule": 6,
     "orders": 6,
     "loaders": 7,
     "samplers": 8,  # a wing of its own: nothing of the core imports it

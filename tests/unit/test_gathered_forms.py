@@ -15,7 +15,9 @@ from zoo import loader
 
 from ddp_patch import gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, OutputsError
-from ddp_patch.evaluation.outputs import form_of
+from ddp_patch.evaluation.outputs import Form, form_of
+from ddp_patch.evaluation.row_order import Placed
+from ddp_patch.evaluation.send import Column, Connection, LocalColumn, Members, gathered
 
 N = 23
 
@@ -233,3 +235,13 @@ def test_a_float_that_overflows_the_rows_dtype_is_none_of_it(dtype: torch.dtype)
     assert form.holds(1e300) is False
     assert form.holds(float("-inf"))
     assert form.holds(0.1)
+
+
+@pytest.mark.parametrize("theirs", ["cpu", "cuda"])
+def test_a_rank_without_rows_gathers_on_its_current_device(theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nowhere does it say which of its kind the others mean."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *args, device, **kwargs: asked.append(device))
+    column = Column(Form("tensor", torch.float32, (2,), device=theirs), [(2,)], [0])
+    gathered(Connection(Members([0], 0, None, 1.0), None), column, Placed([0]), LocalColumn(), None)
+    assert asked == [torch.device(theirs)]

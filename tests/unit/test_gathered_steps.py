@@ -3,14 +3,15 @@
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from gathered import shares, together
 from messages import raises
 from torch.utils.data import DataLoader
 from zoo import loader
 
-from ddp_patch import gather_step, patch_dataloader_to_ddp
-from ddp_patch.errors import OutputsError
+from ddp_patch import gather_in_order, gather_step, patch_dataloader_to_ddp
+from ddp_patch.errors import OutputsError, UnsupportedLoaderError
 
 N = 23
 
@@ -26,11 +27,19 @@ def test_each_step_has_the_samples_of_all_ranks_once() -> None:
             outputs = [(list(batch), torch.tensor(batch)) for batch in steps]
             rows, tensor = together(outputs, loaders, in_step=True)
             assert rows == tensor.tolist()
-            assert rows == sorted(rows)
+            assert rows == sorted(rows) or "cost" in way
             seen += rows
-        in_order = way.get("layout") is None and (way.get("cost") is None or way.get("share") == "within_batches")
+        in_order = way.get("layout") is None and "cost" not in way
         left_out = N % world_size if way.get("uneven") == "drop" else 0  # of samples
         assert (seen if in_order else sorted(seen)) == list(range(N - left_out)), (way, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_that_cost_has_put_in_another_order_come_step_by_step_alone(world_size: int) -> None:
+    given, *_ = shares(world_size, cost=[*range(N)])
+    rows = [row for batch in given for row in batch]
+    with raises(UnsupportedLoaderError, ("gather_in_order", "cost="), ("Leave cost= out", "gather_step()")):
+        gather_in_order(rows, given)
 
 
 def test_a_batch_that_workers_have_read_ahead_is_not_the_step() -> None:

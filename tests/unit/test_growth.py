@@ -177,13 +177,16 @@ def test_a_length_that_draws_nothing_is_guarded_once_for_a_pass(
 @pytest.mark.parametrize("own", [False, True])
 def test_a_length_that_draws_is_guarded_whenever_it_is_asked_for(own: bool) -> None:
     class Drawing(Source):
-        generator = torch.Generator().manual_seed(1)
+        def __init__(self, n: int) -> None:
+            super().__init__(n)
+            self.generator = torch.Generator().manual_seed(1)
 
         def __len__(self) -> int:
             return 100 + int(torch.randint(2, (), generator=self.generator if own else None))
 
-    generator = Drawing.generator
-    given: DataLoader[int] = DataLoader(Growing(200), 1, sampler=Drawing(100))
+    sampler = Drawing(100)
+    generator = sampler.generator
+    given: DataLoader[int] = DataLoader(Growing(200), 1, sampler=sampler)
     loader = patch_dataloader_to_ddp(given, rank=0, num_replicas=1)
     before = torch.get_rng_state(), generator.get_state()
     lengths = [len(loader) for _ in range(20)]

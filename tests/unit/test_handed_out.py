@@ -395,12 +395,11 @@ def test_no_cycle_keeps_a_loader_or_its_workers_alive(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"num_workers": 1}], ids=["no workers", "worker"])
-def test_a_running_iterator_keeps_its_class_by_name_and_outlives_its_loader(kind: Any) -> None:
+def test_a_running_iterator_counts_as_torchs_and_outlives_its_loader(kind: Any) -> None:
     plain: Any = iter(of(**kind)())
     loader = patched(of(**kind))
     counted = iter(loader)
     assert isinstance(counted, type(plain))
-    assert repr(type(counted)) == repr(type(plain))
     del loader
     assert len(list(counted)) == 6
 

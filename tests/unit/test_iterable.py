@@ -4,6 +4,7 @@ import copy
 import gc
 import multiprocessing
 import os
+import pickle
 import random
 import time
 from collections import Counter
@@ -22,11 +23,11 @@ from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
-from ddp_patch.options import Options
 from ddp_patch.orders.random_states import GlobalState, Seed
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.streams.dataset import ShardedIterable, StreamWorker
+from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.shared_state import SharedWorkerState
+from ddp_patch.streams.worker import StreamWorker
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:
@@ -434,13 +435,20 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
 def test_workers_leave_word_of_how_much_a_pass_has_drawn(workers: int) -> None:
     seed = Seed(1, is_chosen=True)
     plan, batching, shared = Plan(1, 2), Batching(3, drop_last=False), SharedWorkerState(max(1, workers))
-    sharded = ShardedIterable(StreamWorker(Source(), plan, Options(), seed, batching, shared))
+    sharded = ShardedIterable(StreamWorker(Source(), plan, seed, batching, shared))
     loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     for number in (1, 2):
         sharded.shared.begin(number, epoch=0)
         assert set(sharded.shared.lengths(number)) == {None}
         assert sum(map(len, loader)) == 12
         assert set(sharded.shared.lengths(number)) == {N}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])  # noqa: S301 - ours
+def test_a_copy_with_workers_gives_the_same(copied: Any) -> None:
+    loader: DataLoader[Any] = DataLoader(Source(), 3, num_workers=2, collate_fn=as_it_is)
+    patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
+    assert list(copied(patched)) == list(patched)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

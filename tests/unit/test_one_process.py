@@ -2,12 +2,10 @@
 
 import copy
 import gc
-import io
 import os
 import random
 import subprocess
 import sys
-import tempfile
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -15,26 +13,26 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from messages import raises
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_patch import autopatch
 from ddp_patch.errors import (
     InvalidOptionError,
-    MissingRanksError,
     RankMismatchError,
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.running.command import is_rank, take_slurm
+from ddp_patch.running.command import take_slurm
 from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
+from ddp_patch.running.launch import is_rank
 from ddp_patch.running.loader_reports import Patterns
 from ddp_patch.running.lockstep import Act, Counts
-from ddp_patch.running.one_process import Mode, OneProcessOptions
+from ddp_patch.running.one_process import Mode, OneProcessOptions, _backend_here
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas, batch_norms, models_of, sync_batch_norms
-from ddp_patch.running.voice import saved_once
 
 TRAIN, TEST = "train", "test"
 BACKWARD, END = "backward", "end"
@@ -240,6 +238,42 @@ def test_tasks_of_slurm_are_ranks(
         assert 20_000 <= int(environment["MASTER_PORT"]) < 30_000
 
 
+# How many GPUs there are, LOCAL_RANK, and which one the rank takes.
+GPUS: list[tuple[int, str | None, list[int]]] = [
+    (0, None, []),
+    (0, "1", []),
+    (1, None, [0]),
+    (1, "3", [0]),  # a launcher may show each rank its own one
+    (4, "3", [3]),
+]
+
+
+def sees(monkeypatch: pytest.MonkeyPatch, count: int, local_rank: str | None) -> list[int]:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    return chosen
+
+
+@pytest.mark.parametrize(("count", "local_rank", "taken"), GPUS)
+def test_a_rank_takes_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, count: int, local_rank: str | None, taken: list[int]
+) -> None:
+    chosen = sees(monkeypatch, count, local_rank)
+    assert _backend_here() == ("cpu:gloo,cuda:nccl" if count else "gloo")
+    assert chosen == taken
+
+
+@pytest.mark.parametrize("local_rank", [None, "4", "x", "-1"])
+def test_a_rank_does_not_guess_which_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch, local_rank: str | None) -> None:
+    sees(monkeypatch, 4, local_rank)
+    with raises(WorldError, ("4 GPUs", f"LOCAL_RANK={local_rank}", "from 0 to 3"), "torchrun"):
+        _backend_here()
+
+
 def test_one_rank_runs_without_a_process_group() -> None:
     model = nn.Linear(1, 1)
     batches = torch.arange(7.0).reshape(7, 1)
@@ -262,40 +296,6 @@ def test_one_rank_runs_without_a_process_group() -> None:
 def test_options_that_one_process_decides_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))), autopatch(as_one_process=True, **options):  # type: ignore[arg-type]  # several kinds
         pass
-
-
-class OneOfTwo:
-    """Stands for the ranks, of which the first has saved a file some times."""
-
-    rank = 1
-
-    def __init__(self, times: list[int]) -> None:
-        self.times = times
-
-    def left(self, name: str) -> dict[int, bytes]:
-        return {0: str(self.times.pop(0) if len(self.times) > 1 else self.times[0]).encode()}
-
-
-def test_a_file_that_another_rank_saves_is_waited_for(tmp_path: Path) -> None:
-    file, told, ranks = tmp_path / "model.pt", list[str](), OneOfTwo([0, 1, 1, 2])
-    torch.save("of the first rank", file)
-    with saved_once(cast(Any, ranks), told.append, timeout=5):
-        torch.save("of this one", file)
-        torch.save("of this one", file)
-        assert torch.load(file) == "of the first rank"
-        assert ranks.times == [2]
-        memory = io.BytesIO()
-        torch.save("in memory", memory)
-        memory.seek(0)
-        assert torch.load(memory) == "in memory"
-        with tempfile.TemporaryDirectory() as own:  # has another name on each rank
-            torch.save("in a folder of this rank", f"{own}/model.pt")
-            assert torch.load(f"{own}/model.pt") == "in a folder of this rank"
-    assert told
-    with saved_once(cast(Any, OneOfTwo([0])), told.append, timeout=0.1):
-        torch.save("of this one", file)
-        with pytest.raises(MissingRanksError, match=r"model\.pt.* 1 times"):
-            torch.load(file)
 
 
 VOICE = """

@@ -26,9 +26,9 @@ from zoo import Indices, as_it_is
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import InvalidOptionError, StreamLengthError
 from ddp_patch.orders.chunks import MOST_AHEAD, MOST_PLAIN
-from ddp_patch.orders.orders import ScalableShuffle, has_order, order_of
+from ddp_patch.orders.orders import ScalableShuffle, blocks, has_order, order_of
 from ddp_patch.orders.random_states import PrivateRNG, Seed, epoch_seed
-from ddp_patch.plan import Plan, blocks
+from ddp_patch.plan import Plan
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 SEED = Seed(0, is_chosen=True)

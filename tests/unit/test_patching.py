@@ -532,23 +532,6 @@ def test_what_is_within_a_batch_that_is_used_again_is_copied_too() -> None:
     assert list(DDPBatchSamplerWrapper(Pairs(), False, rank=1, num_replicas=2)) == [(32, [i]) for i in (1, 3, 5, 7)]
 
 
-class Held:
-    """What holds loaders, as Lightning's CombinedLoader and PyTorch Geometric's PrefetchLoader do."""
-
-    def __init__(self, **held: Any) -> None:
-        vars(self).update(held)
-
-
-def test_the_guard_looks_into_what_holds_loaders() -> None:
-    patched = patch_dataloader_to_ddp(loader(), **WORLD)
-    holding: Any = Held(iterables={"a": patched, "b": [Held(loader=patched)]})
-    assert check_loaders_is_patched(holding)
-    holding.iterables["b"].append(Held(loader=loader()))
-    place = "loaders['train'].iterables['b'][1].loader"
-    with raises(NotPatchedError, f"1 of 3 loaders: {place}.", "patch_dataloader_to_ddp()"):
-        assert_loaders_patched({"train": holding})
-
-
 def test_a_loader_with_a_wrapper_made_by_hand_is_no_patched_loader() -> None:
     """It cannot be told its epoch, which type checkers would allow."""
     data: Any = range(6)

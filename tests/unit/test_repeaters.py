@@ -331,6 +331,16 @@ def test_an_error_of_the_dataset_is_raised_and_the_pass_goes_on(workers: int) ->
     with pytest.raises(ValueError, match="broken"):
         next(iter(loader))
     assert next(iter(loader)).tolist() == [8, 10, 12, 14]
+    with raises(StateError, ("MultiEpochs", "after an error"), "batches_done="):
+        loader_state(loader)  # which would leave out what failed
+
+
+def test_it_goes_on_as_it_is_when_it_makes_itself_an_iterator() -> None:
+    loader = patched(KINDS["ultralytics"])
+    loader.collate_fn = tuple
+    assert isinstance(next(iter(loader)), torch.Tensor)  # as the given loader, whose iterator has begun
+    loader.reset()
+    assert isinstance(next(iter(loader)), tuple)
 
 
 class Filters(RepeatSampler):

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 import ddp_patch.running.command as command
 from ddp_patch.auditing.commands import commands
 from ddp_patch.options import Options
-from ddp_patch.running import autopatch
+from ddp_patch.running import autopatch, one_process
 from ddp_patch.running.command import process_group, run
 
 SCRIPT = """
@@ -92,12 +92,11 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         (["--no-such", "script.py"], "TARGET"),
         (["--uneven", "no", "script.py"], "--uneven"),
         (["--share", "within_batches", "--uneven", "drop", "script.py"], "within_batches"),
-        (["--device", "gpu", "script.py"], "device='gpu'"),
         (["--only", "", "script.py"], "only="),
         (["--mode", "one", "--whole", "", "script.py"], "names no file"),
         (["--init-process-group", "gloo", "script.py"], "RANK, WORLD_SIZE"),
         (["absent.py"], "absent.py"),
-        (["--loss", "sum", "--log-dir", "logs", "script.py"], "--loss, --log-dir"),
+        (["--loss", "sum", "--keep-shadows", "logs", "script.py"], "--loss, --keep-shadows"),
         (["--mode", "ranks", "--whole", "val.py", "script.py"], "--whole"),
         (["--nnodes", "2", "script.py"], "--nnodes"),
     ],
@@ -116,7 +115,7 @@ def test_wrong_usage_exits_with_2(
 def test_nccl_gets_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: done.append(backend))
+    monkeypatch.setattr(one_process, "_init_process_group", lambda backend: done.append(backend))
     for name, value in {
         "RANK": "5",
         "WORLD_SIZE": "8",

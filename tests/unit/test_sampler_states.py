@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import (
     native_state,
     random_generators,
@@ -24,6 +25,7 @@ from ddp_patch.orders.generators import (
     set_native_state,
     was_seeded,
 )
+from ddp_patch.samplers import ScalableRandomSampler
 
 N = 48
 
@@ -34,9 +36,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-MODULES = random.Random(42)  # what a module shares between its sampler and its augmentation
 
 
 class Drawing(Sampler[int]):
@@ -69,15 +68,16 @@ class DrawsLazily(Drawing):
             yield left.pop(self.generator.randrange(len(left)))
 
 
-class OfModule(Sampler[int]):
-    """Draws from a generator that only its code names, within a comprehension."""
+class SeededByEpoch(Drawing):
+    """Seeds its generator in ``set_epoch``, whatever kind it is."""
 
-    def __len__(self) -> int:
-        return N
+    def set_epoch(self, epoch: int) -> None:
+        seeded = GENERATORS[self.kind](epoch)
+        set_native_state(self.generator, native_state(seeded))
 
-    def __iter__(self) -> Iterator[int]:
-        keys = [MODULES.random() for _ in range(N)]
-        yield from sorted(range(N), key=keys.__getitem__)
+    def __init__(self, kind: str) -> None:
+        super().__init__(GENERATORS[kind](0))
+        self.kind = kind
 
 
 class Counting(Sampler[int]):
@@ -110,18 +110,17 @@ class Again(Counting):
         return self.left.pop()
 
 
-GENERATORS: dict[str, Callable[[], Any]] = {
-    "torch": lambda: torch.Generator().manual_seed(3),
-    "random": lambda: random.Random(3),
-    "numpy": lambda: np.random.default_rng(3),
-    "numpy, twister": lambda: np.random.Generator(np.random.MT19937(3)),
-    "numpy, philox": lambda: np.random.Generator(np.random.Philox(3)),
-    "numpy, legacy": lambda: np.random.RandomState(3),
+GENERATORS: dict[str, Callable[..., Any]] = {
+    "torch": lambda seed=3: torch.Generator().manual_seed(seed),
+    "random": lambda seed=3: random.Random(seed),
+    "numpy": lambda seed=3: np.random.default_rng(seed),
+    "numpy, twister": lambda seed=3: np.random.Generator(np.random.MT19937(seed)),
+    "numpy, philox": lambda seed=3: np.random.Generator(np.random.Philox(seed)),
+    "numpy, legacy": lambda seed=3: np.random.RandomState(seed),
 }
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
     **{name: partial(lambda make: Drawing(make()), make) for name, make in GENERATORS.items()},
-    "a module's": OfModule,
     "counts when it begins": Counting,
     "counts when it has ended": lambda: Counting(at_end=True),
     "its own iterator": Again,
@@ -129,7 +128,6 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 
 
 def loader_of(name: str, workers: int = 0) -> tuple[Any, Any]:
-    MODULES.seed(42)
     if name == "torch's own":
         generator = torch.Generator().manual_seed(3)
         raw: Any = DataLoader(range(N), 4, shuffle=True, generator=generator, num_workers=workers, collate_fn=as_it_is)  # type: ignore[arg-type]
@@ -140,7 +138,6 @@ def loader_of(name: str, workers: int = 0) -> tuple[Any, Any]:
 
 def draws(raw: Any) -> None:
     """Draws from whatever a sampler holds, as a crop does."""
-    MODULES.random()
     for generator in random_generators([raw.sampler]):
         torch.rand(3, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
 
@@ -336,33 +333,40 @@ def test_epochs_that_are_broken_off_differ_whether_they_are_chosen_or_not(name: 
         assert len(set(found)) > 2
 
 
-@pytest.mark.parametrize("name", ["torch", "random", "numpy, twister", "numpy, philox", "numpy, legacy"])
-def test_a_generator_that_the_user_seeds_draws_what_the_seed_says(name: str) -> None:
+def test_a_generator_of_torchs_that_the_user_seeds_draws_what_the_seed_says() -> None:
     found = []
     for seeds in ([7, 7, 8], [7, 8, 8]):
-        raw, loader = loader_of(name)
+        raw, loader = loader_of("torch")
         for seed in seeds:
-            generator = raw.sampler.generator
-            match generator:
-                case torch.Generator():
-                    generator.manual_seed(seed)
-                case np.random.Generator():
-                    generator.bit_generator.state = type(generator.bit_generator)(seed).state
-                case _:
-                    generator.seed(seed)
+            raw.sampler.generator.manual_seed(seed)
             found.append(list(loader))
     assert found[0] == found[1] == found[3] != found[2] == found[4] == found[5]
 
 
+@pytest.mark.parametrize("chooses", [False, True])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_that_set_epoch_seeds_draws_what_the_seed_says(kind: str, chooses: bool) -> None:
+    rows: Any = range(N)
+    raw: Any = DataLoader(rows, 4, sampler=SeededByEpoch(kind), collate_fn=as_it_is)
+    loader: Any = patch_dataloader_to_ddp(raw)
+    for epoch in range(3):
+        draws(raw)
+        if chooses:
+            look(loader)
+            loader.set_epoch(epoch)
+        expected = list(Drawing(GENERATORS[kind](epoch)))
+        assert [index for batch in loader for index in batch] == expected
+
+
 @pytest.mark.parametrize("epoch", [None, 0, 2, 5])
-@pytest.mark.parametrize("name", ["torch", "torch's own", "random", "numpy, legacy"])
+@pytest.mark.parametrize("name", ["torch", "torch's own"])
 def test_a_look_between_seeding_and_choosing_changes_nothing(name: str, epoch: int | None) -> None:
     orders = []
     for looks in (0, 2):
         raw, loader = loader_of(name)
         list(loader)
         generator = raw.generator if name == "torch's own" else raw.sampler.generator
-        generator.manual_seed(7) if isinstance(generator, torch.Generator) else generator.seed(7)
+        generator.manual_seed(7)
         if epoch is None:  # then the look is a pass
             orders.append([list(loader), list(loader)])
             continue
@@ -376,7 +380,7 @@ def test_a_look_between_seeding_and_choosing_changes_nothing(name: str, epoch: i
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_whether_a_generator_was_seeded_or_drawn_from(name: str) -> None:
+def test_only_a_generator_of_torchs_tells_whether_it_was_seeded(name: str) -> None:
     generator = GENERATORS[name]()
     before = native_state(generator)
     raw: Any = type("Holds", (), {"sampler": type("Sampler", (), {})()})()
@@ -387,8 +391,79 @@ def test_whether_a_generator_was_seeded_or_drawn_from(name: str) -> None:
     later = native_state(generator)
     assert not same_state(later, before)
     set_native_state(generator, seeded_anew(generator, before, 1))
-    assert was_seeded(generator, later)
+    assert was_seeded(generator, later) == (name == "torch")
     assert not same_state(seeded_anew(generator, before, 1), seeded_anew(generator, before, 2))
+
+
+class ByObject:
+    """Draws for a sampler."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def draw(self) -> float:
+        return self.rng.random()
+
+
+def test_what_attributes_hold_directly_is_found_and_no_more() -> None:
+    held, one, made = random.Random(2), np.random.default_rng(3), ByObject()
+
+    class Holds:
+        of_class = random.Random(4)
+
+        def __init__(self) -> None:
+            self.rngs, self.by_name, self.draw, self.sample = [held], {"numpy": one}, made.draw, held.random
+            self.nested, self.closure = [[random.Random(5)]], lambda: outer.random()
+
+    outer = random.Random(6)
+    assert random_generators([Holds(), Holds()]) == [held, one, made.rng]
+
+
+@pytest.mark.parametrize("epoch", [0, 5])
+def test_a_state_that_a_sampler_tells_is_that_of_the_passes(epoch: int) -> None:
+    """A sampler with a ``state_dict`` tells its generator's state, which others may find elsewhere."""
+
+    def start() -> Any:
+        sampler = ScalableRandomSampler(N, generator=torch.Generator().manual_seed(3))
+        return patch_dataloader_to_ddp(DataLoader(range(N), 4, sampler=sampler, collate_fn=as_it_is))  # type: ignore[arg-type]
+
+    whole, running, again = start(), start(), start()
+    for loader in (whole, running):
+        loader.set_epoch(epoch)
+    given = list(islice(running, 3))
+    restore_loader(again, loader_state(running))
+    assert given + list(again) == list(whole)
+
+
+class OfClass(Sampler[int]):
+    """Draws from its class's generator, which no state holds."""
+
+    rng = random.Random(3)
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(range(N), N))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_epoch_is_not_resumed_that_begins_with_other_items(world_size: int) -> None:
+    def start() -> Any:
+        rows: Any = range(N)
+        raw: DataLoader[Any] = DataLoader(rows, 4, sampler=OfClass(), collate_fn=as_it_is)
+        return patch_dataloader_to_ddp(raw, rank=0, num_replicas=world_size)
+
+    running = start()
+    before = OfClass.rng.getstate()
+    given = list(islice(running, 2))
+    state, again = loader_state(running), start()
+    restore_loader(again, state)
+    with pytest.raises(StateError, match="OfClass began the epoch with other items"):
+        list(again)
+    OfClass.rng.setstate(before)
+    restore_loader(again, state)
+    assert len({tuple(batch) for batch in [*given, *again]}) == N // 4 // world_size
 
 
 def test_the_users_draws_get_back_what_was_there() -> None:

@@ -15,8 +15,8 @@ from zoo import Source, as_it_is
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import StreamOrderWarning
 from ddp_patch.orders.digest import END, mark_counts
-from ddp_patch.streams.shared_state import SharedWorkerState
-from ddp_patch.streams.stream_marks import StreamDigest, StreamMarks
+from ddp_patch.streams.shared_state import PARTS, STREAM, SharedWorkerState
+from ddp_patch.streams.stream_marks import StreamDigest, marked
 
 COUNTS = list(islice(mark_counts(), 60))
 
@@ -24,15 +24,13 @@ COUNTS = list(islice(mark_counts(), 60))
 def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True, number: int = 1) -> StreamDigest:
     """Return the digest of a pass whose readers read these, or the first items of these."""
     shared = SharedWorkerState(len(streams))
-    marks = StreamMarks(shared)
-    shared.begin(number, 0)
-    marks.begin(number)
     for part, stream in enumerate(streams):
+        report = shared.report(number, part)
         # What is asked for beyond the end shows the end.
-        for _ in islice(marks.watching(part, number, iter(stream)), upto):
+        for _ in islice(marked(iter(stream), report), upto):
             pass
-        shared.note_part(number, part, part if are_parts and len(streams) > 1 else None)
-    return marks.of_pass(number)
+        report["way"] = PARTS if are_parts and len(streams) > 1 else STREAM
+    return StreamDigest(shared, number)
 
 
 def named(number: int) -> dict[str, Any]:
@@ -51,8 +49,8 @@ def differ(mine: StreamDigest, theirs: StreamDigest) -> bool | None:
     """Return what ranks see when each has what the other left last; None if they have no count in common."""
     seen = []
     for one, other in ((mine, theirs), (theirs, mine)):
-        if (latest := one.latest) is not None and (value := other.at(latest.at)) is not None:
-            seen.append(value != latest.value)
+        if (latest := one.latest) is not None and latest.at in other.marks:
+            seen.append(other.marks[latest.at] != latest.value)
     return any(seen) if seen else None
 
 
@@ -100,39 +98,32 @@ def test_the_latest_mark_is_the_last_count_that_was_reached(length: int, upto: i
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=3), st.lists(st.integers(0, 40), min_size=2, max_size=3))
 def test_parts_have_one_digest_which_tells_their_lengths(mine: list[int], theirs: list[int]) -> None:
     one, other = (read(*map(range, lengths)) for lengths in (mine, theirs))
-    assert one.length == sum(mine)
     assert differ(one, other) is (mine != theirs)
 
 
 def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() -> None:
     shared = SharedWorkerState(2)
-    marks = StreamMarks(shared)
-    shared.begin(1, 0)
-    marks.begin(1)
-    readers = [marks.watching(part, 1, iter(range(length))) for part, length in enumerate((3, 100))]
-    digest = marks.of_pass(1)
+    readers = [marked(iter(range(length)), shared.report(1, part)) for part, length in enumerate((3, 100))]
+    digest = StreamDigest(shared, 1)
     assert len([*islice(readers[1], 10)]) == 10
-    assert latest_count(digest) is None  # nobody knows yet whether they are parts
+    assert digest.marks == {}  # nobody knows yet whether they are parts
     for part in range(2):
-        shared.note_part(1, part, part)
-    assert latest_count(digest) is None
-    assert digest.at(1) is None
+        shared.report(1, part)["way"] = PARTS
+    assert digest.marks == {}
     assert len([*islice(readers[0], 3)]) == 3
     assert latest_count(digest) == 3  # the first one may go on
     assert next(readers[0], None) is None
     assert latest_count(digest) == 8
-    assert digest.length is None
     assert len([*readers[1]]) == 90
     assert latest_count(digest) == END
-    assert digest.length == 103
 
 
 def test_other_numbers_of_readers_of_one_stream_have_one_digest() -> None:
     alone, together = read(range(100)), read(range(100), range(100), are_parts=False)
     assert alone.latest == together.latest
-    assert (together.length, together.workers_differ()) == (100, None)
+    assert together.workers_differ() is None
     further = read(range(100), [], are_parts=False)
-    assert further.at(93) == alone.at(93)
+    assert further.marks[93] == alone.marks[93]
 
 
 @pytest.mark.parametrize("place", [0, 1, 60, 99])
@@ -148,58 +139,25 @@ def test_readers_of_one_stream_that_differ_are_told(place: int) -> None:
 
 def test_the_latest_passes_are_known_and_no_earlier_ones() -> None:
     shared = SharedWorkerState(1)
-    marks = StreamMarks(shared)
-    for number in range(1, 7):
-        shared.begin(number, 0)
-        marks.begin(number)
-        assert list(marks.watching(0, number, iter(range(number)))) == [*range(number)]
-        shared.note_part(number, 0, None)
-    digests = [marks.of_pass(number) for number in range(1, 7)]
-    assert [digest.length for digest in digests] == [None, None, 3, 4, 5, 6]
-    assert digests[0].latest is None
-    assert digests[0].at(1) is None
-
-
-def test_a_digest_that_was_taken_stays_known_when_its_memory_is_used_again() -> None:
-    shared = SharedWorkerState(1)
-    marks, digests = StreamMarks(shared), []
-    for number in range(1, 10):
-        shared.begin(number, 0)
-        marks.begin(number)
-        digests.append(marks.of_pass(number))
-        list(marks.watching(0, number, iter(range(number))))
-        shared.note_part(number, 0, None)
-    assert [digest.length for digest in digests] == [*range(1, 10)]
-    assert [digest.marks for digest in digests] == [read(range(number)).marks for number in range(1, 10)]
+    for number in range(1, 40):
+        report = shared.report(number, 0)
+        assert list(marked(iter(range(number)), report)) == [*range(number)]
+        report["way"] = STREAM
+    digests = [StreamDigest(shared, number) for number in range(1, 40)]
+    assert [digest.marks for digest in digests[7:]] == [read(range(number)).marks for number in range(8, 40)]
+    assert [digest.marks for digest in digests[:7]] == [{}] * 7
 
 
 def test_a_pass_that_goes_on_while_a_later_one_has_its_memory_marks_nothing() -> None:
-    shared = SharedWorkerState(1)
-    marks, readers = StreamMarks(shared), []
-    for number in range(1, 6):
-        shared.begin(number, 0)
-        marks.begin(number)
-        readers.append(marks.watching(0, number, iter(range(10 * number, 10 * number + 20))))
-        shared.note_part(number, 0, None)
+    shared, readers = SharedWorkerState(1), []
+    for number in range(1, 40):
+        report = shared.report(number, 0)
+        readers.append(marked(iter(range(10 * number, 10 * number + 20)), report))
+        report["way"] = STREAM
         next(readers[-1])
     for reader in readers[::-1]:
         list(reader)
-    assert marks.of_pass(5).marks == read(range(50, 70)).marks
-
-
-def test_another_reader_of_the_same_part_marks_nothing() -> None:
-    shared = SharedWorkerState(1)
-    marks = StreamMarks(shared)
-    shared.begin(1, 0)
-    shared.note_part(1, 0, None)
-    marks.begin(1)
-    first, again = (marks.watching(0, 1, iter(range(9))) for _ in range(2))
-    next(first)
-    assert list(marks.watching(0, 1, iter(range(9)))) == [*range(9)]
-    assert list(marks.watching(0, 2, iter(range(9)))) == [*range(9)]
-    assert list(marks.watching(1, 1, iter(range(9)))) == [*range(9)]  # a loader that was given more workers since
-    assert latest_count(marks.of_pass(1)) == 1
-    del again
+    assert StreamDigest(shared, 39).marks == read(range(390, 410)).marks
 
 
 def test_no_item_is_read_ahead_and_the_datasets_own_error_comes_through() -> None:
@@ -207,26 +165,11 @@ def test_no_item_is_read_ahead_and_the_datasets_own_error_comes_through() -> Non
         yield from range(5)
         raise OSError("torn")
 
-    marks = StreamMarks(SharedWorkerState(1))
-    marks.begin(1)
-    source = count()
-    assert list(islice(marks.watching(0, 1, source), 5)) == list(range(5))
+    shared, source = SharedWorkerState(1), count()
+    assert list(islice(marked(source, shared.report(1, 0)), 5)) == list(range(5))
     assert next(source) == 5
-    marks.begin(2)
     with pytest.raises(OSError, match="torn"):
-        list(marks.watching(0, 2, failing()))
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_whether_a_dataset_asked_for_its_rank_is_marked(asked: bool) -> None:
-    shared = SharedWorkerState(2)
-    marks = StreamMarks(shared)
-    shared.begin(1, 0)
-    marks.begin(1)
-    list(marks.watching(0, 1, iter(range(9))))
-    next(marks.watching(1, 1, iter(range(9)), lambda: asked))
-    assert marks.of_pass(1).asked_rank is asked
-    assert not marks.of_pass(5).asked_rank
+        list(marked(failing(), shared.report(2, 0)))
 
 
 class Made(IterableDataset[Any]):
@@ -245,13 +188,26 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
         Source(30), batch_size=2, num_workers=2, multiprocessing_context=start, collate_fn=as_it_is
     )
     patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-    assert patched.sampler.worker.marks is None  # there is nobody to compare with
-    patched.sampler.worker.marks = StreamMarks(patched.sampler.worker.shared)
+    assert not patched.sampler.worker.is_compared  # there is nobody to compare with
+    patched.sampler.worker.is_compared = True
     for _ in patched:
         pass
     digest = patched.sampler.latest.source.digest
-    assert digest.length == 30
     assert digest.latest == read(range(30)).latest
+
+
+def test_another_reader_of_the_same_pass_marks_nothing() -> None:
+    loader: Any = DataLoader(Source(30), batch_size=2, collate_fn=as_it_is)
+    patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
+    patched.sampler.worker.is_compared = True
+    first = iter(patched)
+    next(first)
+    digest = patched.sampler.latest.digest
+    marks = digest.marks
+    assert len(list(patched.dataset)) == 15
+    assert digest.marks == marks
+    list(first)
+    assert digest.marks == read(range(30)).marks
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -264,7 +220,7 @@ def test_that_items_have_no_names_is_said_once_on_one_rank(
         recwarn.clear()
         loader: Any = DataLoader(Made(make, splits), batch_size=2, num_workers=workers)
         patched: Any = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
-        patched.sampler.worker.marks = StreamMarks(patched.sampler.worker.shared)
+        patched.sampler.worker.is_compared = True
         for _ in range(2):
             for _ in patched:
                 pass
