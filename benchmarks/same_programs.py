@@ -142,10 +142,7 @@ class Program:
 
 
 # What a state has in every version that is compared.
-STATE_FIELDS = (
-    *("version", "loader", "epoch", "done", "parts", "marks", "ended"),
-    *("generators", "samplers", "attributes"),
-)
+STATE_FIELDS = ("version", "loader", "epoch", "seed", "parts", "turn", "states")
 
 
 class Rank:

@@ -30,6 +30,7 @@ from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.records import State
 from ddp_patch.sharding.batches import CollateByValue
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.iterators import CountedIterator, RepeatedPasses, WatchedIterator
@@ -224,7 +225,7 @@ class OwnMethods:
         current = None if sampler is None else sampler.current_pass
         if sampler is None or current is None:
             return
-        if current.batches_delivered and not current.loop_saw_end and sampler.items_left(current.start) is None:
+        if current.batches_delivered and current.state is not State.ENDED and sampler.items_left(current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
                 "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "

@@ -1,6 +1,7 @@
 """Save and restore a loader's position: stop anywhere, resume mid-epoch with any number of ranks."""
 
 import json
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 from torch.utils.data import DataLoader
@@ -9,8 +10,7 @@ from ddp_patch.compat.private_torch import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
-from ddp_patch.sharding.batches import batches_delivered, batches_of, patched_sampler
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.batches import Batches, batches_delivered, batches_of, patched_sampler
 from ddp_patch.sharding.saved_position import Position
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.validation import as_index
@@ -50,16 +50,16 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         >>> for step, batch in enumerate(loader):
         ...     if step == 0:
         ...         state = loader_state(loader)
-        >>> state["epoch"], state["done"]
-        (0, [[2, 2]])
+        >>> state["epoch"], state["parts"]
+        (0, [[[2, 2]]])
         >>> resumed = patch_dataloader_to_ddp(DataLoader(range(12), batch_size=2), rank=0, num_replicas=1)
         >>> restore_loader(resumed, state)
         >>> len(resumed), [batch.tolist() for batch in resumed]
         (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
     """
     done = None if batches_done is None else _checked(batches_done)
-    sampler = _resumable(loader)
-    return sampler.state_after(batches_delivered(loader, sampler) if done is None else done)
+    batches = _resumable(loader)
+    return batches.sampler.state_after(batches_delivered(loader, batches) if done is None else done, batches)
 
 
 def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, 
     Raises:
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
-    sampler = _resumable(loader)
-    return sampler.state_after(batches_delivered(loader, sampler) - ahead, on_this_rank=True)
+    batches = _resumable(loader)
+    return batches.sampler.state_after(batches_delivered(loader, batches) - ahead, batches, on_this_rank=True)
 
 
 def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int, int | None]:
@@ -95,13 +95,13 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int
     return items // sampler.num_replicas // batches.size, None
 
 
-def _resumable(loader: DataLoader[Any]) -> EpochSampler[Any]:
-    """Return the sampler that shards a loader; raise if the loader's position cannot be saved."""
-    sampler = batches_of("loader_state", loader).sampler
+def _resumable(loader: DataLoader[Any]) -> Batches:
+    """Return how a loader makes batches of its share; raise if the loader's position cannot be saved."""
+    batches = batches_of("loader_state", loader)
     dataset = loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers:
         dataset.require_no_generator()
-    return sampler
+    return batches
 
 
 def _checked(batches_done: SupportsIndex) -> int:
@@ -165,15 +165,14 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
                 "on the number of ranks that saved it, or leave the rest out: call "
                 f"set_epoch({position.epoch + 1}) on every rank."
             )
-    parts = position.parts
     sampler.agreed.compare(
         _RESTORING,
         {
             "seed": position.seed,
             "epoch to resume in": position.epoch,
-            "done": json.dumps(position.consumed),
-            "done of each part": None if parts is None else json.dumps([parts.first, *parts.consumed]),
-            "samplers": fingerprint([position.sampler_snapshot]),
+            "parts": json.dumps(position.parts),
+            "turn": position.turn,
+            "samplers": fingerprint([replace(position.states, streams=())]),
         },
     )
     sampler.resume_at(position, counts_rest=counts_rest)

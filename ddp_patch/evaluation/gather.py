@@ -22,6 +22,7 @@ from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.plan import BatchRecord, Part, Schedule
 from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.ranks.records import State
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
@@ -41,7 +42,7 @@ def expected_of_pass(batches: Batches) -> ExpectedRows:
     if current is None:
         raise Misfit("made no pass over the loader")
     _require_one_pass(current)
-    schedule = current.whole_schedule()
+    schedule = current.whole_schedule(batches)
     if schedule is None or sampler.batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
     length = schedule.length if schedule.batch_plan is None else sum(batch_sizes(schedule, [], 0))
@@ -62,15 +63,15 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
     """
     sampler, current = batches.sampler, batches.sampler.latest
     try:
-        number = batches_delivered(loader, sampler) - 1 if step is None else step
+        number = batches_delivered(loader, batches) - 1 if step is None else step
     except DDPPatchError as error:
         raise Misfit(f"cannot know the step: {message_of(error)}") from error
     if current is None or number < 0:
         raise Misfit("got no batch of the loader yet")
-    if current.loop_saw_end and step is None:
+    if current.state is State.ENDED and step is None:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
     _require_one_pass(current)
-    schedule = ends = current.schedule()
+    schedule = ends = current.schedule(batches)
     if len(schedule.parts) == 1 and schedule.count is None:
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     # Whether a rank has found the end already depends on chance, so only a length that was known before counts.
@@ -249,7 +250,7 @@ def is_in_a_step(loader: DataLoader[Any]) -> bool:
     """Return whether a loader is patched, and a loop over it has begun and not ended."""
     sampler = sharded_by(loader)
     current = sampler.latest if isinstance(sampler, EpochSampler) else None
-    return current is not None and current.batches > 0 and not current.loop_saw_end
+    return current is not None and bool(current.batches_delivered) and current.state is not State.ENDED
 
 
 def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Outputs:

@@ -86,7 +86,7 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
                         "state with loader_state(), and resume with restore_loader()."
                     )
             if number >= until:
-                schedule = current.schedule()
+                schedule = current.schedule(batches)
                 record, until = schedule.record(number), schedule.same_size_until(number)
             yield batch, record
 
@@ -264,7 +264,7 @@ def _shared(steps: Steps, batches: Batches, dtype: torch.dtype, weight_of: Weigh
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
         current, all_steps = sampler.latest, chain(first, steps)
-        if weight_of is None and (current is None or current.schedule().knows_totals):
+        if weight_of is None and (current is None or current.schedule(batches).knows_totals):
             yield from _weighed(all_steps, ranks, dtype, None, None)
             return
         if ranks == 1:

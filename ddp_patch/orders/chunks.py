@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from enum import Enum
+from enum import IntEnum
 from itertools import compress, islice, repeat
 from operator import length_hint
 from types import WrapperDescriptorType
@@ -23,7 +23,7 @@ __all__ = [
     "MOST_PLAIN",
     "Chunk",
     "IterationProgress",
-    "IterationState",
+    "State",
     "copied_items",
     "copy_item",
     "draw",
@@ -274,30 +274,31 @@ def copy_item(item: Any) -> Any:
     return item
 
 
-class IterationState(Enum):
-    """The states of a pass, in the order in which it goes through them."""
+class State(IntEnum):
+    """The states of a pass. Ranks tell each other its number."""
 
-    NOT_BEGUN = "not begun"  # nothing was asked for
-    RUNNING = "running"
-    ENDED = "ended"  # all items were given
-    ABANDONED = "abandoned"  # broken off before
+    NEW = 4  # nothing was asked for
+    RUNNING = 0
+    LEFT = 1  # broken off: nobody asks for more
+    ENDED = 2  # the end was seen
+    FAILED = 3  # the loop was given an error instead of a batch
 
 
 class IterationProgress:
-    """How far a pass has come. It changes by its methods alone.
+    """How far the drawing of a pass has come. It changes by its methods alone.
 
     Args:
         skip: How many items were taken before the pass, which continues after these.
 
     Attributes:
         items_given: How many items were given, those before the pass included.
-        state: Which state the pass is in.
+        drawn: NEW, RUNNING, LEFT or ENDED: how far its items were asked for.
     """
 
     def __init__(self, skip: int = 0) -> None:
         self.skip: int = skip
         self.items_given: int = skip
-        self.state: IterationState = IterationState.NOT_BEGUN
+        self.drawn: State = State.NEW
         self._run: Iterator[Any] = iter(())
 
     @property
@@ -308,16 +309,7 @@ class IterationProgress:
     @property
     def is_ended(self) -> bool:
         """Whether all items were given."""
-        return self.state is IterationState.ENDED
-
-    @property
-    def is_inactive(self) -> bool:
-        """Whether nothing more will be asked for."""
-        return self.state in {IterationState.ENDED, IterationState.ABANDONED}
-
-    def begin(self) -> None:
-        """Record that the first item was asked for."""
-        self.state = IterationState.RUNNING
+        return self.drawn is State.ENDED
 
     def give(self, part: Sequence[T]) -> Iterator[T]:
         """Give the items that come next; return an iterator over them."""
@@ -327,9 +319,4 @@ class IterationProgress:
 
     def end(self) -> None:
         """Record that there are no more items."""
-        self.state = IterationState.ENDED
-
-    def abandon(self) -> None:
-        """Record that nobody will ask for more; a pass that has ended stays so."""
-        if self.state is not IterationState.ENDED:
-            self.state = IterationState.ABANDONED
+        self.drawn = State.ENDED

@@ -1,24 +1,15 @@
 """What ranks leave each other of their logs: plain, versioned records."""
 
 import json
-from enum import IntEnum
 from typing import NamedTuple
 
+from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Mark
 
 __all__ = ["VERSION", "Entry", "Record", "State"]
 
 # The version of what ranks leave each other.
 VERSION = 1
-
-
-class State(IntEnum):
-    """What is known of a pass."""
-
-    RUNNING = 0  # it may continue
-    LEFT = 1  # the next one has begun, or it was cut short
-    ENDED = 2  # the loop has seen its end
-    FAILED = 3  # the loop was given an error instead of a batch
 
 
 class Entry(NamedTuple):

@@ -318,4 +318,4 @@ def _schedule_of_latest(loader: DataLoader[Any]) -> Schedule | None:
     # A rank may get other items than it reads.
     if sampler.latest is None or options.divides_batches or options.by_worker:
         return None
-    return sampler.latest.whole_schedule()
+    return sampler.latest.whole_schedule(batches)

@@ -177,14 +177,14 @@ class Batches(Batching):
     unit: ShardedUnit
 
 
-def batches_delivered(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> int:
+def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
     """Return how many batches of the latest pass a patched loader has given, as its ``CountedIterator`` counts.
 
     Raises:
         StateError: Nobody counted them.
     """
-    current = sampler.current_pass
-    if current is None or not current.batches:
+    sampler, current = batches.sampler, batches.sampler.current_pass
+    if current is None or not current.batches(batches):
         return 0
     if current.batches_delivered is not None and (sampler.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
@@ -240,5 +240,4 @@ def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
             "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
             "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
-    sampler.set_batching(facts.batching)
     return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.unit)

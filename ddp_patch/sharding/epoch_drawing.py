@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthError
-from ddp_patch.orders.chunks import Chunk, copy_item, draw
+from ddp_patch.orders.chunks import Chunk, copy_item, draw, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import distributed_permutation
 from ddp_patch.plan import Consumed, Plan, Sizes
@@ -20,7 +20,7 @@ from ddp_patch.sharding.balancing import Balancer, balanced_stream
 if TYPE_CHECKING:
     pass
 
-__all__ = ["EpochDrawing", "Stream", "require_sure_length", "split_chunks"]
+__all__ = ["EpochDrawing", "Permuted", "Stream", "require_sure_length", "split_chunks"]
 
 
 T = TypeVar("T")
@@ -38,7 +38,6 @@ class EpochDrawing(Generic[T]):
         consumed_before: What other numbers of ranks have taken; the pass is over the rest.
         random_context: Returns what to enter while the sampler draws.
         private_generator: What torch's own samplers draw from.
-        shuffle_seed: Permutes the whole epoch once more, unless None.
         length: Tells how many items the whole stream has, as the sampler says.
         has_earlier_pass: Returns, when the first item is asked for, whether earlier passes drew from the same sampler.
         check_length: Called with how many items the whole stream had and how many were assumed.
@@ -54,7 +53,6 @@ class EpochDrawing(Generic[T]):
     consumed_before: Consumed
     random_context: Callable[[], AbstractContextManager[object]]
     private_generator: torch.Generator
-    shuffle_seed: int | None
     length: Callable[[], int]
     has_earlier_pass: Callable[[], bool]
     check_length: Callable[[int, int], None]
@@ -86,8 +84,6 @@ class Stream(Generic[T]):
         """
         epoch, plan, stream = self._epoch, self._epoch.plan, self._stream
         before = epoch.consumed_before
-        if epoch.shuffle_seed is not None:
-            stream = _shuffled(stream, epoch.shuffle_seed, epoch.number)
         rest = plan.rest_of_stream(epoch.length, before)
         if epoch.balancer is not None:
             stream = balanced_stream(stream, epoch.balancer, epoch.number, before, plan.num_replicas)
@@ -226,8 +222,24 @@ def _not_empty(chunks: Iterator[Chunk[T]], epoch: int) -> Iterator[Chunk[T]]:
         )
 
 
-def _shuffled(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
-    """Yield the stream in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
-    items = [copy_item(item) for item in stream]
-    for position in distributed_permutation(len(items), seed, epoch).tolist():
-        yield items[position]
+@dataclass(frozen=True, slots=True)
+class Permuted(Iterable[T]):
+    """A sampler's epoch in ``DistributedSampler(shuffle=True)``'s order, which needs all of it.
+
+    Attributes:
+        sampler: The sampler.
+        seed: What the order follows from.
+        epoch: Which epoch.
+    """
+
+    sampler: Iterable[T]
+    seed: int
+    epoch: int
+
+    def __iter__(self) -> Iterator[T]:
+        return self._items(start_iterating(self.sampler))
+
+    def _items(self, stream: Iterator[T]) -> Iterator[T]:
+        items = [copy_item(item) for item in stream]
+        for position in distributed_permutation(len(items), self.seed, self.epoch).tolist():
+            yield items[position]

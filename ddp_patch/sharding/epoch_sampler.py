@@ -3,19 +3,21 @@
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.orders.chunks import State
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
 from ddp_patch.plan import ONE_PER_STEP, Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.passes import Pass, PassContext
-from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import Position, read_state, split_consumed, write_state
+from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.saved_position import Position, States, read_state, split_consumed, write_state
 
 __all__ = ["EpochSampler"]
 
@@ -52,7 +54,6 @@ class EpochSampler(DistributedSampler[T]):
         self.position: Position | None = None
         self.counts_rest: bool = True
         self._keeps_sizes = False
-        self._loader_batching: Batching | None = None
         self.has_one_iterator: bool = False
         self._batch_plan = agreed.batch_plan
         self._sampler_states = sampler_states
@@ -128,7 +129,7 @@ class EpochSampler(DistributedSampler[T]):
 
     def _require_no_failure(self) -> None:
         current = self.latest
-        if current is not None and current.has_failed and self.position is None and self.monitor.is_on:
+        if current is not None and current.state is State.FAILED and self.position is None and self.monitor.is_on:
             raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
                 f"Iterating the {self._loader_name} again: its pass over epoch {current.epoch} ended by an error, "
                 f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
@@ -154,7 +155,7 @@ class EpochSampler(DistributedSampler[T]):
                     torch.empty((), dtype=torch.int64).random_(generator=self._iterator_generator)
         self._states_prepared, self._iterator_generator = False, None
 
-    def sampler_snapshot(self) -> SamplerSnapshot:
+    def sampler_snapshot(self) -> States:
         """Return what the samplers hold now."""
         return self._sampler_states.snapshot()
 
@@ -162,7 +163,7 @@ class EpochSampler(DistributedSampler[T]):
         """Return what all passes have in common."""
         return PassContext(
             self.plan,
-            self._loader_batching or self._batching,
+            self._batching,
             self._batch_plan,
             self._sampler_states,
             self.monitor,
@@ -183,8 +184,7 @@ class EpochSampler(DistributedSampler[T]):
     def batches_in_epoch(self) -> int | None:
         """Return how many batches this rank's share of the upcoming epoch has; None if that is not known."""
         length = self._length_if_any(self.epochs.upcoming)
-        batching = self._loader_batching or self._batching
-        return None if length is None else batching.count(len(self.plan.share(length)))
+        return None if length is None else self._batching.count(len(self.plan.share(length)))
 
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
@@ -218,7 +218,7 @@ class EpochSampler(DistributedSampler[T]):
     def batches_into_pass(self) -> int:
         """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
         current = self.latest if self.has_one_iterator else None
-        return 0 if current is None or current.loop_saw_end else current.batches
+        return 0 if current is None or current.state is State.ENDED else current.batches(self._batching)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one.
@@ -264,7 +264,7 @@ class EpochSampler(DistributedSampler[T]):
         if self.position is not None:
             epoch = self.position.epoch
             before, skip = split_consumed(self.position.consumed, self.plan.num_replicas)
-        elif current is None or current.is_inactive:
+        elif current is None or current.is_over:
             epoch = self.epochs.current
         else:
             epoch, before, skip = current.epoch, current.consumed_before, current.skip
@@ -282,17 +282,12 @@ class EpochSampler(DistributedSampler[T]):
         """The latest pass, unless a state was restored since."""
         return self.latest if self.position is None else None
 
-    def set_batching(self, batching: Batching) -> None:
-        """Record how the loader makes batches of the items, where the sampler was wrapped before there was a loader."""
-        self._loader_batching = batching
-        if self.latest is not None:
-            self.latest.set_batching(batching)
-
-    def state_after(self, batches: int, *, on_this_rank: bool = False) -> dict[str, Any]:
-        """Return the state after some batches of the latest pass.
+    def state_after(self, batches: int, batching: Batching, *, on_this_rank: bool = False) -> dict[str, Any]:
+        """Return the state after some batches of the latest pass; after its last one, draw what the samplers draw then.
 
         Args:
             batches: How many.
+            batching: How the loader makes them.
             on_this_rank: Say that the pass is over if this rank knows it, though others may not know it yet.
 
         Raises:
@@ -300,7 +295,7 @@ class EpochSampler(DistributedSampler[T]):
             StateError: The order depends on something that no state holds.
         """
         current = self.current_pass
-        given = 0 if current is None else current.batches
+        given = 0 if current is None else current.batches(batching)
         if self.has_one_iterator and batches != given:
             raise InvalidOptionError(
                 f"batches_done={batches}, and {given} batches of epoch {self.epoch} were given: a loader with one "
@@ -315,19 +310,19 @@ class EpochSampler(DistributedSampler[T]):
             )
         if current is None:
             return self.state_dict()
-        if current.is_over_after(batches, on_this_rank=on_this_rank):
+        if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
             return self.state_at(current.position_at_end(self.sampler_snapshot()).or_next_epoch())
-        return self.state_at(current.position_after(batches))
+        return self.state_at(current.position_after(batches, batching))
 
     def state_at(self, position: Position) -> dict[str, Any]:
         """Return the state of this sampler at a position."""
-        return write_state(position, self._loader_facts(self.latest), self.seed)
+        return write_state(replace(position, seed=self.seed), self._loader_facts(self.latest))
 
     def _position_now(self) -> Position:
         if self.position is not None:
             return self.position
         if self.latest is None:
-            return Position(self.epochs.upcoming, sampler_snapshot=self.sampler_snapshot())
+            return Position(self.epochs.upcoming, states=self.sampler_snapshot())
         if self.latest.is_ended:
             return self.latest.position_at_end(self.sampler_snapshot())
         return self.latest.position(self.latest.items_taken)
@@ -373,6 +368,6 @@ class EpochSampler(DistributedSampler[T]):
         self.latest = None
         self.monitor.restore()
         # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
-        self._sampler_states.restore_epoch(position.epoch + position.ended, position.sampler_snapshot)
+        self._sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest

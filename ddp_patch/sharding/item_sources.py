@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -12,12 +12,11 @@ from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import start_iterating
 from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.plan import Plan, Rest, Sizes
+from ddp_patch.plan import Part, Plan, Rest, Schedule, Sizes
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.sharding.balancing import balanced_order
 from ddp_patch.sharding.epoch_drawing import EpochDrawing, Stream
-from ddp_patch.sharding.sampler_states import SamplerSnapshot
-from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_position import BatchNote, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
 
@@ -34,37 +33,103 @@ _RECOGNISED_BY = 8
 _ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
 
 
+class Rounds(Protocol):
+    """The rounds in which ranks send each other batches."""
+
+    @property
+    def batches_delivered(self) -> int:
+        """How many batches this rank was given in them."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks came to the end."""
+
+
 class ItemSource(Generic[T]):
     """How a pass gets its rank's items.
 
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
-        snapshot_before: What the samplers held before the pass, as the drawing rank reported it.
-        snapshot_after: What they held after it.
+        states_before: What the samplers held before the pass, as the drawing rank reported it.
+        states_after: What they held after it.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
+        rounds: The rounds in which ranks send each other batches; None if each gives its own.
+        is_open_ended: Whether a rank may find the end later than another.
+        is_endless: Whether more is given than there is: workers find the end.
+        is_in_parts: Whether several workers read a part each; False while that is unknown.
+        has_own_length: Whether other ranks may have more or fewer batches.
+        resumed_elsewhere: How many items are left out because another package's loader resumed within the pass.
     """
 
     # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
-    snapshot_before: SamplerSnapshot | None = None
-    snapshot_after: SamplerSnapshot | None = None
+    states_before: States | None = None
+    states_after: States | None = None
     sizes: Sizes | None = None
-    # Whether the whole epoch is drawn before the first item is given.
-    is_drawn_at_once: bool = False
+    rounds: Rounds | None = None
+    is_open_ended: bool = True
+    is_endless: bool = False
+    is_in_parts: bool = False
+    has_own_length: bool = False
+    resumed_elsewhere: int = 0
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
         raise NotImplementedError
 
     def ends_within(self, items: int) -> bool:
-        """Draw up to the end if it is at most this many items away, and return whether it is; see ``Pass``."""
+        """Draw up to the end if it is at most this many items of the share away, and return whether it is.
+
+        Then the samplers hold what the epoch leaves in them. Return False, too, where one rank would know and another
+        not.
+        """
         return False
 
     def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
         """Return what the epoch's first items were, when this many were taken; empty if nobody looked."""
         return ()
+
+    def lengths_found(self) -> Sequence[int | None]:
+        """Return how many items the stream had, or each part of it; None where nobody came to the end."""
+        return [self.length]
+
+    def parts(self, skip: int, given: int, assumed: int | None) -> Sequence[Part]:
+        """Return what the pass is over.
+
+        Args:
+            skip: How many items of each rank's share were taken before.
+            given: How many were given, those before included.
+            assumed: How many items all ranks share, as far as that must be known before the end.
+        """
+        return [Part(skip, assumed if self.length is None else self.length, least_items=given)]
+
+    def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
+        """Return the position after this many batches, of which ``position`` has what follows from their number."""
+        return position
+
+    def most_when_found(self, schedule: Callable[[], Schedule], batches: int, *, may_end: bool) -> int | None:
+        """Wait for workers to find the end, and return how many batches the largest share then has; None if unknown.
+
+        Args:
+            schedule: Returns the batches, with the ends that were found.
+            batches: How many were given.
+            may_end: Whether these may be all.
+        """
+        return None
+
+    def keep(self, note: BatchNote) -> None:
+        """Keep what the worker noted whose batch the loop is given."""
+
+    def note_first_batch(self) -> None:
+        """Record that the loop was given its first batch."""
+
+    def note_loop_end(self) -> None:
+        """Record that the loop has seen the end."""
+
+    def require_one_order(self) -> None:
+        """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
 
     def _found(self, length: int) -> None:
         self.length = length
@@ -93,7 +158,7 @@ class Nothing(ItemSource[T]):
 class Indexed(ItemSource[T]):
     """Looks this rank's items up in the epoch's order."""
 
-    is_drawn_at_once: bool = True
+    is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
     length: int | None
     sizes: Sizes | None
 
@@ -245,14 +310,14 @@ class FromLeader(ItemSource[T]):
         leader: How the ranks communicate.
         pass_facts: Tells which pass this is, to be compared between the ranks.
         plans: Every rank's, in the leader's order.
-        snapshot_before: What the samplers held before the pass.
-        snapshot_now: Tells what they hold.
+        states_before: What the samplers held before the pass.
+        states_now: Tells what they hold.
         has_length: Whether the sampler says how many items it has.
     """
 
     length: int | None
-    snapshot_before: SamplerSnapshot | None
-    snapshot_after: SamplerSnapshot | None
+    states_before: States | None
+    states_after: States | None
 
     def __init__(
         self,
@@ -260,16 +325,16 @@ class FromLeader(ItemSource[T]):
         leader: Leader,
         pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        snapshot_before: SamplerSnapshot,
-        snapshot_now: Callable[[], SamplerSnapshot],
+        states_before: States,
+        states_now: Callable[[], States],
         *,
         has_length: bool,
     ) -> None:
-        self._leader, self._pass_facts, self._plans, self._snapshot_now = leader, pass_facts, plans, snapshot_now
+        self._leader, self._pass_facts, self._plans, self._states_now = leader, pass_facts, plans, states_now
         self._piece_sizes = _piece_sizes(epoch, has_length)
         # Begun with its first item: then the leader can report an error to the others.
         self._stream = Stream(epoch, chain(epoch.sampler), None)
-        self.snapshot_before = snapshot_before
+        self.states_before = states_before
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
@@ -281,17 +346,17 @@ class FromLeader(ItemSource[T]):
             own = self._leader.receive(facts, self._take_note)
         return _skipping(skip, own)
 
-    def _note(self, is_last: bool) -> tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]:
+    def _note(self, is_last: bool) -> tuple[States | None, States | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
-        self.snapshot_after = self._snapshot_now() if is_last else None
-        return self.snapshot_before, self.snapshot_after, self.length
+        self.states_after = self._states_now() if is_last else None
+        return self.states_before, self.states_after, self.length
 
-    def _take_note(self, note: tuple[SamplerSnapshot | None, SamplerSnapshot | None, int | None]) -> None:
-        self.snapshot_before, self.snapshot_after, self.length = note
+    def _take_note(self, note: tuple[States | None, States | None, int | None]) -> None:
+        self.states_before, self.states_after, self.length = note
 
     def ends_within(self, items: int) -> bool:
         """Return whether the last piece was sent: every rank learns of the end from the leader."""
-        return self.snapshot_after is not None
+        return self.states_after is not None
 
 
 def _piece_sizes(epoch: EpochDrawing[Any], has_length: bool) -> tuple[int, int]:

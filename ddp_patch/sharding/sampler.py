@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Self, TypeVar, cast
@@ -14,7 +13,6 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
-from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators
 from ddp_patch.orders.orders import (
@@ -31,12 +29,12 @@ from ddp_patch.plan import ONE_PER_STEP, Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.balancing import Balancer, BatchDivider
-from ddp_patch.sharding.epoch_drawing import EpochDrawing, require_sure_length
+from ddp_patch.sharding.epoch_drawing import EpochDrawing, Permuted, require_sure_length
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
-from ddp_patch.sharding.passes import Pass, SamplerPass
-from ddp_patch.sharding.sampler_states import SamplerSnapshot, SamplerStates
-from ddp_patch.sharding.saved_position import Position, split_consumed
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.saved_position import Position, States, split_consumed
 from ddp_patch.sharding.steps import require_steps
 
 __all__ = ["ShardedSampler"]
@@ -48,8 +46,6 @@ T = TypeVar("T")
 class ShardedSampler(AttributeProxy, EpochSampler[T]):
     """Gives one rank its share of the items that another sampler yields."""
 
-    latest: SamplerPass[T] | None
-    position: Position | None
     _gives_batches: bool = False
     _inner, _kept_as = "sampler", "_wrapped_sampler"
 
@@ -166,7 +162,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             epoch: In which epoch.
             drawn_from: Tells which generators to put back, besides the global ones.
         """
-        now = (epoch, self._set_epoch_calls, self.epochs.passes, None if self.latest is None else self.latest.state)
+        now = (epoch, self._set_epoch_calls, self.epochs.passes, None if self.latest is None else self.latest.drawn)
         if self._draws_nothing_at == now:
             yield
             return
@@ -183,7 +179,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if latest is None or latest.is_ended:
             length = None
         else:
-            length = self._restored_length if latest.start.is_within_pass else latest.length
+            length = self._restored_length if latest.start.is_within_pass else latest.source.length
         return {
             **self._facts,
             "sampler length": self._stream_length(self.epochs.upcoming) if length is None else length,
@@ -200,14 +196,14 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
             return self._stream_length(epoch)
 
-    def sampler_snapshot(self) -> SamplerSnapshot:
+    def sampler_snapshot(self) -> States:
         """Return what the samplers hold now: generators, states and counters."""
         if self._is_one_shot and self.epochs.passes:
             why = (
                 "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
                 "epochs took. Give the loader something that can be iterated again"
             )
-            return SamplerSnapshot(unknown=why)
+            return States(unknown=why)
         return super().sampler_snapshot()
 
     def set_epoch(self, epoch: int) -> None:
@@ -225,7 +221,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             self.set_epoch(epoch)
         return chain.from_iterable(self._runs(self._take_up_pass(), self._set_epoch_calls))
 
-    def _runs(self, current: SamplerPass[T], choices: int) -> Iterator[Iterator[T]]:
+    def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         is_other = current.epoch != self.epochs.upcoming or choices != self._set_epoch_calls
         if not current.is_ended and (is_other or self._note_new_generators()):
@@ -238,7 +234,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         self.latest, self.position, self._epoch_was_set = current, None, False
         yield from current.runs()
 
-    def _take_up_pass(self) -> SamplerPass[T]:
+    def _take_up_pass(self) -> Pass[T]:
         """Make a pass over the upcoming epoch the latest one, and return it.
 
         If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
@@ -251,23 +247,23 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             self._nested_epochs.tell(number)
         if start is not None and start.is_within_pass:
             # Others may have drawn from the generators since it was loaded.
-            self._sampler_states.restore_states(start.sampler_snapshot)
+            self._sampler_states.restore_states(start.states)
         else:
-            start = Position(number, sampler_snapshot=self.sampler_snapshot())
+            start = Position(number, states=self.sampler_snapshot())
         # Under a leader one rank draws for all, so there is nothing to compare.
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
-        source: ItemSource[T] = Nothing() if start.ended else self._chosen_source(start, digest)
+        source: ItemSource[T] = Nothing() if start.is_ended else self._chosen_source(start, digest)
         costs = self.agreed.options.costs
-        self.latest = current = SamplerPass(
+        self.latest = current = Pass(
             start,
             self._pass_context(),
             source,
+            digest,
             sizes=Sizes() if self._keeps_sizes or self._gives_batches or self._batch_plan is not None else None,
             divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, costs),
-            on_length_known=partial(self._require_steps, start),
-            digest=digest,
+            require_steps=partial(self._require_steps, start),
         )
-        if start.ended:
+        if start.is_ended:
             current.end()
             self.epochs.begin(number)
             self.position = None
@@ -302,27 +298,30 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if current is None or current.is_ended or (length := current.likely_length) is None:
             return
         count, share = self._batching.count, self.plan.smallest_share(length)
-        if not current.items_taken or current.batches < count(max(0, share - current.skip)):
+        if not current.items_taken or current.batches(self._batching) < count(max(0, share - current.skip)):
             return
-        if current.state is IterationState.NOT_BEGUN:  # it resumed where nothing was left
-            current.draw_to_end()
-        if current.ends_within(self._batching.size):
+        if current.draw_rest(self._batching.size):
             self._sampler_states.end(current.epoch)
 
     def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
-        leader, states = self.agreed.leader, PrivateRNG(self.seed, start.epoch)
+        leader, before = self.agreed.leader, split_consumed(start.consumed, self.plan.num_replicas)[0]
         # It draws what the global one would draw from these states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(self.seed, start.epoch))
+        has_rest = self._balancer is not None and any(taken for _, taken in before)
+        is_looked_up = self._is_looked_up()
+        draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
+        order = self._wrapped_sampler
+        if has_rest if is_looked_up else draws_alone:  # from what nobody else draws from
+            order = InOrder(order, start.epoch, private_generator)
         epoch = EpochDrawing(
-            sampler=self._wrapped_sampler,
+            sampler=Permuted(order, self.seed, start.epoch) if self._shuffles else order,
             is_one_shot=self._is_one_shot,
             number=start.epoch,
             plan=self.plan,
-            consumed_before=split_consumed(start.consumed, self.plan.num_replicas)[0],
-            random_context=partial(self._drawing, start.epoch, states),
+            consumed_before=before,
+            random_context=partial(self._drawing, start.epoch, PrivateRNG(self.seed, start.epoch)),
             private_generator=private_generator,
-            shuffle_seed=self.seed if self._shuffles else None,
             length=partial(self._stream_length, start.epoch),
             check_length=partial(self._compare_length, start.epoch),
             has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
@@ -330,22 +329,16 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             balancer=self._balancer,
             digest=digest,
         )
-        is_looked_up = self._is_looked_up()
-        has_rest = epoch.balancer is not None and any(taken for _, taken in epoch.consumed_before)
-        draws_alone = self._order_is_drawn and not self._sampler_states.has_generators
-        is_drawn_whole = has_rest if is_looked_up else draws_alone
-        if is_drawn_whole:  # from what nobody else draws from
-            epoch = replace(epoch, sampler=InOrder(self._wrapped_sampler, start.epoch, private_generator))
         if leader is not None:
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
             has_length = leader.is_leader and self._length_if_any(start.epoch) is not None
             pass_facts = partial(self._pass_facts, start.epoch)
             return FromLeader(
-                epoch, leader, pass_facts, plans, start.sampler_snapshot, self.sampler_snapshot, has_length=has_length
+                epoch, leader, pass_facts, plans, start.states, self.sampler_snapshot, has_length=has_length
             )
         if is_looked_up and not has_rest:
             return Indexed(epoch)
-        return Streamed(epoch, start.stream_snapshots[0].first if start.stream_snapshots else None)
+        return Streamed(epoch, start.states.streams[0].first if start.states.streams else None)
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:

@@ -21,29 +21,13 @@ from ddp_patch.orders.generators import (
     was_seeded,
 )
 from ddp_patch.orders.random_states import one_at_a_time
+from ddp_patch.sharding.saved_position import States
 
-__all__ = ["SamplerSnapshot", "SamplerStates"]
+__all__ = ["SamplerStates"]
 
 
 # How many epochs' beginnings are kept, for who goes back to one.
 _MOST_BEGINNINGS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerSnapshot:
-    """What the samplers' order follows from, besides (seed, epoch).
-
-    Attributes:
-        generators: The states of their random generators.
-        samplers: The ``state_dict()`` of those that have one.
-        attributes: Plain attributes of all others that have changed since they were wrapped: counters.
-        unknown: Why that is not known, if it is not.
-    """
-
-    generators: Sequence[Any] = ()
-    samplers: Sequence[Any] = ()
-    attributes: Sequence[Mapping[str, Any]] = ()
-    unknown: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,19 +235,19 @@ class SamplerStates:
 
     # ---- states ----
 
-    def snapshot(self) -> SamplerSnapshot:
+    def snapshot(self) -> States:
         """Return what they hold now."""
         attributes = list(map(changed_attributes, self.holders, self._at_first))
         changed = attributes if any(attributes) else ()
         with self.generators_in_place():
             states = generator_states(self.holders)
             try:
-                return SamplerSnapshot(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
+                return States(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
             except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
                 why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
-                return SamplerSnapshot(states, (), changed, why)
+                return States(states, (), changed, unknown=why)
 
-    def restore_states(self, snapshot: SamplerSnapshot) -> None:
+    def restore_states(self, snapshot: States) -> None:
         """Make them hold what they held before."""
         self.restore_generators(snapshot.generators)
         with self.generators_in_place():  # a state may hold a generator's
@@ -286,7 +270,7 @@ class SamplerStates:
         for one in self._generators:
             one.state = one.outside = native_state(one.generator)
 
-    def restore_epoch(self, epoch: int, snapshot: SamplerSnapshot) -> None:
+    def restore_epoch(self, epoch: int, snapshot: States) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
         self.restore_states(snapshot)
         self._beginnings = {epoch: self._now()}

@@ -1,21 +1,20 @@
 """A position in an epoch, and how it is written to a state and read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state
 from ddp_patch.orders.random_states import Seed, look
 from ddp_patch.plan import Consumed
-from ddp_patch.sharding.sampler_states import SamplerSnapshot
 
 __all__ = [
     "OF_BY_WORKER",
     "BatchNote",
     "NotedBatch",
-    "PartsConsumed",
     "Position",
+    "States",
     "StreamSnapshot",
     "StreamStart",
     "no_state",
@@ -27,19 +26,6 @@ __all__ = [
 
 # The facts from which it follows what each worker reads with share="by_worker".
 OF_BY_WORKER = ("num_replicas", "num_workers", "batch_size")
-
-
-@dataclass(frozen=True, slots=True)
-class PartsConsumed:
-    """How much was taken of an iterable dataset that workers read in parts.
-
-    Attributes:
-        first: Whose turn is next.
-        consumed: What was taken of each worker's part.
-    """
-
-    first: int
-    consumed: Sequence[Consumed]
 
 
 class StreamStart(NamedTuple):
@@ -80,14 +66,18 @@ class StreamSnapshot:
     initial_state: Sequence[Any] = ()
 
     def plain(self) -> list[Any]:
-        """Return it as plain values, without ``initial_state``."""
-        return [None if self.first is None else list(self.first), list(self.state)]
+        """Return it as plain values."""
+        return [None if self.first is None else list(self.first), list(self.state), list(self.initial_state)]
 
     @classmethod
-    def of(cls, plain: Sequence[Any], before: Sequence[Any] = ()) -> "StreamSnapshot":
-        """Return what ``plain`` made plain values of."""
-        first, state = plain
-        return cls(None if first is None else StreamStart(*first), tuple(state), tuple(before))
+    def of(cls, plain: Any) -> "StreamSnapshot":
+        """Return what ``plain`` made plain values of; raise TypeError or ValueError if it did not."""
+        first, state, initial_state = _sequence(plain)
+        start = None
+        if first is not None:
+            seen, value, whole = _sequence(first)
+            start = StreamStart(_count(seen), _count_or_none(value), _count_or_none(whole))
+        return cls(start, _at_most_one(state), _at_most_one(initial_state))
 
 
 class BatchNote(NamedTuple):
@@ -116,40 +106,67 @@ class NotedBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class States:
+    """What an epoch's order follows from, besides (seed, epoch).
+
+    Attributes:
+        generators: The states of the samplers' random generators.
+        samplers: The ``state_dict()`` of those samplers that have one.
+        attributes: Plain attributes of all others that have changed since they were wrapped: counters.
+        streams: What identifies an iterable dataset's stream, or each of its parts.
+        unknown: Why they are not known, if they are not. Then there is no state to save.
+    """
+
+    generators: Sequence[Any] = ()
+    samplers: Sequence[Any] = ()
+    attributes: Sequence[Mapping[str, Any]] = ()
+    streams: Sequence[StreamSnapshot] = ()
+    unknown: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """A position in the epochs: where a pass begins, or how far it is.
 
+    A sampler, or a stream that is not read in parts, is one part.
+
     Attributes:
         epoch: Which epoch it is over.
-        consumed: What was taken of that epoch.
-        sampler_snapshot: What the samplers held before it; after it, if it has ended.
-        ended: Whether nothing of it is left, so that the next pass is empty.
-        parts: What was taken of each part, if workers read parts of the stream.
-        stream_snapshots: What identifies an iterable dataset's stream there, or each of its parts.
-        seed: The seed of the state that it was read from, if any.
+        parts: What was taken of each part of that epoch.
+        turn: Which part gives the next batch; None if nothing is left of any, so that the next pass is empty.
+        states: What the samplers held before the epoch, or after it if nothing is left.
+        seed: The seed of the epochs' order; None before it is written.
     """
 
     epoch: int
-    consumed: Consumed = ()
-    sampler_snapshot: SamplerSnapshot = field(default_factory=SamplerSnapshot)
-    ended: bool = False
-    parts: PartsConsumed | None = None
-    stream_snapshots: Sequence[StreamSnapshot] = ()
+    parts: Sequence[Consumed] = ((),)
+    turn: int | None = 0
+    states: States = field(default_factory=States)
     seed: int | None = None
+
+    @property
+    def consumed(self) -> Consumed:
+        """What was taken of all parts together. Each was taken by the same numbers of ranks, one after the other."""
+        return tuple((taken[0][0], sum(each for _, each in taken)) for taken in zip(*self.parts, strict=False))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing is left of the epoch."""
+        return self.turn is None
 
     @property
     def is_within_pass(self) -> bool:
         """Whether it is within a pass, not where one begins."""
-        return bool(self.consumed)
+        return any(self.parts)
 
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing of the epoch was taken."""
-        return not any(taken for _, taken in self.consumed)
+        return not any(taken for consumed in self.parts for _, taken in consumed)
 
     def or_next_epoch(self) -> "Position":
         """Return where the next epoch begins, if this one has ended; otherwise this position."""
-        return replace(self, epoch=self.epoch + 1, consumed=(), ended=False, parts=None) if self.ended else self
+        return replace(self, epoch=self.epoch + 1, parts=((),), turn=0) if self.is_ended else self
 
 
 def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int]:
@@ -159,34 +176,124 @@ def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int
     return consumed, 0
 
 
-_VERSION = 1
-
-_FIELDS = ("version", "loader", "epoch", "done", "parts", "marks", "ended", "generators", "samplers", "attributes")
+# ---- what fields look like in a state ----
 
 
-def write_state(position: Position, facts: Mapping[str, object], seed: int) -> dict[str, Any]:
-    """Return a position as plain values, with the seed and the facts that identify the loader.
+class _Form(NamedTuple):
+    """How a field looks in a state.
+
+    Attributes:
+        name: The field.
+        what: What it is, for errors.
+        read: Returns its value; raises TypeError or ValueError where that is none.
+        write: Returns its value as plain values.
+    """
+
+    name: str
+    what: str
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any] = lambda value: value
+
+
+def _written(holder: object, forms: Sequence[_Form]) -> dict[str, Any]:
+    """Return fields as plain values."""
+    return {form.name: form.write(getattr(holder, form.name)) for form in forms}
+
+
+def _read(plain: Any, forms: Sequence[_Form]) -> dict[str, Any]:
+    """Return the values of the fields that ``_written`` has written."""
+    if missing := [form.name for form in forms if form.name not in plain]:
+        raise _damaged(f"it has no {', '.join(missing)}")
+    found: dict[str, Any] = {}
+    for form in forms:
+        try:
+            found[form.name] = form.read(plain[form.name])
+        except (TypeError, ValueError):
+            raise _damaged(f"its field {form.name} is {plain[form.name]!r}, not {form.what}") from None
+    return found
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise TypeError
+
+
+def _count_or_none(value: Any) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        return value
+    raise TypeError
+
+
+def _at_most_one(value: Any) -> Sequence[Any]:
+    if len(_sequence(value)) > 1:
+        raise ValueError
+    return tuple(value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise TypeError
+
+
+def _parts(value: Any) -> Sequence[Consumed]:
+    parts = [tuple((_count(ranks), _count(taken)) for ranks, taken in _sequence(part)) for part in _sequence(value)]
+    if not parts or any(ranks < 1 for part in parts for ranks, _ in part):
+        raise ValueError
+    return tuple(parts)
+
+
+_A_COUNT = "a whole number of at least 0"
+
+_STATES = (
+    _Form("generators", "a list", _sequence, list),
+    _Form("samplers", "a list", _sequence, list),
+    _Form(
+        "attributes",
+        "a list of lists of pairs",
+        lambda value: [{str(name): kept for name, kept in changed} for changed in _sequence(value)],
+        # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
+        lambda attributes: [[list(pair) for pair in changed.items()] for changed in attributes],
+    ),
+    _Form(
+        "streams",
+        "a list of what a stream began with, its state, and its state when it began",
+        lambda value: tuple(map(StreamSnapshot.of, _sequence(value))),
+        lambda streams: [stream.plain() for stream in streams],
+    ),
+)
+
+_POSITION = (
+    _Form("epoch", _A_COUNT, _count),
+    _Form("seed", _A_COUNT, _count),
+    _Form(
+        "parts",
+        "a list of what was taken of each part, which are pairs: ranks, and items that each took",
+        _parts,
+        lambda parts: [[list(pair) for pair in consumed] for consumed in parts],
+    ),
+    _Form("turn", "the number of the part that gives the next batch, or None", _count_or_none),
+    _Form("states", "a dict", _mapping, lambda states: _written(states, _STATES)),
+)
+
+# Of the form above. Version 1 had other fields.
+_VERSION = 2
+
+
+def write_state(position: Position, facts: Mapping[str, object]) -> dict[str, Any]:
+    """Return a position as plain values, with the facts that identify the loader.
 
     Raises:
         StateError: The samplers' own states are not known.
     """
-    if position.sampler_snapshot.unknown:
-        raise StateError(f"The loader's state cannot be saved: {position.sampler_snapshot.unknown}.")
-    parts, before = position.parts, {"before": [list(mark.initial_state) for mark in position.stream_snapshots]}
-    return {
-        "version": _VERSION,
-        "loader": {**facts, "seed": seed},
-        "epoch": position.epoch,
-        "done": _listed(position.consumed),
-        "parts": None if parts is None else [parts.first, [_listed(consumed) for consumed in parts.consumed]],
-        "marks": [mark.plain() for mark in position.stream_snapshots],
-        "ended": position.ended,
-        "generators": list(position.sampler_snapshot.generators),
-        "samplers": list(position.sampler_snapshot.samplers),
-        # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
-        "attributes": [[list(pair) for pair in changed.items()] for changed in position.sampler_snapshot.attributes],
-        **(before if any(before["before"]) else {}),
-    }
+    if position.states.unknown:
+        raise StateError(f"The loader's state cannot be saved: {position.states.unknown}.")
+    return {"version": _VERSION, "loader": dict(facts), **_written(position, _POSITION)}
 
 
 # The only field of a placeholder: why there is no state.
@@ -208,7 +315,7 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
         holders: The samplers and others whose generators, states and attributes the state holds.
 
     Raises:
-        StateError: The state is damaged, newer than this package, of another loader, or none.
+        StateError: The state is damaged, of another version of this package, of another loader, or none.
     """
     if not isinstance(state, Mapping):
         raise _damaged(f"it is {state!r}, a {type(state).__name__} and not a dict")
@@ -217,101 +324,51 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
             f"The state has no position, because it was not known when the state was taken: {state[_CANNOT_RESUME]} "
             "Resume from a state that was taken between two epochs, or restore none."
         )
-    if "version" in state and not (_is_count(state["version"]) and state["version"] <= _VERSION):
+    if state.get("version", _VERSION) != _VERSION:
         raise StateError(
-            f"The state has version {state['version']!r}, and this version of ddp_patch reads versions up to "
-            f"{_VERSION}, so it cannot read it. Restore it with the version of ddp_patch that wrote it."
+            f"The state has version {state['version']!r}, and this version of ddp_patch reads version {_VERSION} "
+            "alone. Restore it with the version of ddp_patch that wrote it."
         )
-    if missing := [name for name in _FIELDS if name not in state]:
+    if missing := [name for name in ("version", "loader", *(form.name for form in _POSITION)) if name not in state]:
         raise _damaged(f"it has no {', '.join(missing)}")
-    _require_same(state["loader"], facts, seed)
-    if not _is_count(state["epoch"]):
-        raise _damaged(f"its epoch is {state['epoch']!r}, not a whole number of at least 0")
-    if not _is_consumed(state["done"]):
-        raise _damaged(f"its field done is {state['done']!r}, not a list of pairs: ranks, and items that each took")
-    if not isinstance(state["ended"], bool):
-        raise _damaged(f"its field ended is {state['ended']!r}, neither True nor False")
-    consumed = tuple((ranks, taken) for ranks, taken in state["done"])
-    snapshot, parts = _read_sampler_snapshot(state, holders), _read_parts(state["parts"])
+    _require_same(state["loader"], state["seed"], facts, seed)
+    found = _read(state, _POSITION)
+    position = Position(**found | {"states": States(**_read(found["states"], _STATES))})
+    _require_one_for_each(position, holders)
+    return position
+
+
+def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
+    """Raise StateError unless there is a state for each part, generator and sampler; try each generator's on it."""
+    states, parts = position.states, len(position.parts)
+    if position.turn is not None and position.turn >= parts:
+        raise _damaged(f"its field turn is {position.turn}, and it has {parts} parts, counted from 0")
     # Where an epoch begins, nobody knows yet whether it has parts.
-    number = len(parts.consumed) if parts else 1 if any(taken for _, taken in consumed) else None
-    marks = _read_marks(state["marks"], state.get("before"), number)
-    return Position(state["epoch"], consumed, snapshot, state["ended"], parts, marks, state["loader"]["seed"])
-
-
-def _listed(consumed: Consumed) -> list[list[int]]:
-    return [list(pair) for pair in consumed]
-
-
-def _read_parts(parts: Any) -> PartsConsumed | None:
-    if parts is None:
-        return None
-    is_pair = _is_list(parts, 2, 2) and isinstance(parts[1], list | tuple) and _is_count(parts[0])
-    if not (is_pair and parts[0] < len(parts[1]) and all(map(_is_consumed, parts[1]))):
-        raise _damaged(f"its field parts is {parts!r}, not a pair: whose turn is next, and what was taken of each part")
-    return PartsConsumed(parts[0], tuple(tuple((ranks, taken) for ranks, taken in consumed) for consumed in parts[1]))
-
-
-def _read_marks(marks: Any, before: Any, number: int | None) -> Sequence[StreamSnapshot]:
-    if not (isinstance(marks, list | tuple) and all(map(_is_mark, marks))):
-        raise _damaged(f"its field marks is {marks!r}, not a list of pairs: what a stream began with, and its state")
-    if number is not None and len(marks) not in {0, number}:
-        raise _damaged(f"its field marks has {len(marks)} elements, not one for each part")
-    before = [()] * len(marks) if before is None else before
-    if not (_is_list(before, len(marks), len(marks)) and all(_is_list(state, 0, 1) for state in before)):
-        raise _damaged(
-            f"its field before is {before!r}, not a list with the dataset's first state for each of its marks"
-        )
-    return tuple(map(StreamSnapshot.of, marks, before))
-
-
-def _is_mark(mark: object) -> bool:
-    return _is_list(mark, 2, 2) and (mark[0] is None or _is_first(mark[0])) and _is_list(mark[1], 0, 1)
-
-
-def _is_first(first: object) -> bool:
-    return _is_list(first, 3, 3) and _is_count(first[0]) and all(each is None or _is_count(each) for each in first[1:])
-
-
-def _is_list(value: object, least: int, most: int) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, list | tuple) and least <= len(value) <= most
-
-
-def _read_sampler_snapshot(state: Mapping[str, Any], holders: Sequence[Any]) -> SamplerSnapshot:
-    """Return what the holders held, after trying each generator's state on its generator."""
+    if len(states.streams) not in {0, parts} and not (parts == 1 and position.is_at_epoch_start):
+        raise _damaged(f"its field streams has {len(states.streams)} elements, not one for each part")
     generators = random_generators(holders)
-    _require_number("generators", state["generators"], len(generators))
+    _require_number("generators", states.generators, len(generators))
     with look(generators):
-        for generator, kept in zip(generators, state["generators"], strict=True):
+        for generator, kept in zip(generators, states.generators, strict=True):
             try:
                 set_generator_state(generator, kept)
             except Exception as error:
                 raise _damaged(f"its field generators is not the state of a {type(generator).__name__}") from error
-    _require_number("samplers", state["samplers"], sum(map(is_stateful, holders)))
-    try:
-        attributes = [{str(name): value for name, value in changed} for changed in state["attributes"]]
-    except (TypeError, ValueError):
-        raise _damaged(f"its field attributes is {state['attributes']!r}, not a list of lists of pairs") from None
-    if attributes:
-        _require_number("attributes", attributes, len(holders))
-    return SamplerSnapshot(state["generators"], state["samplers"], attributes)
+    _require_number("samplers", states.samplers, sum(map(is_stateful, holders)))
+    if states.attributes:
+        _require_number("attributes", states.attributes, len(holders))
 
 
-def _require_number(name: str, states: Any, here: int) -> None:
-    """Raise StateError unless there is one state for each of ``here`` holders."""
-    if not isinstance(states, list | tuple):
-        raise _damaged(f"its field {name} is {states!r}, not a list")
+def _require_number(name: str, states: Sequence[Any], here: int) -> None:
     if len(states) != here:
         raise _other([f"  {name}: {len(states)} in the state; {here} here"])
 
 
-def _require_same(said: Any, facts: Mapping[str, object], seed: Seed) -> None:
+def _require_same(said: Any, said_seed: Any, facts: Mapping[str, object], seed: Seed) -> None:
+    """Raise StateError unless a state's facts are those of this loader. A seed nobody chose differs at each start."""
     if not isinstance(said, Mapping):
         raise _damaged(f"its field loader is {said!r}, not a dict")
-    if not _is_count(said.get("seed")):
-        raise _damaged(f"its loader's seed is {said.get('seed')!r}, not a whole number of at least 0")
-    # A seed that nobody chose differs at each start.
-    facts = {**facts, "seed": seed.value if seed.is_chosen else said["seed"]}
+    said, facts = {**said, "seed": said_seed}, {**facts, "seed": seed.value if seed.is_chosen else said_seed}
     rows = {
         name: f"  {name}: {said.get(name, 'nothing')} in the state; {facts.get(name, 'nothing')} here"
         for name in dict.fromkeys([*facts, *said])
@@ -326,11 +383,9 @@ def _require_same(said: Any, facts: Mapping[str, object], seed: Seed) -> None:
             "ranks, from a state of its own."
         )
     if rows:
-        other_seed = facts["seed"] != said["seed"]
-        raise _other(
-            [*rows.values()],
-            f" Pass seed={said['seed']} to it, or no seed: then it gets the state's." if other_seed else "",
-        )
+        other_seed = facts["seed"] != said_seed
+        remedy = f" Pass seed={said_seed} to it, or no seed: then it gets the state's." if other_seed else ""
+        raise _other([*rows.values()], remedy)
 
 
 def _other(rows: Sequence[str], remedy: str = "") -> StateError:
@@ -345,15 +400,4 @@ def _other(rows: Sequence[str], remedy: str = "") -> StateError:
 def _damaged(why: str) -> StateError:
     return StateError(
         f"The state is damaged: {why}. Pass what loader_state(), or state_dict(), returned, as it was saved."
-    )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_consumed(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_count, pair)) and pair[0] > 0
-        for pair in value
     )

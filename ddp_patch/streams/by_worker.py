@@ -15,9 +15,10 @@ from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.ranks.group import closed_at_exit
+from ddp_patch.sharding.passes import Pass
 from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, RoundPlan
-from ddp_patch.streams.stream_pass import StreamPass
 from ddp_patch.streams.stream_sampler import StreamSampler
+from ddp_patch.streams.stream_source import StreamSource
 from ddp_patch.walks import nested
 
 __all__ = ["WAITS", "EvenSteps", "OwnBatches", "even_steps"]
@@ -185,13 +186,14 @@ class OwnBatches:
 def _handed_out(own: OwnBatches, maker: EvenSteps) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks, and ``WAITS``."""
     own.read(1)  # which begins the pass
-    current = cast(StreamPass, maker.sampler.latest)
-    rounds, uneven = current.in_rounds(), maker.sampler.agreed.options.uneven
+    current = cast("Pass[Any]", maker.sampler.latest)
+    source = cast(StreamSource, current.source)
+    rounds, uneven = source.in_rounds(), maker.sampler.agreed.options.uneven
     # Without workers, a batch is made when it is read: one for the step and one ahead.
-    own.ready = current.batches_ready if maker.workers else lambda _: 2
+    own.ready = source.batches_ready if maker.workers else lambda _: 2
     with maker.opened(own) as channel:
         plan = RoundPlan(channel.index, uneven)
-        yield from even_steps(own, channel, plan, rounds, current.batches_made)
+        yield from even_steps(own, channel, plan, rounds, source.batches_made)
         rounds.end()
         if current.start.is_at_epoch_start:  # the rest of an epoch may well have no step
             _require_steps(rounds, plan.ranks, uneven)

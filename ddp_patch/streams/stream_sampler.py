@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, cycle
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
@@ -21,13 +21,14 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.remedies import ONE_STREAM, SEED
 from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position
+from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position, States
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import can_snapshot
 from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.streams.stream_marks import StreamDigest
-from ddp_patch.streams.stream_pass import StreamPass
+from ddp_patch.streams.stream_source import StreamSource
 from ddp_patch.streams.worker import StreamWorker, generators_only
 
 __all__ = ["StreamSampler", "faster_by_worker"]
@@ -88,9 +89,6 @@ class StreamSampler(EpochSampler[None]):
         worker: What reads the stream; the loader's workers have copies of it.
         dataset: The sharded dataset.
     """
-
-    latest: StreamPass | None
-    position: Position | None
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int) -> None:
         facts: dict[str, object] = {
@@ -177,20 +175,19 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         start = self.position or self._start_of_epoch(epoch)
-        on_loop_end = partial(self._finish, start, number, perf_counter())
-        current = StreamPass(
+        source = StreamSource(
             start,
-            self._pass_context(),
             self.worker,
             number,
             self._ahead,
-            on_loop_end,
-            self._say_if_unnamed,
+            why_orders_differ=self.monitor.why_orders_differ,
+            on_loop_end=partial(self._finish, start, number, perf_counter()),
+            on_first_batch=self._say_if_unnamed,
         )
+        current = Pass(start, self._pass_context(), source, source.digest)
         if start.is_within_pass:
-            self._sampler_states.restore_generators(
-                start.sampler_snapshot.generators
-            )  # a loader may have drawn from them since
+            # A loader may have drawn from them since.
+            self._sampler_states.restore_generators(start.states.generators)
         self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         if self.position is None:
@@ -224,9 +221,9 @@ class StreamSampler(EpochSampler[None]):
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
-        name, remedy, current = self.worker.name, order_remedy(self.worker.dataset) or SEED, self.latest
+        name, remedy, source = self.worker.name, order_remedy(self.worker.dataset) or SEED, self._source
         seen = ""
-        if current is not None and current.digest is not None and current.digest.asked_rank:
+        if source is not None and source.digest is not None and source.digest.asked_rank:
             seen = f"{name} asked which rank it is on, while it was read or its worker was prepared. "
         elif self._held is not None and self._held.differs:
             seen = f"What {name} holds differs between ranks since it was made. "
@@ -236,7 +233,7 @@ class StreamSampler(EpochSampler[None]):
                 "loader is then left as it is. Or let it give every rank everything. If it only shuffles: "
             )
         by_worker = ""
-        if current is not None and current.is_in_parts:  # it asks for its worker
+        if source is not None and source.is_in_parts:  # it asks for its worker
             by_worker = " Or use share='by_worker', where each worker reads a part of its own."
         return (
             f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
@@ -277,29 +274,40 @@ class StreamSampler(EpochSampler[None]):
     def read(self, state: Any) -> Position:
         """Return the position that a state describes; raise StateError unless this loader has it."""
         position = super().read(state)
-        parts = () if position.parts is None or self.worker.splits_itself else position.parts.consumed
-        if parts and len(parts) != self.worker.shared.readers:
+        parts = len(position.parts)
+        if parts not in {1, self.worker.shared.readers} and not self.worker.splits_itself:
             raise StateError(
-                f"{self.worker.name} cannot resume from the state, which counts the items of {len(parts)} workers that "
-                f"each read a part: this loader has num_workers={self._workers}. Use num_workers={len(parts)}; the "
+                f"{self.worker.name} cannot resume from the state, which counts the items of {parts} workers that "
+                f"each read a part: this loader has num_workers={self._workers}. Use num_workers={parts}; the "
                 "number of ranks may change."
             )
         return position
 
+    @property
+    def _source(self) -> StreamSource | None:
+        return None if self.latest is None else cast(StreamSource, self.latest.source)
+
+    def sampler_snapshot(self) -> States:
+        """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
+        return replace(super().sampler_snapshot(), streams=self.worker.snapshots_between())
+
     def _start_of_epoch(self, epoch: int) -> Position:
-        return Position(
-            epoch, sampler_snapshot=self.sampler_snapshot(), stream_snapshots=self.worker.snapshots_between()
-        )
+        return Position(epoch, states=self.sampler_snapshot())
 
     def _position_now(self) -> Position:
         # Other packages' loaders find the position in an epoch by reading it again.
         if self.position is not None:
             return self.position
-        current = self.latest
-        if current is None or current.epoch != self._iterated:
+        current, source = self.latest, self._source
+        if current is None or source is None or current.epoch != self._iterated:
             return self._start_of_epoch(self._iterated)
-        if not self._workers and current.is_done_without_workers:
+        if not self._workers and self._is_done_without_workers(current):
             return self._start_of_epoch(current.epoch + 1)
-        return replace(
-            current.position(current.skip), parts=current.start.parts, stream_snapshots=current.start.stream_snapshots
-        )
+        return source.position_at_start(current.position(current.skip))
+
+    def _is_done_without_workers(self, current: Pass[None]) -> bool:
+        """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
+        if self.worker.loaded_end is not None and self.worker.loaded_end.epoch == current.epoch:
+            return current.items_taken > current.skip
+        end, count = current.schedule(self._batching).count, self._batching.count
+        return end is not None and count(current.items_taken - current.skip) + count(current.resumed_elsewhere) > end

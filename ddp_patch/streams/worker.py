@@ -72,7 +72,7 @@ class WorkerPosition:
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {
             "version": _VERSION,
             "consumed_before": [list(pair) for pair in self.consumed_before],
-            "snapshot": [self.snapshot.plain(), list(self.snapshot.initial_state)],
+            "snapshot": self.snapshot.plain(),
             "generators": list(self.generators),
         }
         return [[name, value] for name, value in values.items()]
@@ -92,7 +92,7 @@ class WorkerPosition:
                 "read. Restore it with that version."
             )
         values["consumed_before"] = tuple((ranks, taken) for ranks, taken in values["consumed_before"])
-        values["snapshot"] = StreamSnapshot.of(*values["snapshot"])
+        values["snapshot"] = StreamSnapshot.of(values["snapshot"])
         return cls(**values)
 
 
@@ -283,7 +283,7 @@ class StreamWorker(Generic[T]):
             self.forget(number)
         elif position.is_within_pass:
             # In workers too: a loader may have drawn its workers' seed from these generators since.
-            set_generator_states([generators_only(self.dataset)], position.sampler_snapshot.generators)
+            set_generator_states([generators_only(self.dataset)], position.states.generators)
 
     def _start(self, number: int, epoch: int) -> WorkerPosition:
         """Return where this worker's pass begins."""
@@ -295,22 +295,19 @@ class StreamWorker(Generic[T]):
             # Batches continue with the one whose turn it was.
             part = (worker + turn_after(batches)) % workers
             return WorkerPosition(epoch, part, skip=batches[part] * self.batching.size)
-        parts, snapshots = position.parts, position.stream_snapshots or [StreamSnapshot()]
-        part = worker if parts is None else (worker + parts.first) % workers
-        before, skip = split_consumed(
-            position.consumed if parts is None else parts.consumed[part], self.plan.num_replicas
-        )
+        parts, snapshots = position.parts, position.states.streams or [StreamSnapshot()]
+        part = (worker + (position.turn or 0)) % workers
+        before, skip = split_consumed(parts[part % len(parts)], self.plan.num_replicas)
         counts: Literal["stream", "parts", "nothing"]
-        counts = "parts" if parts is not None else "nothing" if position.is_at_epoch_start else "stream"
+        counts = "parts" if len(parts) > 1 else "nothing" if position.is_at_epoch_start else "stream"
         return WorkerPosition(epoch, part, before, skip, counts, snapshot=snapshots[part % len(snapshots)])
 
     def _batches_done(self, position: Position, workers: int) -> Sequence[int]:
         """Return how many batches each of this rank's workers has made where the dataset splits itself."""
-        if position.parts is None:  # in an explicit world ranks cannot report which workers have ended
-            return made_in_turn(
-                [None] * workers, split_consumed(position.consumed, self.plan.num_replicas)[1] // self.batching.size
-            )
-        own = position.parts.consumed[self.plan.rank * workers :][:workers]
+        if len(position.parts) == 1:  # in an explicit world ranks cannot report which workers have ended
+            taken = split_consumed(position.consumed, self.plan.num_replicas)[1]
+            return made_in_turn([None] * workers, taken // self.batching.size)
+        own = position.parts[self.plan.rank * workers :][:workers]
         return [sum(items for _, items in consumed) // self.batching.size for consumed in own]
 
     def _with_unread(self, start: WorkerPosition) -> WorkerPosition:

@@ -237,7 +237,7 @@ def test_stopped_and_resumed_it_goes_on_as_if_never_stopped(make: Any, workers: 
         stopped = start(state)
         assert [numbers(batch) for batch in islice(stopped, 1)] == whole[0][done : done + 1]
         state = loader_state(stopped, batches_done=1)
-        own += [state for _, state in state["marks"] if state]
+        own += [state for _, state, _ in state["states"]["streams"] if state]
         # What was left joins its threads when it is collected. If that happens while another thread starts, both wait.
         gc.collect()
     resumed = start(state)

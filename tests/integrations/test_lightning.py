@@ -192,7 +192,7 @@ class Resuming:
         patched = patch_dataloader_to_ddp(loader, **self.patched_with)
         valuation: Any = patch_dataloader_to_ddp(DataLoader(range(6), 2), **self.patched_with)  # type: ignore[arg-type]  # a range is a dataset
         trainer.fit(module, patched, valuation, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
-        assert valuation.sampler.epoch == 0 or not valuation.state_dict()["done"]
+        assert valuation.sampler.epoch == 0 or not valuation.state_dict()["parts"][0]
         return module.seen
 
 

@@ -57,7 +57,7 @@ def test_states_are_the_same_on_every_rank_and_restore_what_would_have_followed(
 def refused(rank: int, world_size: int) -> list[str]:
     """What each rank is told where they restore different states, or one of them cannot."""
     told = []
-    for damage in ({"epoch": rank}, {"done": [[2, 1 + rank // 2]]}, {"version": 1 + rank // 2}):
+    for damage in ({"epoch": rank}, {"parts": [[[2, 1 + rank // 2]]]}, {"version": 2 + rank // 2}):
         patched = patch_dataloader_to_ddp(loader(shuffle=True), seed=3, timeout=20)
         expected = loader(shuffle=True)
         expected = patch_dataloader_to_ddp(expected, seed=3)
@@ -79,9 +79,9 @@ def test_ranks_that_restore_different_states_are_all_told() -> None:
         mismatch = ("RankMismatchError", "Restoring a loader's state")
         table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")
-        assert_tells(done, (*mismatch, "done: [[2, 2]] on rank 2; [[2, 1]] on ranks 0, 1"), "same on every rank")
+        assert_tells(done, (*mismatch, "parts: [[[2, 2]]] on rank 2; [[[2, 1]]] on ranks 0, 1"), "same on every rank")
         if rank == 2:
             assert versions.startswith("StateError: ")
-            assert_tells(versions, ("version 2", "up to 1"), "version of ddp_patch")
+            assert_tells(versions, ("version 3", "reads version 2 alone"), "version of ddp_patch")
         else:
             assert_tells(versions, (*mismatch, "rank 2: StateError", "version 2"), "all ranks again")

@@ -151,7 +151,7 @@ def restoring_others(rank: int, world_size: int) -> str:
     patched = patch_dataloader_to_ddp(shuffled(), timeout=20)
     before = patched.sampler.seed
     state = loader_state(patched, batches_done=0)
-    state["loader"]["seed"] = 1 + rank
+    state["seed"] = 1 + rank
     with pytest.raises(RankMismatchError) as caught:
         restore_loader(patched, state)
     assert patched.sampler.seed == before

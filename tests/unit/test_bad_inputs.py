@@ -228,7 +228,7 @@ def test_what_cannot_be_sent_to_other_processes() -> None:
 
 
 def test_an_empty_state_says_what_is_missing() -> None:
-    with raises(StateError, ("damaged", "no version, loader, epoch, done"), "loader_state()"):
+    with raises(StateError, ("damaged", "no version, loader, epoch, seed, parts"), "loader_state()"):
         restore_loader(patched(), {})
 
 

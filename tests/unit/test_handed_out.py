@@ -98,13 +98,13 @@ def handed_out(loader: Any) -> int:
 @every_kind
 def test_it_counts_as_the_loop_does(make: Callable[[], DataLoader[Any]]) -> None:
     loader = patched(make)
-    assert loader_state(loader)["done"] == []
+    assert loader_state(loader)["parts"] == [[]]
     for _ in range(2):
         for step, _ in enumerate(loader, 1):
             assert loader_state(loader) == loader_state(loader, batches_done=step)
         # After a whole pass it is at the next epoch's beginning.
         assert loader_state(loader) == loader_state(loader, batches_done=step)
-    assert (loader_state(loader)["epoch"], loader_state(loader)["done"]) == (2, [])
+    assert (loader_state(loader)["epoch"], loader_state(loader)["parts"]) == (2, [[]])
 
 
 @every_kind
@@ -116,7 +116,7 @@ def test_after_a_whole_pass_ranks_with_unequal_shares_say_the_same(make: Callabl
             pass
         states.append(loader_state(loader))
     assert states[0] == states[1]
-    assert (states[0]["epoch"], states[0]["done"]) == (1, [])
+    assert (states[0]["epoch"], states[0]["parts"]) == (1, [[]])
 
 
 # Starting workers takes long, and a later stop has more of what they fetch ahead.
@@ -168,7 +168,7 @@ def test_before_the_first_batch_nothing_is_handed_out() -> None:
         for epoch in range(2):
             iterator = iter(loader)
             assert loader_state(loader)["epoch"] == epoch
-            assert sum(taken for _, taken in loader_state(loader)["done"]) == 0
+            assert sum(taken for part in loader_state(loader)["parts"] for _, taken in part) == 0
             next(iterator)
             list(iterator)
             assert loader_state(loader)["epoch"] == epoch + 1
@@ -181,10 +181,10 @@ def test_a_pass_that_goes_on_after_set_epoch_still_counts(options: Any) -> None:
     iterator = iter(loader)
     next(iterator)
     loader.set_epoch(0)
-    assert loader_state(loader)["done"] == []  # so far a new pass may begin
+    assert loader_state(loader)["parts"] == [[]]  # so far a new pass may begin
     next(iterator)
     state = loader_state(loader)
-    assert (state["epoch"], state["done"]) == (0, [[2, 4]])
+    assert (state["epoch"], state["parts"]) == (0, [[[2, 4]]])
     loader.set_epoch(7)
     assert loader_state(loader)["epoch"] == 7
     # What was restored comes next, whatever still runs.
@@ -268,12 +268,12 @@ class Copied(DataLoader[Any]):
 @pytest.mark.parametrize("kind", [OwnIteration, OwnIterators, Copied])
 def test_where_nobody_counts_the_loop_must(kind: Any) -> None:
     loader = patched(lambda: kind(Indices(N), 2))
-    assert loader_state(loader)["done"] == []
+    assert loader_state(loader)["parts"] == [[]]
     iterator = iter(loader)
     next(iterator)
     with raises(StateError, kind.__name__, "batches_done="):
         loader_state(loader)
-    assert loader_state(loader, batches_done=1)["done"] == [[2, 2]]
+    assert loader_state(loader, batches_done=1)["parts"] == [[[2, 2]]]
     list(iterator)
     loader.set_epoch(3)
     assert loader_state(loader)["epoch"] == 3
@@ -303,8 +303,8 @@ def test_what_fetches_ahead_of_the_loop_needs_its_count() -> None:
             break
     with raises(StateError, "Prefetching", "batches_done="):
         loader_state(ahead)
-    assert loader_state(ahead, batches_done=2)["done"] == [[2, 4]]
-    assert loader_state(loader)["done"] == [[2, 6]]  # which handed out one more than the loop got
+    assert loader_state(ahead, batches_done=2)["parts"] == [[[2, 4]]]
+    assert loader_state(loader)["parts"] == [[[2, 6]]]  # which handed out one more than the loop got
 
 
 def test_a_class_that_makes_its_iterators_still_does() -> None:
@@ -353,7 +353,7 @@ def test_a_shallow_copy_iterates_itself_and_is_not_counted() -> None:
         with raises(StateError, "another loader over the same sampler", "batches_done="):
             loader_state(one)
     assert not {"state_dict", "load_state_dict", "__getstate__"} & vars(other).keys()
-    assert loader_state(other, batches_done=1)["done"] == [[2, 2]]
+    assert loader_state(other, batches_done=1)["parts"] == [[[2, 2]]]
     next(iter(loader))
     assert handed_out(loader) == 1
     del loader

@@ -272,14 +272,14 @@ def test_the_last_positions_near_the_largest_integer_are_right() -> None:
     n = 2**63 - 1
     wrapper = DDPSamplerWrapper(LookedUp(n), False, num_replicas=1000, rank=999, order="seeded")
     share = Plan(999, 1000).share(n)
-    wrapper.load_state_dict(wrapper.state_dict() | {"done": [[1000, len(share) - 2]]})
+    wrapper.load_state_dict(wrapper.state_dict() | {"parts": [[[1000, len(share) - 2]]]})
     assert [*iter(wrapper)] == [n - 1 - share[-2], n - 1 - share[-1] % n]
 
 
 def test_a_position_is_reached_without_asking_for_those_before() -> None:
     sampler = LookedUp(10**9)
     wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1, order="seeded")
-    wrapper.load_state_dict(wrapper.state_dict() | {"epoch": 2, "done": [[4, 10**8]]})
+    wrapper.load_state_dict(wrapper.state_dict() | {"epoch": 2, "parts": [[[4, 10**8]]]})
     assert next(iter(wrapper)) == 10**9 - 1 - (4 * 10**8 + 1)
     assert sampler.asked == 64
 

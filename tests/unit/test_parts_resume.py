@@ -339,7 +339,8 @@ def test_what_says_where_it_stands_is_not_read_again(make: Any, workers: int) ->
         copies = readers if not getattr(dataset, "splits", True) else 1
         assert int(dataset.read) <= (given + looked_at) * copies
     again = [make() for _ in range(2)]
-    state["marks"] = [[first, []] for first, _ in state["marks"]]
+    streams = state["states"]["streams"]
+    state["states"]["streams"] = [[first, [], initial_state] for first, _, initial_state in streams]
     assert job.passes(job.start(state, again), 1)[0] == rest
 
 
@@ -421,7 +422,7 @@ def test_a_state_that_cannot_be_kept_leaves_the_stream_to_be_read_again(make: An
     job = Job(make, workers=workers)
     whole = job.passes(job.start(), 1)[0]
     _, state = step(job.start(), 2)
-    assert all(not own for _, own in state["marks"])
+    assert all(not own for _, own, _ in state["states"]["streams"])
     assert job.passes(job.start(state), 1)[0] == [rank[2:] for rank in whole]
 
 
@@ -433,7 +434,7 @@ def test_an_early_count_goes_on_by_reading_again(workers: int) -> None:
     for loader in loaders:
         list(islice(loader, 13))
     state = loader_state(loaders[0], batches_done=1)
-    assert not state["marks"][0][1]
+    assert not state["states"]["streams"][0][1]
     assert job.passes(job.start(state), 1)[0] == [rank[1:] for rank in whole]
 
 

@@ -14,9 +14,8 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zoo import Indices, N, as_it_is
 
-from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
-from ddp_patch.orders.chunks import IterationState
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.records import State
@@ -62,19 +61,19 @@ def an_exception(loader: Any) -> None:
 @pytest.mark.parametrize(
     ("do", "sampler", "state"),
     [
-        (nothing, range(N), IterationState.NOT_BEGUN),
-        (one_item, range(N), IterationState.RUNNING),
-        (all_of_it, range(N), IterationState.ENDED),
-        (all_of_it, [], IterationState.ENDED),
-        (a_break, range(N), IterationState.ABANDONED),
-        (an_exception, FailsAtThree(), IterationState.ABANDONED),
+        (nothing, range(N), State.NEW),
+        (one_item, range(N), State.RUNNING),
+        (all_of_it, range(N), State.ENDED),
+        (all_of_it, [], State.ENDED),
+        (a_break, range(N), State.LEFT),
+        (an_exception, FailsAtThree(), State.LEFT),
     ],
 )
-def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: IterationState) -> None:
+def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: State) -> None:
     loader = patched(sampler)
     kept = do(loader)
-    assert loader.sampler.latest.state is state
-    assert loader.sampler.latest.is_inactive is (state in {IterationState.ENDED, IterationState.ABANDONED})
+    assert loader.sampler.latest.drawn is state
+    assert loader.sampler.latest.is_over is (state in {State.ENDED, State.LEFT})
     del kept
 
 
@@ -169,10 +168,22 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     one = train.sampler.latest
     assert one.progress() == Progress(1, 1)
     dataset.may_end.set()
-    while not one.worker_saw_end():  # the test's time limit ends it
+    while one.source.lengths_found() == [None]:  # the test's time limit ends it
         time.sleep(0.001)
     assert one.progress() == Progress(1, 1)
     if takes_all:
         assert len(list(batches)) == 1
     del batches
     assert one.progress() == (Progress(2, 2, State.ENDED) if takes_all else Progress(1, 1))
+
+
+def test_who_asks_for_a_state_changes_nothing() -> None:
+    """Only rank 0 may save checkpoints. Else it would count in batches from then on, and the others in items."""
+    sampler: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(N), False, rank=0, num_replicas=2)
+    loader = DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is)
+    batches = iter(loader)
+    next(batches)
+    latest: Any = sampler.latest
+    before = latest.progress()
+    assert loader_state(loader, batches_done=1)["parts"] == [[[2, 3]]]
+    assert latest.progress() == before

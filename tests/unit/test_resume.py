@@ -65,7 +65,7 @@ def as_saved(state: dict[str, Any]) -> Any:
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    if not state["samplers"]:
+    if not state["states"]["samplers"]:
         assert json.loads(json.dumps(state)) == loaded == state
     return pickle.loads(pickle.dumps(loaded))  # noqa: S301 - our own
 
@@ -228,10 +228,10 @@ def test_a_stream_without_length_is_over_once_the_loop_has_seen_its_end(workers:
     running = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     batches = len(list(islice(running, 4)))
     deadline = time.monotonic() + 30
-    while None in running.sampler.latest.lengths_found() and time.monotonic() < deadline:
+    while None in running.sampler.latest.source.lengths_found() and time.monotonic() < deadline:
         time.sleep(0.01)  # its workers find the end
     state = loader_state(running)
-    assert (batches, state["epoch"], None in running.sampler.latest.lengths_found()) == (4, 0, False)
+    assert (batches, state["epoch"], None in running.sampler.latest.source.lengths_found()) == (4, 0, False)
     restored = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     restore_loader(restored, state)
     assert [len(list(restored)), len(list(restored)), loader_state(restored)["epoch"]] == [0, 4, 2]
@@ -240,25 +240,21 @@ def test_a_stream_without_length_is_over_once_the_loop_has_seen_its_end(workers:
 def test_the_state_is_small_and_says_what_it_is_of() -> None:
     state = state_of(loader(shuffle=True), 3)
     assert state == {
-        "version": 1,
+        "version": 2,
         "loader": {
             "shared by": "DDPSamplerWrapper",
             "shuffle_samples_between_gpus": False,
             "sampler": "RandomSampler",
             "sampler length": N,
-            "seed": 7,
             "uneven": "pad",
             "layout": "interleaved",
             "order": "drawn",
         },
         "epoch": 0,
-        "done": [[1, 12]],
-        "parts": None,
-        "marks": [],
-        "ended": False,
-        "generators": [],
-        "samplers": [],
-        "attributes": [],
+        "seed": 7,
+        "parts": [[[1, 12]]],
+        "turn": 0,
+        "states": {"generators": [], "samplers": [], "attributes": [], "streams": []},
     }
 
 
@@ -284,7 +280,7 @@ def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler
 def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_before() -> None:
     make = partial(DataLoader, Numbers(10**12), 2, shuffle=True)
     given = start(make(), order="scalable")
-    state = loader_state(given, batches_done=0) | {"done": [[1, 2 * 10**11]]}
+    state = loader_state(given, batches_done=0) | {"parts": [[[1, 2 * 10**11]]]}
     again = start(make(), order="scalable")
     restore_loader(again, state)
     other = start(make(), rank=3, num_replicas=1024, order="scalable")
@@ -397,7 +393,7 @@ def test_a_sampler_with_a_state_of_its_own_is_asked_for_it_and_given_it() -> Non
     iterator = iter(running)
     next(iterator)
     state = loader_state(running, batches_done=1)
-    assert state["samplers"] == [{"passes": [1]}]
+    assert state["states"]["samplers"] == [{"passes": [1]}]
     list(iterator)
     again = start(loader(sampler=Counter()))
     restore_loader(again, state)
@@ -516,19 +512,31 @@ def test_the_state_of_another_loader_is_refused(told: str, loading: dict[str, An
 
 
 SAVED = ("loader_state()", "state_dict()", "saved")
-DAMAGED: list[tuple[Any, tuple[str, ...]]] = [
-    (None, ("None", "NoneType", "dict")),
-    ({}, ("version", "loader", "epoch", "done")),
-    ({"epoch": None}, ("epoch", "None", "0")),
-    ({"epoch": -1}, ("epoch", "-1", "0")),
-    ({"done": 3}, ("done", "3", "list of pairs")),
-    ({"done": [[0, 3]]}, ("done", "[[0, 3]]", "list of pairs")),
-    ({"done": [[2, 12], [2, 1]]}, ("2 ranks", "1 items", "0 items")),
-    ({"done": [[2, 13]]}, ("2 ranks", "13 items", "23 items")),
-    ({"ended": 1}, ("ended", "1", "True", "False")),
-    ({"loader": "it"}, ("loader", "'it'", "dict")),
+STATES: dict[str, Any] = {"generators": [], "samplers": [], "attributes": [], "streams": []}
+OF_STATES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"generators": "none"}, ("generators", "'none'", "list")),
     ({"attributes": [1]}, ("attributes", "[1]", "list of lists of pairs")),
+    ({"streams": [1]}, ("streams", "[1]", "list", "what a stream began with")),
+    ({"streams": [[None, [1, 2], []]]}, ("streams", "[1, 2]", "list")),
+    ({"streams": [[[8, 1.5, 1], [], []]]}, ("streams", "1.5", "list")),
+    ({"streams": [[None, [], []]] * 2}, ("streams", "2 elements")),
+]
+DAMAGED: list[tuple[Any, tuple[str, ...]]] = [
+    (None, ("None", "NoneType", "dict")),
+    ({}, ("version", "loader", "epoch", "parts")),
+    ({"epoch": None}, ("epoch", "None", "0")),
+    ({"epoch": -1}, ("epoch", "-1", "0")),
+    ({"parts": 3}, ("parts", "3", "pairs: ranks")),
+    ({"parts": []}, ("parts", "[]", "pairs: ranks")),
+    ({"parts": [[[0, 3]]]}, ("parts", "[[[0, 3]]]", "pairs: ranks")),
+    ({"parts": [[[2, 12], [2, 1]]]}, ("2 ranks", "1 items", "0 items")),
+    ({"parts": [[[2, 13]]]}, ("2 ranks", "13 items", "23 items")),
+    ({"turn": "next"}, ("turn", "'next'", "the number of the part", "None")),
+    ({"turn": 1}, ("turn is 1", "1 parts")),
+    ({"loader": "it"}, ("loader", "'it'", "dict")),
+    ({"states": []}, ("states", "[]", "dict")),
+    ({"states": {"generators": []}}, ("no samplers, attributes, streams",)),
+    *(({"states": {**STATES, **damage}}, told) for damage, told in OF_STATES),
 ]
 
 
@@ -541,16 +549,16 @@ def test_a_damaged_state_is_refused(damage: Any, told: tuple[str, ...]) -> None:
     assert list(here) == list(start(loader(shuffle=True)))
 
 
-def test_a_state_that_lacks_a_field_or_is_newer_is_refused() -> None:
+def test_a_state_that_lacks_a_field_or_is_of_another_version_is_refused() -> None:
     state = state_of(loader(), 2)
-    with raises(StateError, ("damaged", "no done, marks"), SAVED):
-        restore_loader(start(loader()), {name: value for name, value in state.items() if name not in {"done", "marks"}})
-    with raises(StateError, ("version 2", "up to 1"), "version of ddp_patch"):
-        restore_loader(start(loader()), state | {"version": 2})
+    with raises(StateError, ("damaged", "no parts, turn"), SAVED):
+        restore_loader(start(loader()), {name: value for name, value in state.items() if name not in {"parts", "turn"}})
+    with raises(StateError, ("version 1", "reads version 2 alone"), "version of ddp_patch"):
+        restore_loader(start(loader()), state | {"version": 1})
 
 
 def test_a_place_beyond_a_streams_end_is_found_where_no_length_can_be_relied_on() -> None:
-    state = state_of(loader(sampler=Shuffled()), 2) | {"done": [[1, 41]]}
+    state = state_of(loader(sampler=Shuffled()), 2) | {"parts": [[[1, 41]]]}
     again = start(loader(sampler=Shuffled()))
     restore_loader(again, state)
     with raises(StateError, ("41 items", "40 items"), "with this sampler"):
@@ -565,7 +573,7 @@ def test_what_no_state_can_hold_is_refused() -> None:
     once = start(loader(sampler=iter(range(N))))
     iterator = iter(once)
     next(iterator)
-    assert loader_state(once, batches_done=1)["done"] == [[1, 4]]
+    assert loader_state(once, batches_done=1)["parts"] == [[[1, 4]]]
     list(iterator)
     once.sampler.set_epoch(1)
     with raises(StateError, "iterator", "iterated again"):
@@ -741,7 +749,7 @@ def test_no_batches_done_is_the_beginning_of_the_pass_however_far_workers_are_ah
         for _ in running:
             break
         state = loader_state(running, batches_done=0)
-        assert (state["epoch"], state["done"]) == (0, [[1, 0]])
+        assert (state["epoch"], state["parts"]) == (0, [[[1, 0]]])
 
 
 def test_going_back_within_the_loop_over_an_iterable_dataset_finds_the_place() -> None:
@@ -793,7 +801,7 @@ def test_a_length_that_is_too_small_loses_nothing_and_an_endless_stream_has_no_e
         iterator = iter(running)
         list(islice(iterator, 7))
         state = loader_state(running, batches_done=7)
-        assert (state["epoch"], state["done"]) == (0, [[1, 7]])
+        assert (state["epoch"], state["parts"]) == (0, [[[1, 7]]])
         again = start(loader(1, sampler=Says(gives)))
         restore_loader(again, state)
         assert list(islice(again, 13)) == [[index] for index in range(7, 20)] == list(islice(iterator, 13))
@@ -876,7 +884,7 @@ def test_what_cannot_be_a_generators_state_is_refused_before_anything_is_changed
     for other in ("?", [1, 2], {"state": 3}, None):
         again = start(loader(shuffle=True, generator=generator()))
         whole = list(start(loader(shuffle=True, generator=generator())))
-        state = state_of(loader(shuffle=True, generator=generator()), 2) | {"generators": [other]}
+        state = state_of(loader(shuffle=True, generator=generator()), 2) | {"states": STATES | {"generators": [other]}}
         with raises(StateError, ("damaged", "generators", "not the state of a Generator"), SAVED):
             restore_loader(again, state)
         assert list(again) == whole
@@ -946,7 +954,7 @@ def test_after_the_loop_over_an_iterable_dataset_without_length_the_next_epoch_c
     running = start(DataLoader(Source(20), 3, num_workers=workers, collate_fn=as_it_is))
     batches = list(running)
     state = loader_state(running, batches_done=len(batches))
-    assert (state["epoch"], state["done"]) == (1, [])
+    assert (state["epoch"], state["parts"]) == (1, [[]])
 
 
 @pytest.mark.parametrize(
@@ -982,7 +990,7 @@ def test_a_rank_that_took_an_item_more_than_others_leaves_nothing_to_take() -> N
     wrapper: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
     taken = list(wrapper)
     resumed: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
-    state = {**wrapper.state_dict(), "epoch": 0, "done": [[2, len(taken)]], "ended": False}
+    state = {**wrapper.state_dict(), "epoch": 0, "parts": [[[2, len(taken)]]], "turn": 0}
     resumed.resume_at(resumed.read(state), counts_rest=True)
     assert (len(taken), len(resumed), resumed.total_size) == (3, 0, 0)
 

@@ -160,7 +160,7 @@ def test_a_state_without_a_seed_is_damaged_and_changes_nothing(damage: Any) -> N
     start = USERS["shuffle=True"]
     again = start(0, 2)
     state = copy.deepcopy(loader_state(again, batches_done=0))
-    state["loader"]["seed"] = damage
+    state["seed"] = damage
     with raises(StateError, ("damaged", "seed", repr(damage)), "loader_state()"):
         restore_loader(again, state)
     assert list(again) == list(start(0, 2))

@@ -50,7 +50,7 @@ from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
 from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.item_sources import Indexed
-from ddp_patch.sharding.passes import SamplerPass
+from ddp_patch.sharding.passes import Pass
 
 # Samplers of other packages, as they are there.
 
@@ -239,7 +239,7 @@ def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -
     for rank in range(2):
         mine, other = patched(given(BatchSampler), 2, rank, share="batches"), patched(given(Unknown), 2, rank)
         assert [list(mine), list(mine)] == [list(other), list(other)]
-        latest: SamplerPass[Any] = mine.sampler.latest
+        latest: Pass[Any] = mine.sampler.latest
         assert isinstance(latest.source, Indexed)
         assert not isinstance(other.sampler.latest.source, Indexed)
 
@@ -300,7 +300,7 @@ def test_a_state_is_of_whole_batches_and_of_their_size() -> None:
     iterator = iter(running)
     next(iterator)
     state = loader_state(running, batches_done=1)
-    assert state["done"] == [[2, 1]]
+    assert state["parts"] == [[[2, 1]]]
     resumed = patched(loader(shuffle=True), 1, share="batches")
     restore_loader(resumed, state)
     assert list(resumed) == [whole[0][1], whole[1][1], whole[0][2], whole[1][2]]

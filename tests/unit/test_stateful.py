@@ -17,7 +17,7 @@ from zoo import Indices, as_it_is, out_of_order
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
-from ddp_patch.streams import stream_pass
+from ddp_patch.streams import stream_source
 
 N = 24
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_can_be_taken_of_what_cannot_be_resumed() -> None:
     assert "version" in unsized.state_dict()
     next(iterator)
     assert "has no len()" in refusal(unsized)
-    assert loader_state(unsized)["done"] == [[2, 2]]  # which a loop of the user's own may rely on
+    assert loader_state(unsized)["parts"] == [[[2, 2]]]  # which a loop of the user's own may rely on
     list(iterator)
     assert unsized.state_dict()["epoch"] == 1  # nobody can be ahead of the end
 
@@ -180,7 +180,7 @@ def test_a_state_of_the_loaders_own_stays() -> None:
     assert loader.state_dict() == "its own"
     assert not hasattr(loader, "load_state_dict")
     next(iter(loader))
-    assert loader_state(loader)["done"] == [[2, 2]]
+    assert loader_state(loader)["parts"] == [[[2, 2]]]
 
 
 def test_the_last_batch_is_not_followed_by_a_rest_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_the_last_batch_is_not_followed_by_a_rest_of_none(monkeypatch: pytest.Mo
     assert loader.state_dict() == loader_state(loader)
     next(iterator)
     with monkeypatch.context() as patch:
-        patch.setattr(stream_pass, "_ENDS_S", 0.01)
+        patch.setattr(stream_source, "_ENDS_S", 0.01)
         assert "6 batches" in refusal_of_now(loader)  # a worker has not said that it came to its end
     threading.Timer(0.2, dataset.may_end.set).start()
     assert loader.state_dict()["epoch"] == 1  # it waited

@@ -149,7 +149,7 @@ def test_a_state_is_the_same_whether_or_not_the_refused_iterator_is_gone(workers
     del caught
     gc.collect()
     states.append(loader_state(mine))
-    assert [(state["epoch"], state["done"]) for state in states] == [(0, [[2, 0]])] * 2
+    assert [(state["epoch"], state["parts"]) for state in states] == [(0, [[[2, 0]]])] * 2
 
 
 def test_an_iterable_dataset_that_knows_its_length_is_refused_at_the_patch() -> None:

@@ -192,7 +192,7 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     patched.sampler.worker.is_compared = True
     for _ in patched:
         pass
-    digest = patched.sampler.latest.digest
+    digest = patched.sampler.latest.source.digest
     assert digest.latest == read(range(30)).latest
 
 

@@ -16,7 +16,7 @@ from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, compara
 
 from ddp_patch import iter_with_mask, iter_with_weights, patch_dataloader_to_ddp
 from ddp_patch.errors import InvalidOptionError, NoStepsError, NotPatchedError, UnsupportedLoaderError, WorldError
-from ddp_patch.sharding.passes import SamplerPass
+from ddp_patch.sharding.passes import Pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -131,8 +131,8 @@ def test_steps_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch
     for options in ({}, {"share": "batches"}, {"share": "within_batches"}):
         one = patched(loader(10, sampler=range(100_003)), 4, 0, **options)
         with monkeypatch.context() as patch:
-            looked = mock.Mock(side_effect=SamplerPass.schedule)
-            patch.setattr(SamplerPass, "schedule", lambda current, looked=looked: looked(current))
+            looked = mock.Mock(side_effect=Pass.schedule)
+            patch.setattr(Pass, "schedule", lambda *given, looked=looked: looked(*given))
             assert len(list(iter_with_weights(one))) == len(one)
         assert looked.call_count < 100, options
 
