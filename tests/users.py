@@ -5,9 +5,7 @@ import random
 import re
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,16 +104,9 @@ class Lazy(Numbers):
 
 def number_of(row: Any) -> int:
     """Return the first number in a row that names its sample."""
-    found = re.search(r"\d+", str(vars(row) if isinstance(row, Record) else row))
+    found = re.search(r"\d+", str(row))
     assert found is not None
     return int(found[0])
-
-
-class Record:
-    """A row of a class of the user's."""
-
-    def __init__(self, number: int) -> None:
-        self.path, self.label = f"{number}.png", 0
 
 
 # Rows that name their samples.
@@ -125,12 +116,11 @@ NAMED: dict[str, Callable[[int], Any]] = {
     "dicts": lambda number: {"path": f"{number}.png", "label": 0},
     "folders": "/data/case_{}/image.png".format,
     "pairs in folders": lambda number: (f"/data/{number}/image.png", f"/data/{number}/mask.png"),
-    "objects": Record,
 }
 
 
 class Named(Numbers):
-    """Rows that name their samples, kept as they are, in a dict, in another object, in a list, or some for each."""
+    """Rows that name their samples, kept in dicts and lists."""
 
     def __init__(self, kept: Callable[[list[Any]], Any], found: Callable[[Any, int], Any], rows: list[Any]) -> None:
         self.kept, self.found = kept(rows), found
@@ -139,32 +129,15 @@ class Named(Numbers):
         return number_of(self.found(self.kept, index))
 
 
-class Slots:
-    """An object without a ``__dict__``."""
-
-    __slots__ = ("files",)
-
-    def __init__(self, files: list[Any]) -> None:
-        self.files = files
-
-
-def of_object(kept: Any, index: int) -> Any:
-    return kept.files[index]
-
-
-def in_an_object(files: list[Any]) -> Any:
-    return SimpleNamespace(files=files)
-
-
 # Where a dataset keeps its rows, and how it finds one.
 KEPT: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
-    "in an object": (in_an_object, of_object),
     "in a dict": (lambda rows: {"train": {"files": rows}}, lambda kept, index: kept["train"]["files"][index]),
-    "in slots": (Slots, of_object),
     "beside others": (lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
-    "in a deque": (deque, lambda kept, index: kept[index]),
     "by number": (lambda rows: dict(enumerate(rows)), lambda kept, index: kept[index]),
-    "pairs in an object": (lambda rows: in_an_object([(row, 0) for row in rows]), of_object),
+    "pairs in a dict": (
+        lambda rows: {"files": [(row, 0) for row in rows]},
+        lambda kept, index: kept["files"][index],
+    ),
 }
 
 
@@ -281,6 +254,17 @@ class ByClass(Shuffles):
 
     def __iter__(self) -> Iterator[int]:
         return iter(permuted(self.rngs, N))
+
+
+class ByClosure(Shuffles):
+    """Shuffles by a function that draws from a generator of its closure."""
+
+    def __init__(self, rng: Any) -> None:
+        super().__init__(None)
+        self.shuffled: Callable[[], list[int]] = lambda: permuted(rng, N)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shuffled())
 
 
 class ByModule(Shuffles):
@@ -578,11 +562,17 @@ SHUFFLERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "torch.Generator": lambda **how: loader(sampler=Shuffles(seeded()), **how),
     "counter": lambda **how: loader(sampler=Counts(), **how),
     "of an object": lambda **how: loader(sampler=ByObject(np.random.default_rng(3)), **how),
-    "of a class": lambda **how: loader(sampler=ByClass(), **how),
     "batch sampler": lambda **how: loader(batch_sampler=Batches(random.Random(3)), **how),
     "sampler in a batch sampler": lambda **how: loader(
         batch_sampler=BatchSampler(Shuffles(random.Random(3)), SIZE, False), **how
     ),
+}
+# Loaders that draw from what no attribute of their sampler holds.
+UNHELD: dict[str, Callable[..., DataLoader[Any]]] = {
+    "of a class": lambda **how: loader(sampler=ByClass(), **how),
+    "of a closure": lambda **how: loader(sampler=ByClosure(random.Random(3)), **how),
+    "of a module": lambda **how: loader(sampler=ByModule(), **how),
+    "of a module, numpy's": lambda **how: loader(sampler=ByModule(with_numpy=True), **how),
 }
 # All kinds for which the errors have remedies.
 REMEDIED: dict[str, Callable[..., DataLoader[Any]]] = {

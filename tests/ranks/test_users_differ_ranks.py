@@ -134,12 +134,21 @@ def one_rank_goes_back(job: Job, make: Make) -> None:
         job.train(train)
 
 
-@program("error", each={"generator=": False, "own": True})
-def each_rank_seeds_its_generator_anew(job: Job, own: bool) -> None:
-    rng: Any = random.Random(3) if own else users.seeded()
-    train = job.patch(loader(sampler=users.Shuffles(rng)) if own else loader(shuffle=True, generator=rng))
+@program("error")
+def each_rank_seeds_its_generator_anew(job: Job) -> None:
+    raw = loader(shuffle=True, generator=users.seeded())
+    train = job.patch(raw)
     job.train(train)
-    rng.seed(job.rank) if own else rng.manual_seed(job.rank)
+    raw.generator.manual_seed(job.rank)
+    job.train(train)
+
+
+@program("complete")
+def each_rank_seeds_a_generator_of_pythons_anew(job: Job) -> None:
+    sampler = users.Shuffles(random.Random(3))
+    train = job.patch(loader(sampler=sampler))
+    job.train(train)
+    sampler.rng.seed(job.rank)
     job.train(train)
 
 
@@ -219,11 +228,11 @@ def files_are_kept_elsewhere(job: Job, how: Any) -> None:
 
 @program("error")
 def files_are_listed_anew(job: Job) -> None:
-    dataset = users.Named(*users.KEPT["in an object"], [f"{number}.png" for number in range(N)])
+    dataset = users.Named(*users.KEPT["in a dict"], [f"{number}.png" for number in range(N)])
     train = job.patch(loader(dataset, shuffle=True))
     for _ in range(3):
         job.train(train)
-        train.dataset.kept.files = [f"{number}.png" for number in random.sample(range(N), N)]
+        train.dataset.kept["train"]["files"] = [f"{number}.png" for number in random.sample(range(N), N)]
 
 
 @program("error")

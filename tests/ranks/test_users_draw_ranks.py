@@ -16,7 +16,7 @@ import users
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
-from users import REMEDIED, SHUFFLERS, SIZE, N, loader
+from users import REMEDIED, SHUFFLERS, SIZE, UNHELD, N, loader
 
 from ddp_patch import loader_state, restore_loader
 
@@ -74,10 +74,20 @@ def the_last_rank_iterates_the_unpatched_loader(job: Job, make: Make) -> None:
         job.train(train)
 
 
-@program("complete", each={"random": False, "numpy": True})
+@program("error", each=UNHELD)
+def rank_0_lists_a_sampler_that_draws_from_what_it_does_not_hold(job: Job, make: Make) -> None:
+    rank_0_lists_the_sampler(job, make)
+
+
+@program("error", each={"random": False, "numpy": True})
 def a_generator_of_the_module_crops_too(job: Job, with_numpy: bool) -> None:
     train = job.patch(loader(users.CroppedByModule(), sampler=users.ByModule(with_numpy)))
     job.train(train, epochs=3)
+
+
+@program("complete", each=UNHELD)
+def nobody_else_draws_from_what_a_sampler_does_not_hold(job: Job, make: Make) -> None:
+    job.train(job.patch(make()), epochs=3)
 
 
 @program("complete", each={"no workers": {}, "workers": {"num_workers": 1}})
@@ -231,7 +241,7 @@ def rank_0_looks(job: Job, make: Make) -> None:
     job.train(train, epochs=2)
 
 
-HIDDEN = {"counter", "of an object", "of a class"}  # they have no generator that the test finds
+HIDDEN = {"counter", "of an object"}  # they have no generator that the test finds
 
 
 @program("complete", each={kind: SHUFFLERS[kind] for kind in SHUFFLERS if kind not in HIDDEN})
