@@ -163,12 +163,18 @@ class Group:
     def close(self) -> None:
         """Break all connections where something is still on its way, so that nobody waits for it, and leave."""
         if self._gloo is not None and self._process == os.getpid():
-            if len(self.ranks) > 1:
-                with suppress(RuntimeError):  # gloo breaks all connections when a time is over
-                    self._gloo.recv([torch.empty(1)], (self.index + 1) % len(self.ranks), _NOTHING).wait(
-                        timedelta(milliseconds=1)
-                    )
+            # gloo breaks all connections when a time is over, on one that is not broken yet.
+            ranks = len(self.ranks)
+            any(self._times_out((self.index + after) % ranks) for after in range(1, ranks))
             self._gloo = None
+
+    def _times_out(self, index: int) -> bool:
+        """Wait a moment for a rank, which sends nothing; return whether that is what ended it."""
+        try:
+            self._gloo.recv([torch.empty(1)], index, _NOTHING).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            return "Timed out" in str(error)
+        return False
 
 
 def kept_groups(members: Sequence[int]) -> list[Group]:
