@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from getpass import getuser
 from multiprocessing.util import get_temp_dir
@@ -179,8 +179,9 @@ def shadowed(rank: int, folder: str, *, keep: bool = False) -> Iterator[None]:
         _entered = False
         if not keep:
             shutil.rmtree(own, ignore_errors=True)
-            if not any(name.startswith("rank-") for name in os.listdir(home)):
-                shutil.rmtree(home, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another rank has removed it
+                if not any(name.startswith("rank-") for name in os.listdir(home)):
+                    shutil.rmtree(home, ignore_errors=True)
 
 
 def _keep(stack: ExitStack, keeper: Keeper) -> None:

@@ -480,7 +480,7 @@ def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> Non
         (make(4), "num_workers: 2 in the state; 4 here"),
         (make(2, 3), "num_replicas: 2 in the state; 3 here"),
     ):
-        with raises(StateError, told, AS_IT_WAS):
+        with raises(StateError, told, ("Use the numbers of the state", "patched without share")):
             restore_loader(other, state)
 
 

@@ -202,7 +202,7 @@ def test_another_reader_of_the_same_pass_marks_nothing() -> None:
     patched.sampler.worker.is_compared = True
     first = iter(patched)
     next(first)
-    digest = patched.sampler.latest.digest
+    digest = patched.sampler.latest.source.digest
     marks = digest.marks
     assert len(list(patched.dataset)) == 15
     assert digest.marks == marks
