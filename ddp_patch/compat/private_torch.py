@@ -274,7 +274,8 @@ class AroundIterator(Iterator[Any]):
     """
 
     def __init__(self, wrapped: Any, batches_of: BatchesOf | None = None) -> None:
-        self.wrapped, self._batches_of = wrapped, batches_of
+        self.wrapped: Any = wrapped
+        self._batches_of = batches_of
         self.begin()
 
     def begin(self) -> None:

@@ -32,7 +32,8 @@ class Members:
     """
 
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
-        self.ranks, self.timeout = ranks, timeout
+        self.ranks: Sequence[int] = ranks
+        self.timeout: float = timeout
         self._begun = monotonic()
         self._in_group = np.argsort(np.argsort(ranks)).tolist()  # the group has them sorted
 

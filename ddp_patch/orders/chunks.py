@@ -317,6 +317,15 @@ class IterationProgress:
         self._run = run = iter(part)
         return run
 
+    def begin(self) -> None:
+        """Record that the first item is asked for."""
+        self.drawn = State.RUNNING
+
+    def leave(self) -> None:
+        """Record that no more items are asked for, if there are any."""
+        if self.drawn is not State.ENDED:
+            self.drawn = State.LEFT
+
     def end(self) -> None:
         """Record that there are no more items."""
         self.drawn = State.ENDED

@@ -56,7 +56,9 @@ class Group:
     """
 
     def __init__(self, gloo: Any, addresses: "_Addresses", ranks: Sequence[int], index: int) -> None:
-        self.name, self.ranks, self.index = addresses.name, ranks, index
+        self.name: str = addresses.name
+        self.ranks: Sequence[int] = ranks
+        self.index: int = index
         self.begun: int = 0
         self.is_lent: bool = False
         self._gloo, self._addresses, self._process = gloo, addresses, os.getpid()

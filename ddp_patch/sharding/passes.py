@@ -143,7 +143,7 @@ class Pass(IterationProgress, Generic[T]):
 
     def runs(self) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        self.drawn = State.RUNNING
+        self.begin()
         monitor = self._context.monitor
         try:
             whole = partial(self.most_batches, self._context.batching)
@@ -159,8 +159,7 @@ class Pass(IterationProgress, Generic[T]):
                 self._tell_log()
                 monitor.compare(at_end=True)
         finally:
-            if not self.is_ended:
-                self.drawn = State.LEFT
+            self.leave()
 
     def _own(self, chunk: Sequence[T]) -> Sequence[T]:
         """Return what this rank gets of its items, and record their sizes where somebody needs these."""

@@ -231,7 +231,8 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         if current.is_ended:
             return
         self.epochs.begin(current.epoch)
-        self.latest, self.position, self._epoch_was_set = current, None, False
+        self._note_begun(current, takes_position=True)
+        self._epoch_was_set = False
         yield from current.runs()
 
     def _take_up_pass(self) -> Pass[T]:
@@ -254,7 +255,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
         source: ItemSource[T] = Nothing() if start.is_ended else self._chosen_source(start, digest)
         costs = self.agreed.options.costs
-        self.latest = current = Pass(
+        current = Pass(
             start,
             self._pass_context(),
             source,
@@ -263,10 +264,10 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
             divide=None if self._batch_plan is None else BatchDivider(self._batch_plan, self._name, costs),
             require_steps=partial(self._require_steps, start),
         )
+        self._note_begun(current, takes_position=start.is_ended)
         if start.is_ended:
             current.end()
             self.epochs.begin(number)
-            self.position = None
         return current
 
     def _generators_of_torchs(self) -> list[torch.Generator]:

@@ -192,7 +192,7 @@ class StreamSampler(EpochSampler[None]):
         self.worker.shared.begin(number, epoch)
         if self.position is None:
             self.worker.forget()
-        self.latest, self.position = current, None
+        self._note_begun(current, takes_position=True)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         self._dataset_epoch.tell(epoch)
