@@ -108,6 +108,9 @@ def _heard(facts: LoaderFacts[Any], subject: Audited, traits: Traits) -> DataLoa
         return change_loader(facts.loader, **new)
     plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
     kept = {name: value for name, value in vars(facts.loader).items() if name not in OWN_METHODS}
+    # A loader around another one, as accelerate's, has that one's attributes without holding them.
+    others = [name for name in vars(DataLoader([0])) if name not in kept and hasattr(facts.loader, name)]  # type: ignore[arg-type]  # torch takes any sequence
+    kept |= {name: getattr(facts.loader, name) for name in others}
     if not is_iterable:
         new["sampler" if facts.loader.batch_sampler is None else "batch_sampler"] = facts.iterated
     vars(plain).update(kept | {RUNNING_ITERATOR: None} | new)

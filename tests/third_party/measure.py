@@ -124,8 +124,9 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _is_counted(loader: Any) -> bool:
+    inner = loader.pipeline[0] if hasattr(loader, "pipeline") else loader  # webdataset's, which the guard refuses
     try:
-        return check_loaders_is_patched([loader])
+        return check_loaders_is_patched([inner])
     except NotALoaderError:
         return False
 
