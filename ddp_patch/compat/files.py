@@ -1,8 +1,10 @@
-"""Where Python's own modules, numpy and torch open, save and remove files, each by a name of its own."""
+"""Where Python's own modules, numpy and torch open, find, save and remove files, each by a name of its own."""
 
 import bz2
+import glob
 import importlib
 import io
+import os
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
@@ -19,10 +21,10 @@ __all__ = ["files_opened_by"]
 def files_opened_by(
     open_file: Callable[..., Any], save: Callable[..., None], load: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Let files be opened by a function in the place of ``open`` while entered; and removed by paths, as ``os`` has it.
+    """Let files be opened by a function while entered; and found and removed by what ``os`` has now.
 
     Args:
-        open_file: Takes what ``open`` takes.
+        open_file: Stands in the place of ``open``.
         save: Takes what ``torch.save`` takes, which opens files in C.
         load: Takes what ``torch.load`` takes; None to leave that.
     """
@@ -39,6 +41,8 @@ def files_opened_by(
         stack.enter_context(patch.object(torch, "load", load or torch.load))
         # rmtree by open folders would go past what is in the place of os.unlink.
         stack.enter_context(patch.object(shutil, "_use_fd_functions", False))
-        if hasattr(shutil, "_rmtree_impl"):  # as of Python 3.13
-            stack.enter_context(patch.object(shutil, "_rmtree_impl", vars(shutil)["_rmtree_unsafe"]))
+        # As of Python 3.13, pathlib looks by functions that glob took from os when it was imported.
+        globber = getattr(glob, "_StringGlobber", None)
+        for name in () if globber is None else ("lstat", "scandir"):
+            stack.enter_context(patch.object(globber, name, staticmethod(getattr(os, name))))
         yield

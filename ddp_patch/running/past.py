@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Container
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ class Past:
             in_place: Whether the file itself is changed, so that a second name of it would not do.
         """
         kept = self._kept + path
-        if self._is_made(path) or (is_there(kept) and not is_folder(kept)):
+        if self._is_made(path) or (is_there(kept) and not is_folder(kept, follow=False)):
             return
         if not is_there(path):
             with open_file(self._notes, "ab", buffering=0) as notes:
@@ -48,12 +49,14 @@ class Past:
         if is_folder(path, follow=False):
             make_folders(kept)
             return
+        if not stat.S_ISREG(_mode(real.lstat, path)) and not is_link(path):
+            return  # a pipe, say, which holds nothing
         make_folders(os.path.dirname(kept))
-        try:
-            if in_place:
-                raise OSError
-            real.link(path, kept)
-        except OSError:  # not on one disk
+        if not in_place:
+            with suppress(OSError):  # not on one disk
+                real.link(path, kept)
+                return
+        with suppress(OSError):  # no reason for the first rank to fail: the others then see what it makes of it
             copy(path, f"{kept}.part")
             real.replace(f"{kept}.part", kept)
 

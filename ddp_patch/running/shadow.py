@@ -41,13 +41,13 @@ _save = torch.save
 _IN_FOLDERS = ("dir_fd", "src_dir_fd", "dst_dir_fd")
 
 
-def _of_paths(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return our function in the place of a real one, which is called for open files, and paths in open folders."""
+def _of_paths(of_os: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return our function in the place of one of ``os``, which is called for open files, and paths in open folders."""
 
-    @wraps(real)
+    @wraps(of_os)
     def call(*args: Any, **options: Any) -> Any:
         if any(options.get(name) is not None for name in _IN_FOLDERS) or (args and isinstance(args[0], int)):
-            return real(*args, **options)
+            return of_os(*args, **options)
         return ours(*args, **{name: value for name, value in options.items() if name not in _IN_FOLDERS})
 
     return call

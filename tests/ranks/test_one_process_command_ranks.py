@@ -46,8 +46,10 @@ GROUP_OF_ITS_OWN = """
 """
 
 
-def launch(folder: Path, body: str, *options: str, ranks: int | None = 2) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(body))
+def launch(
+    folder: Path, body: str, *options: str, ranks: int | None = 2, before: str = TRAINING
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(textwrap.dedent(before) + textwrap.dedent(body))
     count = [] if ranks is None else ["-n", str(ranks)]
     command = [sys.executable, "-m", "ddp_patch", "run", *count, "--timeout", "60", *options, "train.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)  # noqa: S603 - our own
@@ -97,6 +99,29 @@ def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
     assert next(shadows.glob("rank-1/**/best.pt")).is_file()
 
 
+def test_a_script_without_loader_and_optimizer_speaks_and_writes_once(tmp_path: Path) -> None:
+    done = launch(tmp_path, 'print("done")\nopen("out.txt", "a").write("x")\n', before="")
+    assert (done.returncode, done.stdout, (tmp_path / "out.txt").read_text()) == (0, "done\n", "x")
+    assert "2 ranks ran all of it each" in done.stderr
+
+
+def test_a_script_does_not_see_which_rank_it_is(tmp_path: Path) -> None:
+    body = """
+        import os
+        import torch.distributed as dist
+        try:
+            dist.init_process_group("gloo")
+        except Exception as error:
+            print(type(error).__name__, "--mode ranks" in str(error), "RANK" in os.environ)
+        os.environ["RANK"]
+    """
+    done = launch(tmp_path, body, ranks=1, before="")
+    assert (done.returncode, done.stdout) == (1, "WorldError True False\n")
+    assert "KeyError: 'RANK'" in done.stderr
+    assert "the script sees no RANK" in done.stderr
+    assert "pass --mode ranks" in done.stderr
+
+
 @pytest.mark.soak
 def test_a_script_that_makes_a_group_shards_its_loaders(tmp_path: Path) -> None:
     done = launch(tmp_path, GROUP_OF_ITS_OWN)
@@ -132,6 +157,19 @@ def test_a_script_that_makes_a_group_shards_its_loaders(tmp_path: Path) -> None:
                 "after 4 calls of backward() and 4 optimizer steps",
             ],
             id="ranks that go different ways",
+        ),
+        pytest.param(
+            """
+            for batch in train:
+                model(batch).view(7, 1)
+            """,
+            [
+                "RuntimeError",
+                "each rank has a part of each batch here, this one",
+                "of 7 samples",
+                "--whole train.py:12",
+            ],
+            id="a script that counts on the batch size",
         ),
         soaked(
             """

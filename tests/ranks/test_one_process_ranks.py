@@ -361,6 +361,27 @@ def test_ranks_that_are_seeded_differently_go_on_with_one_seed() -> None:
     assert any("seeded differently" in text for text in first["told"])
 
 
+def classes_weigh(rank: int, world_size: int) -> list[str]:
+    seed_ambient(100 + rank)
+    told = Told()
+    logging.getLogger("ddp_patch.autopatch").addHandler(told)
+    with autopatch(as_one_process=True, timeout=30):
+        loader, model = random_loader(11, 2, batch_size=4), nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for batch in loader:
+            classes = torch.zeros(len(batch), dtype=torch.int64)
+            loss: Any = nn.functional.cross_entropy(model(batch.float()), classes, weight=torch.ones(3))
+            loss.backward()
+            optimizer.step()
+    return told.texts
+
+
+def test_a_mean_by_weights_of_classes_is_told() -> None:
+    first, other = run_ranks(classes_weigh, 2)
+    assert any("a mean by weights of the samples" in text for text in first)
+    assert not other
+
+
 def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     def run_with(chosen: OneProcessOptions, body: Callable[[Any, Any], Any]) -> Any:
         torch.manual_seed(0)
@@ -404,6 +425,7 @@ def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
     return {
         "sum": run_with(OneProcessOptions(loss="sum"), summed)[0],
+        "sum that is seen": run_with(OneProcessOptions(), summed)[0],
         "whole": run_with(OneProcessOptions(whole=Patterns("test_one_process_ranks.py")), sizes),
         "unmatched": run_with(OneProcessOptions(whole=Patterns("no.py")), sizes),
         "sharded": run_with(OneProcessOptions(shard_evaluation=True), sizes)[0],
@@ -422,6 +444,7 @@ def test_each_option_does_what_it_says(tmp_path: Path) -> None:
     whole, parts = [4, 4, 3], ([2, 2, 2], [2, 2, 1])
     for rank, (found, part) in enumerate(zip(ranks, parts, strict=True)):
         np.testing.assert_allclose(found["sum"], alone["sum"], atol=1e-12)
+        np.testing.assert_allclose(found["sum that is seen"], alone["sum"], atol=1e-12)
         assert found["whole"][0] == (whole, whole)
         assert "whole (--whole)" in found["whole"][1]
         assert found["unmatched"][0] == (whole, part)

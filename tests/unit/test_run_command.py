@@ -112,6 +112,41 @@ def test_wrong_usage_exits_with_2(
     assert not dist.is_initialized()
 
 
+def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    def started(*_arguments: Any) -> int:
+        assert Path(os.environ["DDP_PATCH_SHADOWS"]).is_dir()
+        seen.append(dict(os.environ))
+        return 0
+
+    monkeypatch.setattr(command, "_started", started)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    outer = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "1"}  # as a container's job sets them
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        run(["-n", "2", "script.py"])
+    assert caught.value.code == 0
+    (environment,) = seen
+    assert environment["PYTHONHASHSEED"] == "0"
+    assert environment["DDP_PATCH_SEED"].isdecimal()
+    assert not outer.keys() & environment.keys()
+    assert outer.items() <= os.environ.items()
+    assert not Path(environment["DDP_PATCH_SHADOWS"]).exists()
+
+
+def test_ranks_of_another_launcher_start_none(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "-", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        run(["-n", "2", "script.py"])
+    assert caught.value.code == 2
+    assert "as rank 1 of 4" in capsys.readouterr().err
+
+
 def test_nccl_gets_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_patch.running.past import Past
 from ddp_patch.running.shadow import shadowed
 
 
@@ -100,6 +101,14 @@ def moved() -> None:
     assert sorted(glob.glob("**/*", recursive=True)) == ["elsewhere", "elsewhere/data.bin", "there", "there/log.txt"]
 
 
+def looked_for() -> None:
+    Path("there/new.txt").touch()
+    os.remove("there/log.txt")
+    assert sorted(map(str, Path().rglob("*"))) == ["there", "there/deep", "there/deep/data.bin", "there/new.txt"]
+    assert list(Path("there").glob("*.txt")) == [Path("there/new.txt")]
+    assert sorted(each.name for each in Path("there").iterdir()) == ["deep", "new.txt"]
+
+
 def written_and_renamed() -> None:
     with tempfile.NamedTemporaryFile("w", dir="there", delete=False) as file:
         file.write("whole")
@@ -166,6 +175,7 @@ PROGRAMS: list[Callable[[], None]] = [
     removed,
     linked,
     moved,
+    looked_for,
     written_and_renamed,
     archives,
     arrays_and_logs,
@@ -252,3 +262,11 @@ def test_a_shadow_sees_the_world_as_it_was_before_the_first_rank_changed_it(
         os.chdir(str(here))
         assert tree(str(here)) == made
     assert tree(str(here)) == made
+
+
+def test_a_pipe_is_not_read_to_be_kept(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    past = Past(str(tmp_path / "scratch"))
+    past.keep(str(pipe), in_place=True)  # reading it would wait for ever
+    assert past.lies(str(pipe)) == str(pipe)
