@@ -101,10 +101,17 @@ def test_no_other_module_names_a_mark_or_a_class_of_another_package(module: str)
         assert not FULL_NAME.fullmatch(text), text
 
 
+@pytest.mark.parametrize("module", [module for module in OTHERS if not module.startswith("running/")])
+def test_the_core_names_no_accelerator(module: str) -> None:
+    names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree_of(module))}
+    assert not {"cuda", "xpu", "mps", "npu"} & {*names, *strings(tree_of(module))}
+
+
 def test_the_checks_above_can_fail() -> None:
     nodes = [node for module in COMPAT for node in ast.walk(tree_of(module))]
     imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert any(map(is_private, imported))
     assert set(imported) & UNEXPORTED
     assert any(FULL_NAME.fullmatch(text) for module in COMPAT for text in strings(tree_of(module)))
+    assert any(getattr(node, "attr", "") == "cuda" for node in ast.walk(tree_of("running/one_process.py")))
     assert {"_iterator", "_is_accelerate_prepared", "_distributed", "_drop_last", "__pl_saved_args"} <= marks()
