@@ -64,7 +64,9 @@ STREAMS = ("stream", "epoch stream", "unreadable stream")
 STOPPING = ("unreadable", "an unreadable part")
 FAILING = (*STOPPING, "unreadable stream", "by worker, unreadable")
 LEARNERS = ("learner", "alike batches")
-KINDS = (*SHUFFLERS, "plain", "module", "global", "unreadable", *ROWS, *STREAMS, *LEARNERS)
+# Of the first kind, a sampler and its dataset draw from one generator of their module, which nobody puts back: ranks
+# whose items draw another number of times then have other orders, and tell.
+KINDS = ("module", *SHUFFLERS, "plain", "global", "unreadable", *ROWS, *STREAMS, *LEARNERS)
 OTHERS: dict[str, Callable[..., Any]] = {
     "plain": lambda **how: users.loader(shuffle=True, **how),
     "global": lambda **how: users.loader(sampler=users.Shuffles(random), **how),
@@ -159,7 +161,7 @@ class Plan:
         numbers = random.Random(f"{seed}/{number}/{is_honest}")
         ranks, epochs = numbers.choice([2, 3]), numbers.randint(2, 4)
         own = [CLAIMS, OF_WORKERS, FAILING, *([] if is_honest else [WRONG_CLAIMS, WRONG_OF_WORKERS])]
-        kind = numbers.choice([*numbers.choice(own)] if numbers.random() < 0.4 else KINDS)
+        kind = numbers.choice([*numbers.choice(own)] if numbers.random() < 0.4 else KINDS[is_honest:])
         workers = int(numbers.random() < 0.2 and kind != "split by its rank")  # a worker has no process group
         persistent = bool(workers) and numbers.random() < 0.5
         options: dict[str, Any] = {}
