@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pkgutil import resolve_name
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
 
 from ddp_patch.compat.packages import full_name, is_any_of
-from ddp_patch.errors import TorchVersionError
+from ddp_patch.errors import StreamLengthError, TorchVersionError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -258,6 +259,20 @@ def has_own_iterators(loader_kind: type) -> bool:
     return getattr(loader_kind, MAKE_ITERATOR, None) is not getattr(DataLoader, MAKE_ITERATOR)
 
 
+# What torch reads a map-style dataset's batch in, and what raises again what was raised in a worker. An iterable
+# dataset's end passes through neither.
+_OF_BATCHES: Final = tuple(
+    private(f"torch.{name}", "Telling a loader's end from a dataset's StopIteration").__code__
+    for name in ("utils.data._utils.fetch._MapDatasetFetcher.fetch", "_utils.ExceptionWrapper.reraise")
+)
+
+
+def is_end(reason: BaseException) -> bool:
+    """Return whether what an iterator raised is its end, and not a StopIteration of a dataset's or ``collate_fn``'s."""
+    frames = (frame for frame, _ in walk_tb(reason.__traceback__))
+    return isinstance(reason, StopIteration) and not any(frame.f_code in _OF_BATCHES for frame in frames)
+
+
 # Makes of an iterator of a loader's class the batches of the pass that it begins.
 BatchesOf: TypeAlias = Callable[[Any], Iterator[Any]]
 
@@ -287,6 +302,13 @@ class AroundIterator(Iterator[Any]):
             given = next(self._batches)
         except BaseException as reason:
             self.stop(reason)
+            if isinstance(reason, StopIteration) and not is_end(reason):
+                raise StreamLengthError(
+                    "Iterating the loader: its dataset or collate_fn raised StopIteration in place of a batch, which a "
+                    "loop takes for the end. This rank's epoch would end there, and the other ranks' would go on. "
+                    "Return an item for each index, or raise another error, and let the sampler or the dataset's "
+                    "__len__ say how many there are."
+                ) from reason
             raise
         return self.count(given)
 
@@ -295,7 +317,7 @@ class AroundIterator(Iterator[Any]):
         return given
 
     def stop(self, reason: BaseException) -> None:
-        """Record that no batch is given, because of the end, which is a ``StopIteration``, or of an error."""
+        """Record that no batch is given, because of the end or of an error; see ``is_end``."""
         raise NotImplementedError
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf
+from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf, is_end
 from ddp_patch.errors import DDPPatchError, StreamLengthError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.samples import length_of
@@ -24,7 +24,7 @@ __all__ = ["CountedIterator", "RepeatedPasses", "WatchedIterator"]
 
 def _is_failure(error: BaseException) -> bool:
     """Return whether an error leaves doubt about what is lost, as one of this package's does not."""
-    return isinstance(error, Exception) and not isinstance(error, DDPPatchError | Warning | StopIteration)
+    return isinstance(error, Exception) and not (is_end(error) or isinstance(error, DDPPatchError | Warning))
 
 
 class CountedIterator(AroundIterator):
@@ -78,11 +78,11 @@ class CountedIterator(AroundIterator):
     def stop(self, reason: BaseException) -> None:
         """Record that the loop sees the end, or an error instead of a batch."""
         self._find_pass()
-        is_end = isinstance(reason, StopIteration)
-        self._has_failed = self._has_failed or not is_end
+        has_ended = is_end(reason)
+        self._has_failed = self._has_failed or not has_ended
         if self._pass is None:
             return
-        if is_end and self._reaches_loop and not self._has_failed:
+        if has_ended and self._reaches_loop and not self._has_failed:
             self._pass.note_stopped()
         elif _is_failure(reason):
             self._pass.note_failed()
@@ -182,7 +182,7 @@ class WatchedIterator(AroundIterator):
 
     def stop(self, reason: BaseException) -> None:
         """Record that the loop sees the end, or an error instead of a batch."""
-        if isinstance(reason, StopIteration):
+        if is_end(reason):
             self._pass.note_end_seen()
         elif _is_failure(reason):
             self._pass.note_failed()

@@ -269,7 +269,7 @@ class Pass(IterationProgress, Generic[T]):
         self.is_interleaved = True
 
     def note_stopped(self) -> None:
-        """Record that the loop was told of an end: of the pass, or none, where a dataset raised StopIteration.
+        """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
 
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
