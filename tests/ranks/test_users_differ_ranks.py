@@ -299,6 +299,22 @@ def a_worker_dies_and_the_user_goes_on(job: Job, shuffle: bool) -> None:
 # Streams.
 
 
+class Stops(users.Numbers):
+    """Takes the end of what it reads from for the end of all."""
+
+    def __init__(self, after: int) -> None:
+        self.items = iter(range(after))
+
+    def __getitem__(self, index: int) -> int:
+        next(self.items)
+        return super().__getitem__(index)
+
+
+@program("error", each={"at once": 0, "in its second batch": SIZE + 1})
+def one_rank_ends_its_last_epoch(job: Job, after: int) -> None:
+    job.train(job.patch(loader(Stops(N if job.rank == 0 else after), shuffle=True)))
+
+
 class Reading(NamedTuple):
     """How rank 1 reads a stream otherwise than the others: in how many epochs, and with how many workers."""
 

@@ -293,6 +293,26 @@ def test_a_wrong_length_with_contiguous_runs() -> None:
         list(sampler)
 
 
+class Stops(Indices):
+    """Numbers whose last one is missing."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == N - 1:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_that_ends_the_epoch(workers: int) -> None:
+    options = {"rank": (N - 1) % 2, "num_replicas": 2}
+    patched = patch_dataloader_to_ddp(DataLoader(Stops(), num_workers=workers), **options)
+    batches, given = iter(patched), 0
+    with raises(StreamLengthError, "StopIteration", ("raise another error", "__len__")):
+        for given, _ in enumerate(batches, 1):
+            pass
+    assert given == len(patched) - 1
+
+
 def test_run_ranks_that_can_start_nothing() -> None:
     for world_size, timeout in ((0, 1.0), (1, 0.0)):
         facts = ("run_ranks", f"world_size={world_size}", f"timeout={timeout}")
