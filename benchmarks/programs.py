@@ -772,8 +772,9 @@ def told_of(found: dict[str, Found], seed: int) -> str:
     told, later = (counts["faulty"]["all programs", came] for came in Found.CAME[1:3])
     return (
         f"Seed {seed}, 2 and 3 ranks. {faulty + told + later:,} faulty programs: {faulty:,} lost nothing, {told:,} "
-        f"raised an error within the epoch, {later:,} in the next, where a rank left its loop alone (until then, it "
-        "may just have looked at a batch), or later, where ranks never met. None lost samples in silence. "
+        f"raised an error within the epoch (or warned, of unequal parts on purpose), {later:,} in the next, where a "
+        "rank left its loop alone (until then, it may just have looked at a batch), or later, where ranks never met or "
+        "few samples were the same. None lost samples in silence. "
         f"{honest:,} honest programs: none raised or warned, and none lost a sample."
     )
 

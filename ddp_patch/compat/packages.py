@@ -46,6 +46,7 @@ __all__ = [
     "is_interleaved",
     "is_single_node_only",
     "is_split_by_node",
+    "is_table",
     "keep_lightning_states",
     "lightning_ends_first",
     "lightning_fetcher",
@@ -56,6 +57,7 @@ __all__ = [
     "may_hold_a_normal",
     "order_remedy",
     "repeats_over_ranks",
+    "rows_at",
     "set_lightning_steps",
     "shards_in_accelerate",
     "splits_by_node",
@@ -110,6 +112,27 @@ def is_split_by_node(dataset: object) -> bool:
 def is_hugging_face_table(dataset: object) -> bool:
     """Return whether it is a map-style ``datasets.Dataset``, which is not imported."""
     return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
+
+
+# What gives some rows of a table or column as plain values, by its class's name; pandas 3 has shorter ones.
+_PANDAS: Final = ("pandas.core.frame.DataFrame", "pandas.core.series.Series", "pandas.DataFrame", "pandas.Series")
+_ARROW: Final = ("pyarrow.lib.Table", "pyarrow.lib.ChunkedArray", "pyarrow.lib.Array")
+_ROWS_AT: Final[Mapping[str, Callable[[Any, Sequence[int]], list[Any]]]] = {
+    **dict.fromkeys(_PANDAS, lambda table, places: list(table.iloc[places].to_numpy().tolist())),
+    **dict.fromkeys(_ARROW, lambda table, places: list(table.take(places).to_pylist())),
+    "polars.dataframe.frame.DataFrame": lambda table, places: list(table[places].rows()),
+    "polars.series.series.Series": lambda column, places: list(column[places].to_list()),
+}
+
+
+def is_table(value: object) -> bool:
+    """Return whether it is a table or a column of pandas, polars or pyarrow, which are not imported."""
+    return is_any_of(type(value), _ROWS_AT)
+
+
+def rows_at(table: Any, places: Sequence[int]) -> list[Any]:
+    """Return some rows of a table, or elements of a column, as plain values."""
+    return next(_ROWS_AT[name] for name in map(full_name, type(table).__mro__) if name in _ROWS_AT)(table, places)
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"

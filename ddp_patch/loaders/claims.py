@@ -1,7 +1,7 @@
 """What a loader shows that is said to be sharded already, so that the ranks can compare it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any, TypeAlias
 
 from torch.utils.data import DistributedSampler
@@ -24,7 +24,8 @@ Claim: TypeAlias = Mapping[str, Any]
 def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
     """Return what the ranks compare of a loader that is sharded already.
 
-    torch's ``DistributedSampler`` counts by its settings. Other samplers count by the first samples that a copy gives,
+    torch's ``DistributedSampler`` counts by its settings, and by the samples of its dataset, which must be the same on
+    all ranks. Other samplers count by the first samples that a copy gives,
     as many as are one rank's share. It draws from the random states as they are, as the loader will.
 
     Args:
@@ -40,15 +41,18 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         (3, 7)
     """
     holder, dataset, n = facts.sharded_by, facts.dataset, facts.dataset_length
+    samples = chosen_samples(dataset)
     claim: dict[str, Any] = {
         "name": type(holder).__name__,
         "steps": steps_of(facts.loader),
         "settings": {},
         "stored": stores_of_world(holder),
         "seed": next((one for name, one in stored(holder).items() if "seed" in name and type(one) is int), None),
-        "data": fingerprint([(one.name, one.fingerprint) for one in chosen_samples(dataset)]),
+        "data": fingerprint([(one.name, one.fingerprint) for one in samples]),
+        "samples": [],
     }
     if isinstance(holder, DistributedSampler):
+        claim["samples"] = [astuple(one) for one in samples]
         # Without a shuffle, the seed is of no account.
         names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
         claim["settings"] = {name: getattr(holder, name, None) for name in names}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from ddp_patch.compat.packages import is_hugging_face_table
+from ddp_patch.compat.packages import is_hugging_face_table, is_table, rows_at
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.orders.fingerprint import fingerprint
@@ -47,6 +47,20 @@ class Content:
     identifies: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One attribute of the objects in a list."""
+
+    objects: Any
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    def __getitem__(self, place: int) -> Any:
+        return stored(self.objects[place])[self.name]
+
+
 class _Column(NamedTuple):
     """What a dataset is, or holds: the values, and some of them described; whether it is held, and one a sample."""
 
@@ -61,9 +75,10 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
 
     A torch ``Subset`` counts by its indices. A map-style Hugging Face dataset counts by its first and its last row, as
     they are stored: ``split_dataset_by_node()`` leaves no other mark on one. Plain lists, tuples, arrays and tensors,
-    those of a ``TensorDataset``, and attributes with one value for each sample count by a few elements; what is in
-    other attributes, within two levels of lists and dicts, by names and whole numbers. A path counts by its last part.
-    ``__getitem__`` of a dataset is never called.
+    tables of pandas, polars and pyarrow, those of a ``TensorDataset``, and attributes with one value for each sample
+    count by a few elements; what is in other attributes, within two levels of lists and dicts, and what the objects in
+    a list store, by names and whole numbers. A path counts by its last part. ``__getitem__`` of a dataset is never
+    called.
 
     Examples:
         >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
@@ -222,17 +237,27 @@ def _sequences(part: Any) -> Iterator[tuple[str, Any, int | None]]:
         yield from (("the tensors of a TensorDataset", tensor, None) for tensor in part.tensors)
     elif not isinstance(part, IterableDataset):
         for name, value, depth in _attributes(part):
-            is_table = is_hugging_face_table(value)
-            if (values := _sequence(value)) is not None and (not is_table or len(value) == length_of(part, ())):
-                yield name, values, None if is_table else depth + (type(value) is dict)
+            is_whole = is_hugging_face_table(value)
+            if (values := _sequence(value)) is not None and (not is_whole or len(value) == length_of(part, ())):
+                yield name, values, None if is_whole else depth + (type(value) is dict)
+                yield from ((f"{name}[].{field.name}", field, depth + 1) for field in _fields(values))
     if (values := _sequence(whole)) is not None:
         yield f"the elements of a {type(whole).__name__}", values, None
+        yield from ((f"{field.name} of the elements", field, 1) for field in _fields(values))
+
+
+def _fields(values: Any) -> Iterator[_Field]:
+    """Yield what the objects in a list store, as the first one does; nothing where they are plain."""
+    first = values[0] if type(values) in {list, tuple} and len(values) else None
+    yield from (_Field(values, name) for name in islice(stored(first), _FEW))
 
 
 def _sequence(value: Any) -> Any:
-    """Return plain data in memory; the first and the last row of a Hugging Face dataset; None of anything else."""
+    """Return plain data or a table; the first and the last row of a Hugging Face dataset; None of anything else."""
     if is_hugging_face_table(value):
         return _ends(value)
+    if is_table(value):
+        return value
     if type(value) is dict:  # of samples by their numbers
         return [*value.values()] if 0 in value else None
     is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
@@ -257,7 +282,8 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 def _described(values: Any, most: int, *, by_name: bool = False) -> list[Any]:
     """Return descriptions of some elements, evenly spread; none of a cache that fills, nor if one has no name."""
     with suppress(Exception):  # the user's elements
-        elements = [values[place] for place in _spread(len(values), most)]
+        places = _spread(len(values), most)
+        elements = rows_at(values, places) if is_table(values) else [values[place] for place in places]
         # As few parts of paths as tell them apart.
         tried = ([_told(one, parts, by_name=by_name) for one in elements] for parts in (1, 2, 3))
         first = next(tried)

@@ -201,14 +201,17 @@ def _report(options: Options, subject: Subject, generators: Sequence[torch.Gener
     distinguishes the stream from others; and the first rank's states of the user's generators.
     """
     stream = subject.stream
+    samples: Sequence[Any] = ()
+    if options.order in {"auto", "leader", "scalable"}:
+        claimed = () if subject.claim is None else subject.claim.get("samples", ())
+        samples = claimed if stream is None else [astuple(content) for content in stream.samples]
     # A computed order cannot be led: where the samples to shuffle differ, nobody can draw for all.
-    samples = stream.samples if stream is not None and options.order in {"auto", "leader", "scalable"} else ()
     computed = {"samples to shuffle": stream.order} if stream is not None and options.is_scalable else {}
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators), **computed},
         "order": stream.order if stream is not None and options.order == "auto" else None,
-        "samples": [astuple(content) for content in samples],
+        "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [each.get_state().numpy().tobytes().hex() for each in generators] if is_first else [],
         "ahead": subject.batches_ahead,
@@ -365,8 +368,8 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
         f"in {names}. Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of "
         "the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
         "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
-        "have its own part, say is_ddp_aware = True in the dataset's class, and its loader is left as it is. If "
-        "only the content differs, order='seeded' does not compare it.",
+        "have its own part, leave out a DistributedSampler, and say is_ddp_aware = True in the dataset's class: its "
+        "loader is left as it is. If only the content differs, order='seeded' does not compare it.",
         parties,
     )
 

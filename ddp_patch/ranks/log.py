@@ -210,15 +210,12 @@ class Log:
     def record(self) -> Record:
         """Return what the others are told."""
         latest = self.settled - 1
-        earlier = [self.entry(number) for number in reversed(range(latest)[-_TOLD:])]
-        before = tuple(map(_length_if_over, earlier))
-        before = before if max(before, default=0) <= _SHORT else before[:1]
-        ended = sum(1 << place for place, made in enumerate(earlier) if made and made.state is State.ENDED)
+        before = tuple(_length(self.entry(number)) for number in reversed(range(latest)[-_TOLD:]))
+        before = before if max(before, default=(0,))[0] <= _SHORT else before[:1]
         entry = self.entry(latest) if self.settled else None
-        return Record(self.lists, self._closed, self._chains[max(0, latest)], before, ended, entry)
+        return Record(self.lists, self._closed, self._chains[max(0, latest)], before, entry)
 
 
-def _length_if_over(made: Entry | None) -> int:
-    """Return how many batches a pass had; -1 if that says nothing of another rank's."""
-    is_over = made is not None and not made.is_own and made.state in {State.LEFT, State.ENDED}
-    return made.batches if made is not None and is_over else -1
+def _length(made: Entry | None) -> tuple[int, State]:
+    """Return how many batches a pass had, and how it ended; none if that says nothing of another rank's."""
+    return (0, State.RUNNING) if made is None or made.is_own else (made.batches, made.state)

@@ -74,8 +74,7 @@ def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
     own = log.entry(other.number) if other.number < log.settled else None
     if other.number < log.settled and theirs.chain != log.chain(other.number):
         return Difference(Rule.BEFORE, own, other)
-    for back, batches in enumerate(theirs.before, 1):
-        state = State.ENDED if theirs.ended >> (back - 1) & 1 else State.LEFT
+    for back, (batches, state) in enumerate(theirs.before, 1):
         if (found := _length_differs(log, other.number - back, batches, state, slack)) is not None:
             return found
     rule = None if own is None else _rule_broken(log, own, other, slack)
@@ -83,11 +82,11 @@ def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
 
 
 def _length_differs(log: Log, number: int, batches: int, state: State, slack: int) -> Difference | None:
-    """Return how a pass that is over on another rank, after so many batches, contradicts this rank's.
+    """Return how an earlier pass of another rank, of so many batches, contradicts this rank's.
 
     This rank may be in it still; or has left it as well, and missed what the other said of it meanwhile.
     """
-    mine = log.entry(number) if 0 <= number < log.settled and batches >= 0 else None
+    mine = log.entry(number) if 0 <= number < log.settled else None
     if mine is None:
         return None
     theirs = mine._replace(batches=batches, state=state, mark=None)

@@ -131,6 +131,7 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, str]]:
         "made for one process": lambda: over(Made(0, 1)),
         "of another seed": lambda: over(DistributedSampler(Indices(), ranks, rank, seed=117 + 17 * rank)),
         "of the same seed": lambda: over(DistributedSampler(Indices(), ranks, rank, seed=117)),
+        "a DistributedSampler of a part": lambda: DataLoader(half, sampler=DistributedSampler(half, ranks, rank)),
         "stored for a log": lambda: over(Logging(rank, ranks)),
         "in unequal runs": lambda: DataLoader(Indices(), 1, sampler=Runs(rank, ranks)),
         "a pipeline": lambda: DataLoader(Pipeline()),
@@ -169,6 +170,7 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
         "stored for a log",
         "in unequal runs",
         "a list",
+        "a DistributedSampler of a part",
         "tensors",
     }
     for name, sampler in (("by itself", "Padded"), ("by indices", "SubsetRandomSampler")):
@@ -184,6 +186,8 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
     assert_tells(raised["stored for a log"], stored, "is_ddp_aware = False")
     assert_tells(raised["in unequal runs"], ("Runs", "12 batches on rank 0; 11 batches on rank 1"), "uneven='keep'")
     assert_tells(raised["a list"], ("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]")
+    part = raised["a DistributedSampler of a part"]
+    assert_tells(part, "the elements of a list", ("leave out a DistributedSampler", "is_ddp_aware = True"))
     assert_tells(raised["tensors"], ("rank 0 and rank 1", "a TensorDataset"), "is_ddp_aware = True")
 
 

@@ -85,6 +85,8 @@ BY_HAND: dict[str, Callable[[], list[Any]]] = {
     "a dataset in a dataset": lambda: [Holding(inner=part) for part in hold(x=X)],
     "a list in another order": lambda: [names(), names()[::-1]],
     "names in folders of their own": lambda: split([f"/data/{index}/image.png" for index in range(2 * N)]),
+    "a list of objects": lambda: split([Sample(name) for name in names()]),
+    "a dataset of objects": lambda: hold(samples=[Opaque(index) for index in range(2 * N)]),
     "a dict of lists": lambda: [Holding(index={"paths": part}) for part in split(names())],
     "two samples of each": lambda: [Holding(n=2 * N, paths=part) for part in split(names())],
     "made by another seed": lambda: [

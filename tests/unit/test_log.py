@@ -101,6 +101,11 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
         Rank().takes(0, 6).takes(1, 2),
         None,
     ),
+    "failed, and both are two passes further": (
+        Rank().takes(0, 3, State.FAILED).all_of(1).takes(2, 2),
+        Rank().all_of(0).all_of(1).takes(2, 2),
+        Rule.LENGTH,
+    ),
     "failed in the last batch": (Rank().takes(0, 7, State.FAILED).takes(1, 2), Rank().all_of(0), None),
     "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
     "failed before the ranks compared, and an epoch set": (
@@ -176,6 +181,14 @@ def test_a_rank_hears_that_others_left_a_pass_and_the_next_ones_too() -> None:
     assert difference(Rank().takes(0, 3).log, further.log.record()) is None
 
 
+def test_a_rank_hears_that_another_failed_in_an_earlier_pass() -> None:
+    further = Rank().takes(0, 3, State.FAILED).takes(1, 2)
+    found = difference(Rank().all_of(0).log, further.log.record())
+    assert found is not None
+    assert found.rule is Rule.LENGTH
+    assert difference(Rank().takes(0, 4).takes(1, 2).log, further.log.record()) is None
+
+
 def test_one_rank_may_have_as_many_batches_more_as_it_has_readers() -> None:
     mine, theirs = Rank().all_of(0, 5), Rank().all_of(0, 7)
     assert difference(mine.log, theirs.log.record(), slack=2) is None
@@ -234,10 +247,11 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
     assert found.rule is Rule.BEFORE
 
 
+BEFORE = ((12, State.ENDED), (0, State.RUNNING))
 RECORDS = [
     Record(),
     Record(2, 7, "c0ffee"),
-    Record(0, 0, "", (12, 12, -1), 3, Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None)),
+    Record(0, 0, "", BEFORE, Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None)),
     Rank().takes(0, 5).log.record(),
 ]
 
@@ -250,9 +264,9 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
     assert len(text) < 100
 
 
-JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},0,0,"",[],0]'.encode()]
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},0,0,"",[]]'.encode()]
 JUNK += [
-    f'[{VERSION},0,0,"",[],0,{rest}]'.encode()
+    f'[{VERSION},0,0,"",[],{rest}]'.encode()
     for rest in ("0", '0,0,"",0,0,9,0,""', '0,"x","",0,0,0,0,""', '0,0,"",0,0,0,0,"",1')
 ]
 
