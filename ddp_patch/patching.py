@@ -22,7 +22,7 @@ from ddp_patch.loaders.claims import claim_of, split_claim
 from ddp_patch.loaders.copying import METHODS, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
+from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
@@ -323,6 +323,8 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     sharded, new = share_of(facts, agreed)
     readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
     sharded.note_loader(type(facts.loader).__name__, facts.batches_ahead, readers)
+    if facts.unit is not ShardedUnit.ITERABLE and (held := next(streams_in(facts.dataset), None)) is not None:
+        sharded.monitor.expect_parts(partial(_why_samples_are_the_same, *held))
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
@@ -408,6 +410,15 @@ def _why_parts_are_uneven(name: str) -> str:
     return (
         f"The loader counts as sharded already by {name}. Ranks that synchronise in each step would wait for each "
         "other forever. Give every rank equally many batches; or pass uneven='keep', if ranks may make unequal steps."
+    )
+
+
+def _why_samples_are_the_same(part: object, attribute: str) -> str:
+    name, held = type(part).__name__, type(getattr(part, attribute)).__name__
+    return (
+        f"{name}.__getitem__ takes what comes next from a {held} (attribute {attribute!r}), whatever its index, so all "
+        "ranks get the same. Make it an IterableDataset that yields these items, or let __getitem__ return the item of "
+        "its index."
     )
 
 

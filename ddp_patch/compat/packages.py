@@ -114,14 +114,22 @@ def is_hugging_face_table(dataset: object) -> bool:
     return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
 
 
+_COLUMNS: Final = 8  # as many of a table's are looked at
 # What gives some rows of a table or column as plain values, by its class's name; pandas 3 has shorter ones.
-_PANDAS: Final = ("pandas.core.frame.DataFrame", "pandas.core.series.Series", "pandas.DataFrame", "pandas.Series")
-_ARROW: Final = ("pyarrow.lib.Table", "pyarrow.lib.ChunkedArray", "pyarrow.lib.Array")
-_ROWS_AT: Final[Mapping[str, Callable[[Any, Sequence[int]], list[Any]]]] = {
-    **dict.fromkeys(_PANDAS, lambda table, places: list(table.iloc[places].to_numpy().tolist())),
-    **dict.fromkeys(_ARROW, lambda table, places: list(table.take(places).to_pylist())),
-    "polars.dataframe.frame.DataFrame": lambda table, places: list(table[places].rows()),
-    "polars.series.series.Series": lambda column, places: list(column[places].to_list()),
+_ROWS_AT: Final[Mapping[str, Callable[[Any, Sequence[int]], Any]]] = {
+    **dict.fromkeys(
+        ("pandas.core.frame.DataFrame", "pandas.DataFrame"),
+        lambda table, places: table.iloc[places, :_COLUMNS].to_numpy().tolist(),
+    ),
+    **dict.fromkeys(
+        ("pandas.core.series.Series", "pandas.Series"), lambda column, places: column.iloc[places].tolist()
+    ),
+    "polars.dataframe.frame.DataFrame": lambda table, places: table[places, :_COLUMNS].rows(),
+    "polars.series.series.Series": lambda column, places: column[places].to_list(),
+    "pyarrow.lib.Table": lambda table, places: table.select(table.column_names[:_COLUMNS]).take(places).to_pylist(),
+    **dict.fromkeys(
+        ("pyarrow.lib.ChunkedArray", "pyarrow.lib.Array"), lambda column, places: column.take(places).to_pylist()
+    ),
 }
 
 
@@ -132,7 +140,10 @@ def is_table(value: object) -> bool:
 
 def rows_at(table: Any, places: Sequence[int]) -> list[Any]:
     """Return some rows of a table, or elements of a column, as plain values."""
-    return next(_ROWS_AT[name] for name in map(full_name, type(table).__mro__) if name in _ROWS_AT)(table, places)
+    rows: list[Any] = next(_ROWS_AT[name] for name in map(full_name, type(table).__mro__) if name in _ROWS_AT)(
+        table, places
+    )
+    return rows
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"

@@ -32,17 +32,18 @@ from ddp_patch.walks import held, stored, walk
 __all__ = [
     "HeldWorld",
     "error_context",
+    "ignores_index",
     "is_loader",
     "line_for_inner",
     "may_ask_rank",
     "nested_datasets",
-    "reads_a_stream",
     "require_loader",
     "samplers_in_use",
     "samplers_within",
     "sharded_by",
     "shards_itself",
     "stores_of_world",
+    "streams_in",
     "tell_if_assumed",
     "world_of",
 ]
@@ -226,11 +227,20 @@ def nested_datasets(dataset: object) -> Iterator[object]:
     return walk(dataset, partial(held, is_wanted=lambda part: isinstance(part, Dataset)))
 
 
-def reads_a_stream(dataset: object) -> tuple[object, str] | None:
-    """Return the map-style dataset that takes what comes next, whatever its index, and what it takes that from.
+def streams_in(dataset: object) -> Iterator[tuple[object, str]]:
+    """Yield each map-style dataset that holds what gives items in its own order, and the attribute that does.
 
-    That is one that holds an iterator, an iterable dataset or a loader, and whose ``__getitem__`` never reads its
-    index. None if there is none, or if what it takes from shards itself.
+    That is an iterable dataset, a loader or an iterator. None does if what gives the items shards itself.
+    """
+    parts = () if any(map(shards_itself, _in_dataset(dataset))) else nested_datasets(dataset)
+    for part in parts:
+        # An iterable dataset first: the remedy is to give the loader that one.
+        for kind in () if isinstance(part, IterableDataset) else (IterableDataset, DataLoader, Iterator):
+            yield from ((part, name) for name, value in stored(part).items() if isinstance(value, kind))
+
+
+def ignores_index(kind: type) -> bool:
+    """Return whether no instruction of a class's ``__getitem__`` names its index.
 
     Examples:
         >>> class Limited(Dataset):
@@ -238,21 +248,9 @@ def reads_a_stream(dataset: object) -> tuple[object, str] | None:
         ...         self.iterator = iter(stream)
         ...     def __getitem__(self, index):
         ...         return next(self.iterator)
-        >>> reads_a_stream(Limited([1, 2]))[1], reads_a_stream(range(2))
-        ('iterator', None)
+        >>> [name for _, name in streams_in(Limited([1, 2]))], ignores_index(Limited)
+        (['iterator'], True)
     """
-    parts = () if any(map(shards_itself, _in_dataset(dataset))) else nested_datasets(dataset)
-    for part in parts:
-        if not isinstance(part, IterableDataset) and _ignores_index(type(part)):
-            # An iterable dataset first: the remedy is to give the loader that one.
-            for kind in (IterableDataset, DataLoader, Iterator):
-                if named := [name for name, value in stored(part).items() if isinstance(value, kind)]:
-                    return part, named[0]
-    return None
-
-
-def _ignores_index(kind: type) -> bool:
-    """Return whether no instruction of a class's ``__getitem__`` names its index."""
     method = getattr(kind, "__getitem__", None)
     if not isinstance(method, FunctionType) or hasattr(kind, "__getitems__") or method.__code__.co_argcount < 2:
         return False

@@ -93,7 +93,7 @@ class PassMonitor:
         self._log.has_one_order = True
 
     def expect_parts(self, why: Callable[[], str]) -> None:
-        """Let ranks have nothing in common among their first samples: each has a part of the data.
+        """Compare the ranks' first samples: each has a part of the data, so they have none in common.
 
         Args:
             why: Says why samples may be the same, and what to do.
@@ -108,6 +108,11 @@ class PassMonitor:
             # What comes last in a pass is no first item: it may be padding, an item or a whole batch.
             made.first += made.last
             made.last = row_hashes(batch, MOST - len(made.first))
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether ranks compare the first samples of each pass."""
+        return self._first_items is not None
 
     @property
     def mailbox(self) -> Mailbox | None:

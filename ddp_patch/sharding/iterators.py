@@ -56,6 +56,8 @@ class CountedIterator(AroundIterator):
         super().begin()
         self._pass: Pass[Any] | None = None
         self._has_pass = self._has_failed = False
+        # What makes other batches of its own notes these.
+        self._notes_samples = self._batches_of is None and self._sampler.monitor.compares_samples
         if self._begins_ahead:
             self._find_pass()
 
@@ -68,6 +70,8 @@ class CountedIterator(AroundIterator):
             return batch
         if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position
             current.lose_count()
+        if self._notes_samples:
+            current.note_samples(batch)
         current.deliver(note)
         if (latest := self._sampler.latest) is None:
             self._sampler.note_running(current)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress, State
 from ddp_patch.plan import Batching, Consumed, Part, Plan, Schedule, Sizes
@@ -253,6 +253,11 @@ class Pass(IterationProgress, Generic[T]):
             monitor.give_step(logged, delivered)
         if delivered >= self._next_comparison:
             self._compare(delivered)
+
+    def note_samples(self, batch: Any) -> None:
+        """Record the samples of a batch that the loop is about to be given."""
+        if self._logged is not None:
+            self._context.monitor.note_batch(batch, self._logged)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""

@@ -18,7 +18,7 @@ from ddp_patch.compat.private_torch import thread_workers, torchdata_batch_sampl
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
-from ddp_patch.loaders.recognition import line_for_inner, nested_datasets, reads_a_stream
+from ddp_patch.loaders.recognition import ignores_index, line_for_inner, nested_datasets, streams_in
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
@@ -268,7 +268,7 @@ def ignored_index_allowed() -> Iterator[None]:
 
 def ignored_index_text(dataset: object) -> tuple[str, str]:
     """Return why the indices of a map-style dataset choose nothing, and what to do; empty if they may choose."""
-    if (found := reads_a_stream(dataset)) is None:
+    if (found := next((each for each in streams_in(dataset) if ignores_index(type(each[0]))), None)) is None:
         return "", ""
     part, attribute = found
     name, held = type(part).__name__, getattr(part, attribute)

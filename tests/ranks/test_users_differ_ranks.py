@@ -315,6 +315,26 @@ def one_rank_ends_its_last_epoch(job: Job, after: int) -> None:
     job.train(job.patch(loader(Stops(N if job.rank == 0 else after), shuffle=True)))
 
 
+class Takes(users.Numbers):
+    """Takes what comes next, whatever its index; only it looks whether that is one."""
+
+    def __init__(self) -> None:
+        self.items = iter(range(10 * LONG))
+
+    def __len__(self) -> int:
+        return LONG
+
+    def __getitem__(self, index: int) -> int:
+        if index >= LONG:
+            raise IndexError
+        return next(self.items)
+
+
+@program("error", each=WORKERS, world_sizes=(2, 3))
+def each_rank_takes_what_comes_next(job: Job, workers: int) -> None:
+    job.train(job.patch(loader(Takes(), shuffle=True, num_workers=workers)), range(LONG))
+
+
 class Reading(NamedTuple):
     """How rank 1 reads a stream otherwise than the others: in how many epochs, and with how many workers."""
 
