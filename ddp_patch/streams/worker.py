@@ -8,25 +8,33 @@ from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat.private_torch import WorkerInfo, worker_info_told
+from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import Seed, reader_seed
 from ddp_patch.plan import Batching, Consumed, Plan, made_in_turn, turn_after
 from ddp_patch.sharding.saved_position import Position, StreamSnapshot, split_consumed
-from ddp_patch.streams.reading import Reader, this_worker
 from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState
 
 if TYPE_CHECKING:
     from ddp_patch.streams.worker_pass import WorkerPass
 
-__all__ = ["StreamWorker", "WorkerPosition", "generators_only", "pickled"]
+__all__ = ["StreamWorker", "WorkerPosition", "generators_only", "pickled", "this_worker"]
 
 T = TypeVar("T")
 
 _VERSION = 1
+
+# What a dataset asks of the worker info that differs between workers.
+_TELLING = frozenset({"id", "num_workers", "seed"})
+
+
+def this_worker() -> tuple[int, int]:
+    """Return which worker of how many this is; the main process is the only one."""
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,10 @@ class StreamWorker(Generic[T]):
         takes_states: Whether the dataset's own state is a position in the stream.
         is_compared: Whether the ranks compare what is read.
         is_kept: Whether the next pass reads the same dataset, not a new copy of it.
-        reader: Tells the dataset which worker it is in.
+        has_asked: Whether the dataset has asked which worker it is in. It may remember the answer, so that stays true.
+        asked_before_item: Whether an item came after the dataset had asked.
+        has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
+            that did.
         loaded_end: Where the iterator stands that was loaded in this process, if nothing is left there.
         giving: Which pass gave an item last: the next batch has its items.
     """
@@ -127,7 +138,9 @@ class StreamWorker(Generic[T]):
     takes_states: bool = False
     is_compared: bool = False
     is_kept: bool = False
-    reader: Reader = field(default_factory=Reader, init=False)
+    has_asked: bool = field(default=False, init=False)
+    asked_before_item: bool = field(default=False, init=False)
+    has_asked_rank: bool = field(default=False, init=False)
     loaded_end: WorkerPosition | None = field(default=None, init=False)
     giving: "WorkerPass[T] | None" = field(default=None, init=False)
     _resumed: tuple[int, Position] | None = field(default=None, init=False)  # which pass continues, and from where
@@ -137,6 +150,7 @@ class StreamWorker(Generic[T]):
     _is_underway: bool = field(default=False, init=False)
     _first_pass: int | None = field(default=None, init=False)  # that a worker was started for
     _made_for: int | None = field(default=None, init=False)  # for which worker a worker_init_fn prepared the dataset
+    _gave_dataset: bool = field(default=False, init=False)  # somebody reached for the dataset through the worker info
 
     def __post_init__(self) -> None:
         self._loads = self.shared.loads
@@ -208,20 +222,43 @@ class StreamWorker(Generic[T]):
         return part, workers
 
     def info(self, part: int, epoch: int) -> WorkerInfo | None:
-        """Return what ``get_worker_info()`` returns to the dataset, as the reader of a part."""
+        """Return what ``get_worker_info()`` returns to the dataset, as the reader of a part; what it asks is noted.
+
+        In the main process that is None, as in torch.
+        """
         worker, workers = self.told(part)
-        return self.reader.info(worker, workers, reader_seed(self.seed.value, epoch) + worker, self.dataset)
+        if get_worker_info() is None and workers == 1:
+            return None
+        seed = reader_seed(self.seed.value, epoch) + worker
+        return noted_worker_info(worker, workers, seed, self.dataset, self._note_asked)
+
+    def _note_asked(self, name: str) -> None:
+        self.has_asked |= name in _TELLING
+        self._gave_dataset |= name == "dataset"
+
+    def note_rank(self) -> None:
+        """Record that somebody asks which rank this is."""
+        self.has_asked_rank = True
 
     def prepare(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker for pass ``number``; call the user's function for the dataset that it knows."""
+        """Prepare this worker for pass ``number``: call the user's function, which may make the dataset another one.
+
+        That it asked for its number, or for its rank, says nothing: most functions do so to seed a worker.
+        """
         self._first_pass = number
         if worker_init_fn is None:
             return
         part = self._start(number, epoch).part
         worker, _ = self.told(part)
-        with worker_info_told(self.info(part, epoch)):
-            self.reader.prepare(self.dataset, worker_init_fn, worker)
-        if self.reader.has_asked:
+        asked, asked_rank, before = self.has_asked, self.has_asked_rank, dict(getattr(self.dataset, "__dict__", {}))
+        self._gave_dataset = False
+        with worker_info_told(self.info(part, epoch)), rank_noted(self.note_rank):
+            worker_init_fn(worker)
+        after = getattr(self.dataset, "__dict__", {})
+        is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
+        is_made = self._gave_dataset or is_changed
+        self.has_asked, self.has_asked_rank = asked or is_made, asked_rank or (self.has_asked_rank and is_made)
+        if self.has_asked:
             self._made_for = part
 
     def begin(self, loaded: WorkerPosition | None) -> tuple[int, WorkerPosition]:
