@@ -449,13 +449,13 @@ def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
     # Imported here, because most loaders do not need it.
-    from ddp_patch.streams.dataset import IterableWorkerInit
+    from ddp_patch.streams.dataset import begin_worker
     from ddp_patch.streams.stream_sampler import StreamSampler
 
     sampler = StreamSampler(facts, agreed, getattr(facts.loader, "prefetch_factor", None) or 2)
     new: dict[str, Any] = {"dataset": sampler.dataset, "sampler": sampler}
     if facts.num_workers > 0:
-        new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
+        new["worker_init_fn"] = partial(begin_worker, facts.loader.worker_init_fn, sampler.epochs)
     if facts.batch_size is not None:
         new["batch_sampler"] = facts.makes_batches(sampler, sampler.indices_per_batch, facts.drop_last)
     return sampler, new

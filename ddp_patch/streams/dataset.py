@@ -1,7 +1,6 @@
 """One rank's share of an iterable dataset, which the loader's workers read."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,12 +12,13 @@ from ddp_patch.orders.generators import random_generators
 from ddp_patch.orders.random_states import EpochCounter
 from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.saved_position import NotedBatch
+from ddp_patch.streams.reading import tell_epoch
 from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.streams.worker import StreamWorker
 from ddp_patch.streams.worker_pass import WorkerIterator
 from ddp_patch.walks import plain_tensors
 
-__all__ = ["IterableWorkerInit", "ShardedIterable"]
+__all__ = ["ShardedIterable", "begin_worker"]
 
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
         self._dataset, self._worker = worker.dataset, worker
         self.shared: SharedWorkerState = worker.shared
         self._chosen_epoch: int | None = None
+        self._told_epoch: int | None = 0  # so that one that was set before counts
         self._seal()
 
     @property
@@ -67,9 +68,26 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
         self._chosen_epoch = epoch
 
     def take_chosen_epoch(self) -> int | None:
-        """Return the epoch that the user has chosen by ``set_epoch`` since this was last called; None if none."""
+        """Return the epoch that the user has chosen since this was last called, by ``set_epoch``; None if none.
+
+        Somebody may have set it past this, on the user's dataset: then the epoch counts that it stores.
+        """
         chosen, self._chosen_epoch = self._chosen_epoch, None
-        return chosen
+        now = self._stored_epoch() if chosen is None else None
+        return chosen if now is None or now < 0 or now == self._told_epoch else now
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell the user's dataset its epoch, if it wants to know."""
+        tell_epoch(self._dataset, epoch)
+        self._told_epoch = self._stored_epoch()
+
+    def _stored_epoch(self) -> int | None:
+        """Return the ``epoch`` of a dataset that takes one, or its first whole number with that word in its name."""
+        if not callable(getattr(self._dataset, "set_epoch", None)):
+            return None
+        stored = (value for name, value in vars(self._dataset).items() if "epoch" in name.lower())
+        found = (value for value in (getattr(self._dataset, "epoch", None), *stored) if type(value) is int)
+        return next(found, None)
 
     def require_no_generator(self) -> None:
         """Refuse to save a state where persistent workers draw from generators that the user's dataset holds."""
@@ -122,19 +140,15 @@ def _draws_nothing(collate_fn: Callable[[Any], Any], samples: Any) -> bool:
     return is_torchs_collating(collate_fn) and plain_tensors(samples) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class IterableWorkerInit:
-    """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
+def begin_worker(worker_init_fn: Callable[[int], object] | None, epochs: EpochCounter, worker_id: int) -> None:
+    """Prepare a worker's copy of the sharded dataset, and call the user's ``worker_init_fn``.
 
-    The user's function may call ``get_worker_info()``; it is shown the user's dataset, and the worker that will read
-    it.
+    The user's function may call ``get_worker_info()``: it sees the user's dataset, and the worker that will read it.
+
+    Args:
+        worker_init_fn: The user's function, or None.
+        epochs: Tells for which pass the worker is started, and over which epoch that is.
+        worker_id: Which worker it is.
     """
-
-    worker_init_fn: Callable[[int], object] | None
-    epochs: EpochCounter
-
-    def __call__(self, worker_id: int) -> None:
-        """Prepare worker ``worker_id``."""
-        info: Any = get_worker_info()
-        dataset: ShardedIterable[Any] = info.dataset
-        dataset.begin_worker(self.epochs.passes + 1, self.epochs.upcoming, self.worker_init_fn)
+    info: Any = get_worker_info()
+    info.dataset.begin_worker(epochs.passes + 1, epochs.upcoming, worker_init_fn)

@@ -1,24 +1,19 @@
 """The sampler of a sharded stream: None instead of indices, and what came of them."""
 
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, cycle
-from time import perf_counter
 from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
-from ddp_patch.errors import StateError, StreamOrderWarning
+from ddp_patch.errors import StateError
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.remedies import ONE_STREAM, SEED
 from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
@@ -27,44 +22,13 @@ from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position, States
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.streams.reading import can_snapshot
 from ddp_patch.streams.shared_state import SharedWorkerState
-from ddp_patch.streams.stream_marks import StreamDigest
 from ddp_patch.streams.stream_source import StreamSource
 from ddp_patch.streams.worker import StreamWorker, generators_only
 
-__all__ = ["StreamSampler", "faster_by_worker"]
-
-logger: logging.Logger = logging.getLogger("ddp_patch")
+__all__ = ["StreamSampler"]
 
 
-def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> str:
-    """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
-    return (
-        f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
-        "share='by_worker' would read each item once."
-    )
-
-
-class _Held:
-    """What the ranks' datasets held at the patch.
-
-    Args:
-        peers: Who they are.
-        mailbox: Where they leave it.
-        held: A fingerprint of what this rank's does.
-    """
-
-    def __init__(self, peers: Peers, mailbox: Mailbox, held: str) -> None:
-        self._mailbox, self._held = mailbox, held
-        self._others = [rank for rank in peers.members if rank != peers.rank]
-        self._mailbox.post(held, "held")
-
-    @property
-    def differs(self) -> bool:
-        """Whether another rank's differs."""
-        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others, "held").values())
-
-
-def why_parts_overlap(name: str) -> str:
+def _why_parts_overlap(name: str) -> str:
     """Return what may cause that two ranks read the same with share="by_worker", and what to do."""
     return (
         f"With share='by_worker', {name} splits itself by get_worker_info(), which counts the workers of all ranks; so "
@@ -103,12 +67,14 @@ class StreamSampler(EpochSampler[None]):
         is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
         takes_states = can_snapshot(given.dataset, agreed.options)
         keeps_states = is_kept and given.num_workers > 0 and takes_states
-        peers, mailbox, self._held = agreed.peers, self.monitor.mailbox, None
+        peers, mailbox = agreed.peers, self.monitor.mailbox
+        self._held: str | None = None  # a fingerprint of what the dataset held at the patch
         if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
-            self._held = _Held(peers, mailbox, held_by(given.dataset))
+            self._held = held_by(given.dataset)
+            mailbox.post(self._held, "held")
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
-            self.monitor.expect_parts(partial(why_parts_overlap, type(given.dataset).__name__))
+            self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
         self.worker: StreamWorker[Any] = StreamWorker(
             given.dataset,
             self.plan,
@@ -123,9 +89,6 @@ class StreamSampler(EpochSampler[None]):
         )
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
-        self._dataset_epoch = DatasetEpoch(given.dataset)
-        self._has_advised = self._batch_plan is not None  # which by_worker cannot do
-        self._has_warned = False
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:
@@ -144,8 +107,7 @@ class StreamSampler(EpochSampler[None]):
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one."""
-        chosen = self.dataset.take_chosen_epoch()
-        epoch = self._dataset_epoch.set_by_user() if chosen is None else chosen
+        epoch = self.dataset.take_chosen_epoch()
         if epoch is not None and epoch != self.epochs.upcoming:
             self.set_epoch(epoch)
 
@@ -175,15 +137,7 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         start = self.position or self._start_of_epoch(epoch)
-        source = StreamSource(
-            start,
-            self.worker,
-            number,
-            self._ahead,
-            why_orders_differ=self.monitor.why_orders_differ,
-            on_loop_end=partial(self._finish, start, number, perf_counter()),
-            on_first_batch=self._say_if_unnamed,
-        )
+        source = StreamSource(start, self.worker, number, self._ahead, self.monitor.why_orders_differ)
         current = Pass(start, self._pass_context(), source, source.digest)
         if start.is_within_pass:
             # A loader may have drawn from them since.
@@ -195,29 +149,11 @@ class StreamSampler(EpochSampler[None]):
         self._note_begun(current, takes_position=True)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
-        self._dataset_epoch.tell(epoch)
+        self.dataset.tell_epoch(epoch)
         try:
             yield from chain.from_iterable(current.runs())
         finally:
             self.worker.forget(number)
-
-    def _say_if_unnamed(self, digest: StreamDigest) -> None:
-        """Say once, on one rank, that the ranks cannot compare the items that were read.
-
-        Warns:
-            StreamOrderWarning: None of them has a name.
-        """
-        if self._has_warned or self.rank or not digest.is_unnamed:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"The ranks cannot compare in which order they read {self.worker.name}: its items have no string and no "
-            "whole number that names them, and tensors and floats may be augmented. If each rank reads its own order, "
-            f"samples are lost. {order_remedy(self.worker.dataset) or SEED}. To let the ranks compare, give each item "
-            "a string or a whole number that names it. If they read one order, ignore this StreamOrderWarning.",
-            StreamOrderWarning,
-            stacklevel=2,
-        )
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
@@ -225,7 +161,7 @@ class StreamSampler(EpochSampler[None]):
         seen = ""
         if source is not None and source.digest is not None and source.digest.asked_rank:
             seen = f"{name} asked which rank it is on, while it was read or its worker was prepared. "
-        elif self._held is not None and self._held.differs:
+        elif self._held_differs:
             seen = f"What {name} holds differs between ranks since it was made. "
         if seen:
             seen += (
@@ -241,21 +177,14 @@ class StreamSampler(EpochSampler[None]):
             f"that names them: then no number is compared, and with the key {SAMPLE_KEY!r} nothing else."
         )
 
-    def _finish(self, start: Position, number: int, began_s: float) -> None:
-        """Say once what would be faster."""
-        if not self._has_advised and self.rank == 0 and start.is_at_epoch_start:
-            self._has_advised = True
-            if (advice := self._advice(number, perf_counter() - began_s)) is not None:
-                logger.info(advice)
-
-    def _advice(self, number: int, took_s: float) -> str | None:
-        """Return what would be faster than a pass that took so long; None if nothing is known to be."""
-        shared, lengths = self.worker.shared, self.worker.shared.lengths(number)
-        if self.worker.splits_itself or self.num_replicas == 1 or not shared.is_in_parts(number) or None in lengths:
-            return None
-        spent_s = shared.most_spent_s(number)
-        reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
-        return faster_by_worker(self.worker.name, self.num_replicas, sum(filter(None, lengths)), reading)
+    @property
+    def _held_differs(self) -> bool:
+        """Whether another rank's dataset held something else at the patch."""
+        peers, mailbox, held = self.agreed.peers, self.monitor.mailbox, self._held
+        if peers is None or mailbox is None or held is None:
+            return False
+        others = [rank for rank in peers.members if rank != peers.rank]
+        return any(left != held.encode() for left in mailbox.read_of(others, "held").values())
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none

@@ -144,6 +144,7 @@ class StreamWorker(Generic[T]):
     loaded_end: WorkerPosition | None = field(default=None, init=False)
     giving: "WorkerPass[T] | None" = field(default=None, init=False)
     _resumed: tuple[int, Position] | None = field(default=None, init=False)  # which pass continues, and from where
+    _said: set[str] = field(default_factory=set, init=False)
     _counts_rest: bool = field(default=True, init=False)
     _loads: int = field(init=False)  # how many loaded states this copy knows of
     # Read, and not to its end, in this process or the one from which it was copied.
@@ -175,6 +176,12 @@ class StreamWorker(Generic[T]):
         return ()
 
     # ---- in the main process ----
+
+    def may_say(self, what: str) -> bool:
+        """Return whether to say something now: on one rank, once for each loader."""
+        is_first = what not in self._said and (self.batch_plan or self.plan).rank == 0
+        self._said.add(what)
+        return is_first
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
