@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ddp_patch.compat.packages import held_loaders
 from ddp_patch.compat.private_torch import (
@@ -134,7 +134,7 @@ class OwnMethods:
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = repeated is not None or has_own_iterators(kind)
-        self._takes_notes = is_torchs and not makes_own and hasattr(loader.dataset, "collate_with_notes")
+        self._takes_notes = is_torchs and not makes_own and isinstance(loader.dataset, IterableDataset)
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         self._is_resumable = self._counts and in_order and not any(hasattr(loader, name) for name in _STATEFUL)
         self._attach(loader)

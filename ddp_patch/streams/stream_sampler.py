@@ -98,7 +98,7 @@ class StreamSampler(EpochSampler[None]):
 
     def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a ``collate_fn`` with whose batches travels what their workers note; see ``EpochSampler``."""
-        return self.dataset.collate_with_notes(collate_fn)
+        return partial(self.worker.collate, collate_fn)
 
     def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
@@ -107,7 +107,7 @@ class StreamSampler(EpochSampler[None]):
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one."""
-        epoch = self.dataset.take_chosen_epoch()
+        epoch = self.worker.take_chosen_epoch()
         if epoch is not None and epoch != self.epochs.upcoming:
             self.set_epoch(epoch)
 
@@ -149,7 +149,7 @@ class StreamSampler(EpochSampler[None]):
         self._note_begun(current, takes_position=True)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
-        self.dataset.tell_epoch(epoch)
+        self.worker.tell_epoch(epoch)
         try:
             yield from chain.from_iterable(current.runs())
         finally:

@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat.private_torch import WorkerInfo, noted_worker_info, rank_noted, worker_info_told
+from ddp_patch.compat.private_torch import (
+    WorkerInfo,
+    is_torchs_collating,
+    noted_worker_info,
+    rank_noted,
+    worker_info_told,
+)
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import Seed, reader_seed
 from ddp_patch.plan import Batching, Consumed, Plan, made_in_turn, turn_after
-from ddp_patch.sharding.saved_position import Position, StreamSnapshot, split_consumed
+from ddp_patch.sharding.saved_position import NotedBatch, Position, StreamSnapshot, split_consumed
+from ddp_patch.streams.reading import tell_epoch
 from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState
+from ddp_patch.walks import plain_tensors
 
 if TYPE_CHECKING:
     from ddp_patch.streams.worker_pass import WorkerPass
@@ -144,6 +152,8 @@ class StreamWorker(Generic[T]):
     loaded_end: WorkerPosition | None = field(default=None, init=False)
     giving: "WorkerPass[T] | None" = field(default=None, init=False)
     _resumed: tuple[int, Position] | None = field(default=None, init=False)  # which pass continues, and from where
+    _chosen_epoch: int | None = field(default=None, init=False)
+    _told_epoch: int | None = field(default=0, init=False)  # so that one that was set before counts
     _said: set[str] = field(default_factory=set, init=False)
     _counts_rest: bool = field(default=True, init=False)
     _loads: int = field(init=False)  # how many loaded states this copy knows of
@@ -182,6 +192,33 @@ class StreamWorker(Generic[T]):
         is_first = what not in self._said and (self.batch_plan or self.plan).rank == 0
         self._said.add(what)
         return is_first
+
+    def choose_epoch(self, tell: Callable[[int], object], epoch: int) -> None:
+        """Tell the dataset an epoch of the user's, whatever it does with it; the next pass is over that epoch."""
+        tell(epoch)
+        self._chosen_epoch = epoch
+
+    def take_chosen_epoch(self) -> int | None:
+        """Return the epoch that the user has chosen since this was last called, by ``set_epoch``; None if none.
+
+        Somebody may have set it past this, on the user's dataset: then the epoch counts that it stores.
+        """
+        chosen, self._chosen_epoch = self._chosen_epoch, None
+        now = self._stored_epoch() if chosen is None else None
+        return chosen if now is None or now < 0 or now == self._told_epoch else now
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell the dataset its epoch, if it wants to know."""
+        tell_epoch(self.dataset, epoch)
+        self._told_epoch = self._stored_epoch()
+
+    def _stored_epoch(self) -> int | None:
+        """Return the ``epoch`` of a dataset that takes one, or its first whole number with that word in its name."""
+        if not callable(getattr(self.dataset, "set_epoch", None)):
+            return None
+        stored = (value for name, value in vars(self.dataset).items() if "epoch" in name.lower())
+        found = (value for value in (getattr(self.dataset, "epoch", None), *stored) if type(value) is int)
+        return next(found, None)
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
@@ -366,6 +403,26 @@ class StreamWorker(Generic[T]):
         self._is_underway = False
         for state in self.unread():
             self.shared.keep_state(number, part, pickled(state))
+
+    # ---- batches ----
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Return a batch, in a ``NotedBatch`` if the pass that read its samples noted something.
+
+        Args:
+            collate_fn: The loader's.
+            samples: The batch's samples.
+        """
+        if (giving := self.giving) is None:
+            return collate_fn(samples)
+        note = giving.note()  # before the user's function may read on
+        # Another dataset of the worker's, which reads this one, may draw; torch's own function draws nothing.
+        info: Any = get_worker_info()
+        is_own = info is not None and getattr(info.dataset, "__dict__", {}).get("_worker") is self
+        draws = not (is_own and is_torchs_collating(collate_fn) and plain_tensors(samples) is not None)
+        giving.before_others(may_draw=draws)
+        batch = collate_fn(samples)
+        return batch if note is None else NotedBatch(note, batch)
 
     # ---- where another package's loader resumes ----
 

@@ -26,57 +26,13 @@ from ddp_patch.streams.stream_marks import marked, name_of
 from ddp_patch.streams.stream_refusals import require_ends, require_one_way, require_split_by_worker
 from ddp_patch.streams.worker import StreamWorker, WorkerPosition, pickled, this_worker
 
-__all__ = ["WorkerIterator", "WorkerPass"]
+__all__ = ["WorkerPass"]
 
 T = TypeVar("T")
 
-_KEY = "ddp_patch"
 _NOTHING: Any = object()
 # By how many of its first items a stream is recognised.
 _RECOGNISED_BY = 8
-
-
-class WorkerIterator(Iterator[T]):
-    """A worker's items in one pass. Nothing is read before the first is asked for.
-
-    torchdata's loader saves and resumes it in the worker by its ``state_dict``, where it would else count items from
-    the pass's beginning, and lose some at the second stop.
-
-    Args:
-        worker: What reads them.
-    """
-
-    def __init__(self, worker: StreamWorker[T]) -> None:
-        self._worker = worker
-        self._items: Iterator[T] | None = None
-        self._loaded: WorkerPosition | None = None
-        self._pass: WorkerPass[T] | None = None
-
-    def __next__(self) -> T:
-        if self._items is None:
-            self._pass = WorkerPass(self._worker, *self._worker.begin(self._loaded))
-            self._items = self._pass.items()
-        return next(self._items)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its position, as the only value."""
-        if self._pass is not None:
-            return {_KEY: self._pass.position().plain()}
-        return {_KEY: (self._loaded or self._worker.position_unbegun()).plain()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make it begin where ``state_dict`` was called.
-
-        Raises:
-            StateError: It is no such state, or one of another version of this package.
-        """
-        if _KEY not in state_dict:
-            raise StateError(
-                f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
-                "it with that loader, or take one from the patched loader."
-            )
-        self._loaded = WorkerPosition.of(state_dict[_KEY])
-        self._worker.note_loaded(self._loaded)
 
 
 class WorkerPass(AbstractContextManager[None], Generic[T]):

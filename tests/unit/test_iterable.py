@@ -447,10 +447,10 @@ def test_workers_leave_word_of_how_much_a_pass_has_drawn(workers: int) -> None:
     sharded = ShardedIterable(StreamWorker(Source(), plan, seed, batching, shared))
     loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     for number in (1, 2):
-        sharded.shared.begin(number, epoch=0)
-        assert set(sharded.shared.lengths(number)) == {None}
+        shared.begin(number, epoch=0)
+        assert set(shared.lengths(number)) == {None}
         assert sum(map(len, loader)) == 12
-        assert set(sharded.shared.lengths(number)) == {N}
+        assert set(shared.lengths(number)) == {N}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])  # noqa: S301 - ours
