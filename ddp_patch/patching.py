@@ -452,7 +452,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     from ddp_patch.streams.dataset import begin_worker
     from ddp_patch.streams.stream_sampler import StreamSampler
 
-    sampler = StreamSampler(facts, agreed, getattr(facts.loader, "prefetch_factor", None) or 2)
+    sampler = StreamSampler(facts, agreed)
     new: dict[str, Any] = {"dataset": sampler.dataset, "sampler": sampler}
     if facts.num_workers > 0:
         new["worker_init_fn"] = partial(begin_worker, facts.loader.worker_init_fn, sampler.epochs)

@@ -20,8 +20,6 @@ from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position, States
 from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.streams.reading import can_snapshot
-from ddp_patch.streams.shared_state import SharedWorkerState
 from ddp_patch.streams.stream_source import StreamSource
 from ddp_patch.streams.worker import StreamWorker, generators_only
 
@@ -47,14 +45,13 @@ class StreamSampler(EpochSampler[None]):
     Args:
         given: The loader that the user gave.
         agreed: What the ranks agreed on.
-        ahead: How many batches each worker may be ahead of the training loop.
 
     Attributes:
         worker: What reads the stream; the loader's workers have copies of it.
         dataset: The sharded dataset.
     """
 
-    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int) -> None:
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
             "split": "by_worker" if agreed.options.by_worker else "exact",
@@ -64,9 +61,6 @@ class StreamSampler(EpochSampler[None]):
             numbers = agreed.world.num_replicas, given.num_workers, given.batch_size or 1
             facts |= dict(zip(OF_BY_WORKER, numbers, strict=True))
         super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
-        is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
-        takes_states = can_snapshot(given.dataset, agreed.options)
-        keeps_states = is_kept and given.num_workers > 0 and takes_states
         peers, mailbox = agreed.peers, self.monitor.mailbox
         self._held: str | None = None  # a fingerprint of what the dataset held at the patch
         if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
@@ -75,20 +69,11 @@ class StreamSampler(EpochSampler[None]):
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
             self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
-        self.worker: StreamWorker[Any] = StreamWorker(
-            given.dataset,
-            self.plan,
-            agreed.seed,
-            given.batching,
-            SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states),
-            batch_plan=agreed.batch_plan,
-            splits_itself=agreed.options.by_worker,
-            takes_states=takes_states,
-            is_compared=self._held is not None,
-            is_kept=is_kept,
-        )
+        self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=self._held is not None)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
-        self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
+        self._workers, self._batching = given.num_workers, given.batching
+        # How many batches each worker may be ahead of the training loop.
+        self._ahead = getattr(given.loader, "prefetch_factor", None) or 2
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
     def _stream_length(self, epoch: int) -> int:

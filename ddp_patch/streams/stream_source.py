@@ -117,7 +117,10 @@ class StreamSource(ItemSource[None]):
         ranks, lengths = self._plan.num_replicas, self._shared.lengths(self._number)
         is_known = self._start.is_at_epoch_start and self._worker.batch_plan is None  # which by_worker cannot divide
         if is_known and self._worker.may_say("advice") and ranks > 1 and self.is_in_parts and None not in lengths:
-            spent_s, took_s = self._shared.most_spent_s(self._number), perf_counter() - self._began_s
+            spent_s, took_s = (
+                max(self._shared.reported(self._number, "spent_ms")) / 1000,
+                perf_counter() - self._began_s,
+            )
             reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
             logger.info(faster_by_worker(self._worker.name, ranks, sum(filter(None, lengths)), reading))
 
@@ -133,12 +136,12 @@ class StreamSource(ItemSource[None]):
     def is_in_parts(self) -> bool:  # type: ignore[override]  # what workers find
         """Whether several workers read a part each; False while that is unknown."""
         shared = self._shared
-        return not self._worker.splits_itself and shared.readers > 1 and shared.is_in_parts(self._number)
+        return not self._worker.splits_itself and shared.readers > 1 and shared.ways(self._number) == {"parts"}
 
     @property
     def resumed_elsewhere(self) -> int:  # type: ignore[override]  # as above
         """How many items were left out because another package's loader resumed within the pass."""
-        return self._shared.offset(self._number)
+        return int(max(0, *self._shared.reported(self._number, "offset")))
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each part of it; None if no worker came to the end."""

@@ -4,7 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
@@ -18,11 +18,13 @@ from ddp_patch.compat.private_torch import (
     worker_info_told,
 )
 from ddp_patch.errors import StateError, UnsupportedLoaderError
+from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import Seed, reader_seed
 from ddp_patch.plan import Batching, Consumed, Plan, made_in_turn, turn_after
+from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.saved_position import NotedBatch, Position, StreamSnapshot, split_consumed
-from ddp_patch.streams.reading import tell_epoch
+from ddp_patch.streams.reading import can_snapshot, tell_epoch
 from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState
 from ddp_patch.walks import plain_tensors
 
@@ -34,6 +36,8 @@ __all__ = ["StreamWorker", "WorkerPosition", "generators_only", "pickled", "this
 T = TypeVar("T")
 
 _VERSION = 1
+
+_UNKNOWN = StreamSnapshot()
 
 # What a dataset asks of the worker info that differs between workers.
 _TELLING = frozenset({"id", "num_workers", "seed"})
@@ -68,7 +72,7 @@ class WorkerPosition:
     skip: int = 0
     counts: Literal["stream", "parts", "nothing"] = "nothing"
     offset: int = 0
-    snapshot: StreamSnapshot = field(default_factory=StreamSnapshot)
+    snapshot: StreamSnapshot = _UNKNOWN
     generators: Sequence[Any] = ()
     seed: int | None = None
     ended: bool = False
@@ -112,22 +116,25 @@ class WorkerPosition:
         return cls(**values)
 
 
-@dataclass(eq=False)
 class StreamWorker(Generic[T]):
     """What a process knows of the stream: the main process, and each of the loader's workers in a copy of its own.
+
+    Args:
+        given: The loader that the user gave.
+        agreed: What the ranks agreed on.
+        is_compared: Whether the ranks compare what is read.
 
     Attributes:
         dataset: The dataset that the user gave.
         plan: The rank's share.
+        batch_plan: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
         seed: The seed in force.
         batching: How workers make batches.
-        shared: What the main process and the workers tell each other.
-        batch_plan: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
         splits_itself: Whether the dataset splits itself over all ranks' workers; else each rank keeps its share of what
             comes.
         takes_states: Whether the dataset's own state is a position in the stream.
-        is_compared: Whether the ranks compare what is read.
-        is_kept: Whether the next pass reads the same dataset, not a new copy of it.
+        is_compared: As given.
+        shared: What the main process and the workers tell each other.
         has_asked: Whether the dataset has asked which worker it is in. It may remember the answer, so that stays true.
         asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
@@ -136,35 +143,34 @@ class StreamWorker(Generic[T]):
         giving: Which pass gave an item last: the next batch has its items.
     """
 
-    dataset: IterableDataset[T]
-    plan: Plan
-    seed: Seed
-    batching: Batching
-    shared: SharedWorkerState
-    batch_plan: Plan | None = None
-    splits_itself: bool = False
-    takes_states: bool = False
-    is_compared: bool = False
-    is_kept: bool = False
-    has_asked: bool = field(default=False, init=False)
-    asked_before_item: bool = field(default=False, init=False)
-    has_asked_rank: bool = field(default=False, init=False)
-    loaded_end: WorkerPosition | None = field(default=None, init=False)
-    giving: "WorkerPass[T] | None" = field(default=None, init=False)
-    _resumed: tuple[int, Position] | None = field(default=None, init=False)  # which pass continues, and from where
-    _chosen_epoch: int | None = field(default=None, init=False)
-    _told_epoch: int | None = field(default=0, init=False)  # so that one that was set before counts
-    _said: set[str] = field(default_factory=set, init=False)
-    _counts_rest: bool = field(default=True, init=False)
-    _loads: int = field(init=False)  # how many loaded states this copy knows of
-    # Read, and not to its end, in this process or the one from which it was copied.
-    _is_underway: bool = field(default=False, init=False)
-    _first_pass: int | None = field(default=None, init=False)  # that a worker was started for
-    _made_for: int | None = field(default=None, init=False)  # for which worker a worker_init_fn prepared the dataset
-    _gave_dataset: bool = field(default=False, init=False)  # somebody reached for the dataset through the worker info
-
-    def __post_init__(self) -> None:
-        self._loads = self.shared.loads
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, *, is_compared: bool = False) -> None:
+        self.dataset: IterableDataset[T] = given.dataset
+        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.batch_plan: Plan | None = agreed.batch_plan
+        self.seed: Seed = agreed.seed
+        self.batching: Batching = given.batching
+        self.splits_itself: bool = agreed.options.by_worker
+        self.takes_states: bool = can_snapshot(given.dataset, agreed.options)
+        self.is_compared: bool = is_compared
+        # Whether the next pass reads the same dataset, not a new copy of it.
+        self._is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
+        keeps_states = self._is_kept and given.num_workers > 0 and self.takes_states
+        self.shared: SharedWorkerState = SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
+        self.has_asked: bool = False
+        self.asked_before_item: bool = False
+        self.has_asked_rank: bool = False
+        self._gave_dataset = False  # somebody reached for the dataset through the worker info
+        self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
+        self._first_pass: int | None = None  # that a worker was started for
+        self._is_underway = False  # read, and not to its end, in this process or the one from which it was copied
+        self.loaded_end: WorkerPosition | None = None
+        self.giving: WorkerPass[T] | None = None
+        self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
+        self._counts_rest = True
+        self._loads = self.shared.loads  # how many loaded states this copy knows of
+        self._chosen_epoch: int | None = None
+        self._told_epoch: int | None = 0  # so that one that was set before counts
+        self._said = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "giving": None}  # no pass goes on in a copy
@@ -246,7 +252,7 @@ class StreamWorker(Generic[T]):
 
     def snapshots_between(self) -> Sequence[StreamSnapshot]:
         """Return the dataset's own states where the next epoch begins, as far as the main process knows them."""
-        if not self.is_kept:
+        if not self._is_kept:
             return ()
         states = self.shared.states(self.shared.latest_pass) if self.shared.latest_pass >= 0 else ()
         # No worker writes one before the first pass, and none where the main process reads.
@@ -376,7 +382,7 @@ class StreamWorker(Generic[T]):
             # Batches continue with the one whose turn it was.
             part = (worker + turn_after(batches)) % workers
             return WorkerPosition(epoch, part, skip=batches[part] * self.batching.size)
-        parts, snapshots = position.parts, position.states.streams or [StreamSnapshot()]
+        parts, snapshots = position.parts, position.states.streams or [_UNKNOWN]
         part = (worker + (position.turn or 0)) % workers
         before, skip = split_consumed(parts[part % len(parts)], self.plan.num_replicas)
         counts: Literal["stream", "parts", "nothing"]
@@ -396,7 +402,8 @@ class StreamWorker(Generic[T]):
         if not start.is_at_epoch_start or start.snapshot.initial_state:
             return start
         loaded = self.loaded_end.snapshot.initial_state if self.loaded_end is not None else ()
-        return replace(start, snapshot=replace(start.snapshot, initial_state=loaded or self.unread()))
+        known = loaded or self.unread()
+        return replace(start, snapshot=replace(start.snapshot, initial_state=known)) if known else start
 
     def end(self, number: int, part: int) -> None:
         """Record that a pass has come to the end of what it reads, as the reader of a part."""

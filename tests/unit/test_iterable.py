@@ -23,11 +23,7 @@ from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
-from ddp_patch.orders.random_states import GlobalState, Seed
-from ddp_patch.plan import Batching, Plan
-from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.streams.shared_state import SharedWorkerState
-from ddp_patch.streams.worker import StreamWorker
+from ddp_patch.orders.random_states import GlobalState
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:
@@ -442,12 +438,10 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_leave_word_of_how_much_a_pass_has_drawn(workers: int) -> None:
-    seed = Seed(1, is_chosen=True)
-    plan, batching, shared = Plan(1, 2), Batching(3, drop_last=False), SharedWorkerState(max(1, workers))
-    sharded = ShardedIterable(StreamWorker(Source(), plan, seed, batching, shared))
-    loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
+    given: DataLoader[Any] = DataLoader(Source(), batch_size=3, num_workers=workers, collate_fn=as_it_is)
+    loader: Any = patch_dataloader_to_ddp(given, rank=1, num_replicas=2)
+    shared = loader.sampler.worker.shared
     for number in (1, 2):
-        shared.begin(number, epoch=0)
         assert set(shared.lengths(number)) == {None}
         assert sum(map(len, loader)) == 12
         assert set(shared.lengths(number)) == {N}
