@@ -91,7 +91,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
     @property
     def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute
         """Whether the last, incomplete round is left out, by ``DistributedSampler``'s name."""
-        return self.plan.uneven == "drop"
+        return self.rank_passes.plan.uneven == "drop"
 
 
 def _of_wrapped(name: str) -> Any:
@@ -175,7 +175,7 @@ def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, dr
     if wrapper.drop_last and not drops_last:
         raise UnsupportedLoaderError(
             f"{type(wrapper).__name__} cannot be rebuilt with drop_last=False, as Lightning's predict does: it shards "
-            f"the batches of a {wrapper._name} with drop_last=True, so some samples would get no "
+            f"the batches of a {wrapper.rank_passes.name} with drop_last=True, so some samples would get no "
             "prediction. Build the loader to predict on with drop_last=False."
         )
 

@@ -24,7 +24,7 @@ from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
 from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
 from ddp_patch.ranks.world import World
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.steps import require_steps
 from ddp_patch.walks import stored
 

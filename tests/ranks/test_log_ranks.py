@@ -316,7 +316,7 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int]]:
 
             return asked
 
-    mailbox: Any = train.sampler.monitor._mailbox  # type: ignore[attr-defined]
+    mailbox: Any = train.sampler.rank_passes.monitor._mailbox  # type: ignore[attr-defined]
     mailbox._store = Counting
     mailbox._open_store = Counting
     whole(train)

@@ -41,6 +41,7 @@ from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, Un
 from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
+from ddp_patch.sharding.saved_state import position_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -228,10 +229,10 @@ def test_a_stream_without_length_is_over_once_the_loop_has_seen_its_end(workers:
     running = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     batches = len(list(islice(running, 4)))
     deadline = time.monotonic() + 30
-    while None in running.sampler.latest.source.lengths_found() and time.monotonic() < deadline:
+    while None in running.sampler.rank_passes.latest.source.lengths_found() and time.monotonic() < deadline:
         time.sleep(0.01)  # its workers find the end
     state = loader_state(running)
-    assert (batches, state["epoch"], None in running.sampler.latest.source.lengths_found()) == (4, 0, False)
+    assert (batches, state["epoch"], None in running.sampler.rank_passes.latest.source.lengths_found()) == (4, 0, False)
     restored = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     restore_loader(restored, state)
     assert [len(list(restored)), len(list(restored)), loader_state(restored)["epoch"]] == [0, 4, 2]
@@ -991,7 +992,7 @@ def test_a_rank_that_took_an_item_more_than_others_leaves_nothing_to_take() -> N
     taken = list(wrapper)
     resumed: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
     state = {**wrapper.state_dict(), "epoch": 0, "parts": [[[2, len(taken)]]], "turn": 0}
-    resumed.resume_at(resumed.read(state), counts_rest=True)
+    resumed.rank_passes.resume_at(position_in(resumed.rank_passes, state), counts_rest=True)
     assert (len(taken), len(resumed), resumed.total_size) == (3, 0, 0)
 
 

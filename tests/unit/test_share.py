@@ -239,9 +239,9 @@ def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -
     for rank in range(2):
         mine, other = patched(given(BatchSampler), 2, rank, share="batches"), patched(given(Unknown), 2, rank)
         assert [list(mine), list(mine)] == [list(other), list(other)]
-        latest: Pass[Any] = mine.sampler.latest
+        latest: Pass[Any] = mine.sampler.rank_passes.latest
         assert isinstance(latest.source, Indexed)
-        assert not isinstance(other.sampler.latest.source, Indexed)
+        assert not isinstance(other.sampler.rank_passes.latest.source, Indexed)
 
 
 def test_a_scalable_shuffle_is_shared_in_batches() -> None:
