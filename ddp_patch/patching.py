@@ -24,7 +24,7 @@ from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, tell_if_assumed
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.options import Layout, Options, Order, Share, Uneven
+from ddp_patch.options import Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
@@ -96,7 +96,6 @@ def patch_dataloader_to_ddp(
     cost: Cost | CostValues | None = None,
     device_mesh: DeviceMesh | None = None,
     order: Order = "auto",
-    layout: Layout = "interleaved",
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
@@ -126,7 +125,7 @@ def patch_dataloader_to_ddp(
             that is not torch's own, and of samplers that are known to arrange such groups (pytorch-metric-learning's
             ``MPerClassSampler``, trl's ``RepeatSampler``); otherwise samples. With ``batch_size=None``, items are
             sharded as they are. With ``"within_batches"``, each batch of one process is divided over the ranks: rank r
-            takes its items r, r + num_replicas, ... (``layout="contiguous"``: a run), and at least one.
+            takes its items r, r + num_replicas, ..., and at least one.
             ``iter_with_weights`` says which of them count. ``len(loader)`` is then that of one process. Every rank
             reads the whole of an iterable dataset, as one process with the same workers does, and keeps its share of
             each worker's part. With ``"by_worker"``, the dataset splits itself by ``get_worker_info()``, for which it
@@ -161,8 +160,6 @@ def patch_dataloader_to_ddp(
             (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
             computes only its share. The first batch then takes constant time and memory for any number of samples. The
             order differs from torch's.
-        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
-            run of items. Then the sampler must know its length.
         process_group: The group whose ranks shard the data. Default: all ranks.
         rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
             other.

@@ -81,7 +81,6 @@ class Passes(Generic[T]):
         self._facts = {
             **facts,
             "uneven": options.uneven,
-            "layout": self.plan.layout,
             "order": "scalable" if options.is_scalable else "drawn",
         }
 
@@ -105,6 +104,9 @@ class Passes(Generic[T]):
 
     def require_fits(self, position: Position) -> None:
         """Raise StateError if what is drawn cannot have such a position."""
+
+    def note_length(self, current: Pass[T], length: int) -> None:
+        """Record how many items all ranks share in a pass, when it has found that."""
 
     # ---- the loader ----
 

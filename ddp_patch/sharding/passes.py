@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress, State
-from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes
+from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
@@ -69,6 +69,7 @@ class Pass(IterationProgress, Generic[T]):
         self.is_interleaved: bool = False
         self._passes, self._digest, self._sizes, self._divide = passes, digest, sizes, divide
         self._logged: LoggedPass | None = None
+        self._has_noted_length = False
         self._next_comparison = 2
 
     # ---- what it is ----
@@ -95,7 +96,7 @@ class Pass(IterationProgress, Generic[T]):
             return self.source.length
         length = self._passes.length_if_any(self.epoch)
         if length is not None:
-            return len(self._passes.plan.rest(length, self.consumed_before))
+            return len(rest_of(length, self.consumed_before))
         # Before, one rank's workers may have found it and another's not.
         return self.source.lengths_found()[0] if self.state is State.ENDED else None
 
@@ -123,8 +124,8 @@ class Pass(IterationProgress, Generic[T]):
             whole = partial(self.most_batches, self._passes.batching)
             self._logged = monitor.begin(self.epoch, self.begins_at, self.progress, self._digest, whole)
             for chunk in self.source.chunks(self.skip):
-                if self.source.length is not None and self.start.is_at_epoch_start:  # the rest of one may have none
-                    self._require_steps(self.source.length)
+                if self.source.length is not None and not self._has_noted_length:
+                    self._note_length(self.source.length)
                 run = self.give(self._own(chunk))
                 yield from self._compared(run) if monitor.is_on else [run]
             self.end()
@@ -135,10 +136,16 @@ class Pass(IterationProgress, Generic[T]):
         finally:
             self.leave()
 
-    def _require_steps(self, length: int) -> None:
-        """Refuse an epoch without steps, before a rank is given items of the incomplete round."""
-        plan, batching = self._passes.plan, self._passes.batching
-        require_steps(plan, batching, self._passes.name, [length], in_batches=batching.size > 1)
+    def _note_length(self, length: int) -> None:
+        """Refuse a length that cannot be, and an epoch without steps.
+
+        It is called before a rank is given items of the incomplete round, so every rank comes to it at the same step.
+        """
+        self._has_noted_length = True
+        passes, plan, batching = self._passes, self._passes.plan, self._passes.batching
+        passes.note_length(self, length)
+        if self.start.is_at_epoch_start:  # the rest of one may well have none
+            require_steps(plan, batching, passes.name, [length], in_batches=batching.size > 1)
 
     def _own(self, chunk: Sequence[T]) -> Sequence[T]:
         """Return what this rank gets of its items, and record their sizes where somebody needs these."""
@@ -272,8 +279,7 @@ class Pass(IterationProgress, Generic[T]):
 
     def schedule(self, batching: Batching) -> Schedule:
         """Return its batches, with the ends that this rank has found so far."""
-        assumed = self.likely_length if self._passes.plan.needs_length else None
-        return self._schedule_of(batching, self.source.parts(self.skip, self.items_given, assumed))
+        return self._schedule_of(batching, self.source.parts(self.skip, self.items_given))
 
     def whole_schedule(self, batching: Batching) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""

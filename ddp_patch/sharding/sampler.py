@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.orders.orders import ScalableShuffle, scalable
-from ddp_patch.plan import ONE_PER_STEP, Batching
+from ddp_patch.plan import ONE_PER_STEP, Batching, rest_of
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.epochs import Passes
@@ -173,7 +173,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     def total_size(self) -> int:  # type: ignore[override]  # torch fixes it at construction; here it is computed
         """How many items all ranks take together in an epoch, or in what is left of it, padding included."""
         plan, (epoch, before, skip) = self.rank_passes.plan, self.rank_passes.counted_by_len()
-        left = plan.rest(self.rank_passes.stream_length(epoch), before)
+        left = rest_of(self.rank_passes.stream_length(epoch), before)
         return max(0, plan.total(len(left)) - skip * plan.num_replicas)
 
     @property

@@ -4,21 +4,23 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
 
-from ddp_patch.errors import InvalidOptionError, StateError, StreamLengthWarning
+from ddp_patch.errors import ExhaustedSamplerError, InvalidOptionError, StateError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators
-from ddp_patch.orders.orders import InOrder, has_computed_order, has_order, is_always_alike, is_torch_sampler
+from ddp_patch.orders.orders import InOrder, has_computed_order, has_order, is_always_alike, is_torch_sampler, order_of
 from ddp_patch.orders.random_states import PrivateRNG, epoch_seed, look
-from ddp_patch.plan import Batching, Plan, Sizes
+from ddp_patch.plan import Batching, Plan, Sizes, rest_of
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.balancing import Balancer, BatchDivider
-from ddp_patch.sharding.epoch_drawing import EpochDrawing, Permuted, require_sure_length
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
+from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
+from ddp_patch.sharding.epoch_drawing import EpochDrawing, Permuted
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
 from ddp_patch.sharding.passes import Pass
@@ -129,8 +131,8 @@ class SamplerPasses(Passes[T]):
         with seed.tried(seed.value if position.seed is None else position.seed):  # a length may follow from it
             length = self._sure_length(position.epoch)
         for number, (ranks, taken) in enumerate(position.consumed if length is not None else ()):
-            left = len(self.plan.rest(length or 0, position.consumed[:number]))
-            if taken > Plan(0, ranks, self.plan.uneven, self.plan.layout).largest_share(left):
+            left = len(rest_of(length or 0, position.consumed[:number]))
+            if taken > Plan(0, ranks, self.plan.uneven).largest_share(left):
                 raise StateError(
                     f"The state is damaged: {ranks} ranks took {taken} items each in it, and only {left} items were "
                     "left for them. Pass what loader_state(), or state_dict(), returned, as it was saved."
@@ -138,7 +140,7 @@ class SamplerPasses(Passes[T]):
 
     def _sure_length(self, epoch: int) -> int | None:
         """Return how many items the stream has, or None if that is not certain."""
-        if not (self._is_looked_up() or self.plan.needs_length):
+        if not self._is_looked_up():
             return None
         with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
             return self.stream_length(epoch)
@@ -259,38 +261,44 @@ class SamplerPasses(Passes[T]):
 
     def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
-        leader, before = self.agreed.leader, split_consumed(start.consumed, self.plan.num_replicas)[0]
+        epoch, seed, leader, ranks = start.epoch, self.agreed.seed.value, self.agreed.leader, self.plan.num_replicas
+        before = [pair for pair in split_consumed(start.consumed, ranks)[0] if pair[1]]
+        taken = sum(others * each for others, each in before)
         # It draws what the global one would draw from these states, and nobody else can draw from it.
-        private_generator = torch.Generator().manual_seed(epoch_seed(self.agreed.seed.value, start.epoch))
-        has_rest = self._balancer is not None and any(taken for _, taken in before)
-        is_looked_up = self._is_looked_up()
+        private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+        random_context = partial(self._drawing, epoch, PrivateRNG(seed, epoch))
+        keeps_sizes = self.keeps_sizes and self.batch_plan is None
+        balancer, order = self._balancer, self.sampler
+        if self._is_looked_up() and (balancer is None or not taken):
+            return Indexed(
+                partial(order_of, order, epoch, private_generator),
+                random_context,
+                self.plan,
+                taken,
+                balanced=None if balancer is None else partial(balanced_order, balancer, ranks, epoch),
+                digest=digest,
+                keeps_sizes=keeps_sizes,
+            )
         draws_alone = self._order_is_drawn and not self.sampler_states.has_generators
-        order = self.sampler
-        if has_rest if is_looked_up else draws_alone:  # from what nobody else draws from
-            order = InOrder(order, start.epoch, private_generator)
-        epoch = EpochDrawing(
-            sampler=Permuted(order, self.agreed.seed.value, start.epoch) if self.shuffles else order,
-            is_one_shot=self._is_one_shot,
-            number=start.epoch,
-            plan=self.plan,
-            consumed_before=before,
-            random_context=partial(self._drawing, start.epoch, PrivateRNG(self.agreed.seed.value, start.epoch)),
-            private_generator=private_generator,
-            length=partial(self.stream_length, start.epoch),
-            check_length=partial(self._compare_length, start.epoch),
-            has_earlier_pass=lambda: self.epochs.passes > 1,  # this pass counts by then
-            keeps_sizes=self.keeps_sizes and self.batch_plan is None,
-            balancer=self._balancer,
+        if self._is_looked_up() or draws_alone:  # from what nobody else draws from
+            order = InOrder(order, epoch, private_generator)
+        drawing = EpochDrawing(
+            order=Permuted(order, seed, epoch) if self.shuffles else order,
+            rest=partial(_left, taken)
+            if balancer is None
+            else partial(balanced_stream, balancer, epoch, before, ranks),
+            random_context=random_context,
+            draws_ahead=not self._is_one_shot,
             digest=digest,
         )
         if leader is not None:
             plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
-            has_length = leader.is_leader and self.length_if_any(start.epoch) is not None
-            pass_facts = partial(self._pass_facts, start.epoch)
-            return FromLeader(epoch, leader, pass_facts, plans, start.states, self.snapshot, has_length=has_length)
-        if is_looked_up and not has_rest:
-            return Indexed(epoch)
-        return Streamed(epoch, start.states.streams[0].first if start.states.streams else None)
+            has_length = leader.is_leader and self.length_if_any(epoch) is not None
+            first_piece = LARGEST_PIECE if has_length else FIRST_PIECE
+            pass_facts = partial(self._pass_facts, epoch)
+            return FromLeader(drawing, leader, pass_facts, plans, start.states, self.snapshot, first_piece=first_piece)
+        known = start.states.streams[0].first if start.states.streams else None
+        return Streamed(drawing, self.plan, self.name, known, keeps_sizes=keeps_sizes)
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
@@ -306,11 +314,32 @@ class SamplerPasses(Passes[T]):
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
         return self.agreed.leader is None and not self.shuffles and has_order(self.sampler)
 
-    def _compare_length(self, epoch: int, drawn: int, assumed: int) -> None:
-        """Raise if runs were cut from a wrong length; otherwise warn once about a wrong length."""
-        require_sure_length(self.plan, "The sampler", "sampler", drawn, assumed)
-        told = self.length_if_any(epoch)
-        if told is not None and told != drawn and not self._warned_of_length:
+    def note_length(self, current: Pass[T], length: int) -> None:
+        """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
+
+        Args:
+            current: A pass whose end was found.
+            length: How many items all ranks share in it.
+
+        Raises:
+            ExhaustedSamplerError: There is nothing, because the sampler is an iterator.
+            StateError: More was done in the state that is resumed.
+        """
+        if self._is_one_shot and not length and self.epochs.passes > 1:
+            raise ExhaustedSamplerError(
+                f"Nothing is left for epoch {current.epoch}: the sampler is an iterator, which can be used only once. "
+                "Give the loader something that can be iterated again (a list, or a sampler whose __iter__ starts "
+                "again)."
+            )
+        if current.skip > self.plan.largest_share(length):
+            raise StateError(
+                f"The pass cannot resume from the state: {current.skip} items of each rank's share were done in it, "
+                f"and the sampler ended after {length} items of all ranks. Restore the state of a loader with this "
+                "sampler."
+            )
+        if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(current.epoch)) is None:
+            return
+        if told != (drawn := length + sum(ranks * each for ranks, each in current.consumed_before)):
             self._warned_of_length = True
             warnings.warn(
                 f"{self.name} yielded {drawn} items and its len() says {told}. All {drawn} were "
@@ -319,6 +348,11 @@ class SamplerPasses(Passes[T]):
                 StreamLengthWarning,
                 stacklevel=2,
             )
+
+
+def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:
+    """Leave out what was taken of a stream."""
+    return islice(stream, taken, None) if taken else stream
 
 
 def _why_orders_differ(name: str) -> str:

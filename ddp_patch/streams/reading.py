@@ -149,12 +149,7 @@ _LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary
 
 def can_snapshot(dataset: object, options: Options) -> bool:
     """Return whether a dataset's own state is the position of a stream that is sharded in this way."""
-    return (
-        not options.by_worker
-        and not options.needs_length  # otherwise every rank is elsewhere
-        and is_stateful(dataset)
-        and not loses_items_when_loaded(dataset)
-    )
+    return not options.by_worker and is_stateful(dataset) and not loses_items_when_loaded(dataset)
 
 
 class DatasetStateTracker:

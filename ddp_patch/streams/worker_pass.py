@@ -8,13 +8,13 @@ from itertools import chain, islice, repeat
 from typing import Any, Generic, TypeVar, cast
 
 from ddp_patch.compat.private_torch import worker_info_told
-from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, draw
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
+from ddp_patch.sharding.epoch_drawing import split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.sharding.steps import require_steps
 from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, tell_epoch, this_worker
@@ -118,7 +118,7 @@ class WorkerPass(Generic[T]):
         worker, batching, start = self._worker, self._worker.batching, self._start
         stream = self._detecting_split(worker.reader.read(partial(iter, worker.dataset)))
         read = 0
-        for length, items in self._drawn(stream, Plan(0, 1), 0, start.skip):
+        for length, items in self._drawn(stream, Plan(0, 1), start.skip):
             before, read = read, read + length
             if read > start.skip and read % batching.size == 0:
                 self._report["batches"] = read // batching.size
@@ -134,27 +134,27 @@ class WorkerPass(Generic[T]):
     def _exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
         worker, start, plan = self._worker, self._start, self._worker.plan
-        rest = plan.rest_of_stream(worker.stream_length, start.consumed_before)
         skipped = self._skipped_rounds()
         spent_s = worker.reader.spent_s
         if skipped is None:
             read = self._tracker.watch(worker.reader.read(self._tracker.iterate))
             if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
                 read = marked(read, self._report)
-            stream = rest.select(self._detecting_split(read))
+            before = sum(ranks * each for ranks, each in start.consumed_before)
+            stream: Iterator[T] = islice(self._detecting_split(read), before, None)
         else:
             read = worker.reader.read(self._tracker.iterate_from_state)
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
             stream = self._detecting_split(self._tracker.follow(read))
-        chunks = self._drawn(stream, plan, len(rest), start.skip if skipped is None else 0)
+        chunks = self._drawn(stream, plan, start.skip if skipped is None else 0)
 
         def on_end(drawn: int) -> None:
             self._report["spent_ms"] = round(1000 * (worker.reader.spent_s - spent_s))
             self._report["length"] = drawn
-            self._require_ends(drawn, len(rest))
+            self._require_ends(drawn)
 
-        of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), on_end, skipped) for item in part)
+        of_rank = (item for (part,) in split_chunks([plan], chunks, on_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         self._is_over = True
@@ -265,7 +265,6 @@ class WorkerPass(Generic[T]):
 
         Raises:
             UnsupportedLoaderError: Some workers read a part, others the whole stream.
-            InvalidOptionError: The length of a part would have to be known.
             StateError: The state counts something else.
         """
         name, start, readers = self._worker.name, self._start, self._worker.shared.readers
@@ -274,12 +273,6 @@ class WorkerPass(Generic[T]):
                 f"{name} cannot be sharded with {readers} workers: it called get_worker_info() in some workers and "
                 "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
                 "__iter__, or use num_workers=0."
-            )
-        if ways == {"parts"} and self._worker.plan.needs_length:
-            raise InvalidOptionError(
-                f"layout='contiguous' does not work with {name} and num_workers={readers}: it splits itself over "
-                "its workers, and the length of each part is known only at its end. Use layout='interleaved', or "
-                "num_workers=0 or 1."
             )
         if start.counts != "nothing" and {start.counts} != ways:
             counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {readers} workers"}
@@ -293,13 +286,13 @@ class WorkerPass(Generic[T]):
         self._has_own_states = True
         self._states.switch_to_worker(self._told_worker)
 
-    def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
+    def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
         size, as_dataset = self._worker.batching.size, AsDataset(self._states, self._info, self._worker.reader)
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return plan.slice_of_chunk(at, items, length) if at else slice(None)
+            return plan.slice_of_chunk(items) if at else slice(None)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         try:
@@ -345,8 +338,8 @@ class WorkerPass(Generic[T]):
         with self._worker.reader.unnoted(self._info):
             return self._tracker.snapshot()
 
-    def _require_ends(self, drawn: int, assumed: int) -> None:
-        """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
+    def _require_ends(self, drawn: int) -> None:
+        """Refuse an end that contradicts the other workers' or a state, and an epoch without steps."""
         worker, start, shared = self._worker, self._start, self._worker.shared
         lengths = shared.lengths(self._number)
         if shared.ways(self._number) == {"stream"}:
@@ -359,7 +352,6 @@ class WorkerPass(Generic[T]):
                 )
         if start.is_at_epoch_start and None not in lengths:
             require_steps(worker.plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
-        require_sure_length(worker.plan, worker.name, "dataset", drawn, assumed)
         if start.items_consumed > worker.plan.largest_share(drawn):
             raise StateError(
                 f"{worker.name} cannot resume from the state: {start.items_consumed} items of each rank's share were "

@@ -22,7 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
+from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.random_states import GlobalState, Seed
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.streams.dataset import ShardedIterable
@@ -242,16 +242,6 @@ def test_a_dataset_that_worker_init_fn_changes_unasked_is_in_parts() -> None:
         )
         ranks += chain.from_iterable(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2))
     assert Counter(ranks) == Counter([*range(5), 0, *range(10, 16)])
-
-
-def test_runs_of_a_dataset_in_parts_are_refused() -> None:
-    class Sized(Source):
-        def __len__(self) -> int:
-            return N
-
-    assert batches(Sized(splits=False), 1, 2, layout="contiguous")[0] == [12, 13, 14]
-    with raises(InvalidOptionError, ("contiguous", "Sized", "num_workers=2"), ("interleaved", "num_workers=0")):
-        batches(Sized(splits=True), 1, 2, layout="contiguous")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -19,7 +19,7 @@ from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.records import State
-from ddp_patch.sharding import item_sources
+from ddp_patch.sharding import sampler_passes
 
 
 def patched(sampler: Any, **options: Any) -> Any:
@@ -82,12 +82,12 @@ def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch
     drawn: list[weakref.ref[torch.Tensor]] = []
 
     def watched(sampler: Any, epoch: int, private_generator: Any) -> EpochOrder:
-        order = order_of(sampler, epoch, private_generator)  # not that of ``sources``, which this replaces
+        order = order_of(sampler, epoch, private_generator)  # not that of ``sampler_passes``, which this replaces
         at: Any = order.at
         drawn.append(weakref.ref(at.args[0]))
         return order
 
-    monkeypatch.setattr(item_sources, "order_of", watched)
+    monkeypatch.setattr(sampler_passes, "order_of", watched)
     loader = patched(RandomSampler(Indices()))
     for number in range(1, 3):
         do(loader)

@@ -248,7 +248,6 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
             "sampler": "RandomSampler",
             "sampler length": N,
             "uneven": "pad",
-            "layout": "interleaved",
             "order": "drawn",
         },
         "epoch": 0,
@@ -493,7 +492,6 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sampler: RandomSampler in the state; SequentialSampler here", {"shuffle": False}, {}),
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
-    ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
     ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
     ("shared by: DDPSamplerWrapper in the state; DDPBatchSamplerWrapper here", {"batch_sampler": PKBatches()}, {}),
@@ -927,18 +925,15 @@ def test_a_batch_that_drop_last_leaves_out_is_none_that_is_done() -> None:
     assert loader_state(running, batches_done=6)["epoch"] == 1
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(
-    uneven: Any, layout: Any
-) -> None:
+def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(uneven: Any) -> None:
     for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
-        if Batching(size, drop_last).leaves_rank_without_step(Plan(0, world, uneven, layout), n):
+        if Batching(size, drop_last).leaves_rank_without_step(Plan(0, world, uneven), n):
             continue  # refused
         states = []
         for rank in range(world):
             given = DataLoader(Numbers(n), size, sampler=Shuffled(n), drop_last=drop_last)
-            running = start(given, rank, world, uneven=uneven, layout=layout)
+            running = start(given, rank, world, uneven=uneven)
             for number, _ in enumerate(running, 1):
                 if number == len(running):
                     states.append(loader_state(running, batches_done=number))

@@ -202,7 +202,7 @@ def test_batches_of_an_iterator_go_on_after_a_break() -> None:
     assert list(islice(mine, 1)) + list(islice(mine, 1)) == [[0, 1, 2, 3], [8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("options", [{"uneven": "drop"}, {"uneven": "keep"}, {"layout": "contiguous"}])
+@pytest.mark.parametrize("options", [{"uneven": "drop"}, {"uneven": "keep"}])
 def test_uneven_and_layout_count_batches(options: Any) -> None:
     """23 samples are six batches of four, the last one shorter."""
     batches = list(loader())
