@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -9,16 +10,15 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 import numpy as np
 
 from ddp_patch.errors import StateError
-from ddp_patch.orders.chunks import start_iterating
+from ddp_patch.orders.chunks import ReadAhead, draw, split_chunks
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.leader import LARGEST_PIECE, Leader
-from ddp_patch.sharding.epoch_drawing import EpochDrawing, ReadAhead, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, Position, States, StreamSnapshot, StreamStart
 
-__all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
+__all__ = ["Drawing", "FromLeader", "Indexed", "ItemSource", "Streamed"]
 
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Rounds(Protocol):
 
 
 class ItemSource(Generic[T]):
-    """How a pass gets its rank's items.
+    """How a pass gets its rank's items. By itself it has none: nothing is left of the epoch.
 
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
@@ -79,7 +79,7 @@ class ItemSource(Generic[T]):
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
-        raise NotImplementedError
+        return iter(())
 
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items of the share away, and return whether it is.
@@ -133,24 +133,48 @@ class ItemSource(Generic[T]):
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing(Generic[T]):
+    """What a pass draws of an epoch.
+
+    Attributes:
+        begin: Begins what yields the items in the order of the epoch.
+        rest: Returns what is left of these items, in the order in which the ranks share it.
+        random_context: Returns what to enter while the sampler draws.
+        draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
+            the next pass where a break leaves it.
+        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
+    """
+
+    begin: Callable[[], Iterator[T]]
+    rest: Callable[[Iterator[T]], Iterator[T]]
+    random_context: Callable[[], AbstractContextManager[object]]
+    draws_ahead: bool
+    digest: Digest | None
+
+    def chunks(self, stream: Iterator[T], plans: Sequence[Plan]) -> ReadAhead[T]:
+        """Draw a stream in chunks, and keep what these plans take."""
+
+        def kept(start: int, size: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if len(plans) > 1 or not start else plans[0].slice_of_chunk(size)
+
+        chunked = draw(
+            stream,
+            self.random_context,
+            round_size=plans[0].num_replicas,
+            ahead=self.draws_ahead,
+            selection=kept,
+            digest=self.digest,
+        )
+        return ReadAhead(chunked)
+
+
 def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
     """Leave out the first items of some parts."""
     for part in parts:
         yield part[skip:] if skip else part
         skip = max(0, skip - len(part))
-
-
-class Nothing(ItemSource[T]):
-    """Has no items: nothing is left of the epoch."""
-
-    sizes: Sizes | None
-
-    def __init__(self) -> None:
-        self.sizes = Sizes()  # those of no item are all known
-
-    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
-        """Return no part."""
-        return iter(())
 
 
 class Indexed(ItemSource[T]):
@@ -260,13 +284,13 @@ class Streamed(ItemSource[T]):
     sizes: Sizes | None
 
     def __init__(
-        self, epoch: EpochDrawing[T], plan: Plan, name: str, known: StreamStart | None, *, keeps_sizes: bool
+        self, epoch: Drawing[T], plan: Plan, name: str, known: StreamStart | None, *, keeps_sizes: bool
     ) -> None:
         self._epoch, self._plan = epoch, plan
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.random_context():
-            stream = start_iterating(epoch.order)
+            stream = epoch.begin()
         self._first: list[int] = []
         self._stream = epoch.rest(chain(_recognised(stream, self._first, known, name), stream))
         self._chunks: ReadAhead[T] | None = None
@@ -332,6 +356,11 @@ def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any
     return order.at(range(positions.start + taken, positions.stop + taken, positions.step))
 
 
+def _begun(epoch: Drawing[T]) -> Iterator[T]:
+    """Yield the items of an epoch; begin it with the first."""
+    yield from epoch.begin()
+
+
 class FromLeader(ItemSource[T]):
     """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
 
@@ -351,7 +380,7 @@ class FromLeader(ItemSource[T]):
 
     def __init__(
         self,
-        epoch: EpochDrawing[T],
+        epoch: Drawing[T],
         leader: Leader,
         pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
@@ -371,7 +400,7 @@ class FromLeader(ItemSource[T]):
         facts = self._pass_facts()
         if self._leader.is_leader:
             # Begun with its first item: then the leader can report an error to the others.
-            chunks = self._epoch.chunks(self._epoch.rest(chain(self._epoch.order)), self._plans)
+            chunks = self._epoch.chunks(self._epoch.rest(_begun(self._epoch)), self._plans)
             of_all: Iterator[list[list[Any]]] = split_chunks(self._plans, chunks, self._found)
             own = self._leader.send(of_all, facts, self._note, *self._pieces)
         else:

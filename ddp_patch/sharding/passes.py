@@ -7,12 +7,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress, State
-from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, rest_of
+from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_position import BatchNote, Position, States, split_consumed
-from ddp_patch.sharding.steps import require_steps
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes

@@ -22,10 +22,9 @@ from ddp_patch.loaders.recognition import line_for_inner, nested_datasets, reads
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
-from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.steps import require_steps
 from ddp_patch.walks import stored
 
 __all__ = [

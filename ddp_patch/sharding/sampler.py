@@ -15,7 +15,7 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.attributes import AttributeProxy
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler_passes import SamplerPasses
-from ddp_patch.sharding.saved_state import position_in, state_now
+from ddp_patch.sharding.saved_position import position_in, state_now
 
 __all__ = ["EpochSampler", "ShardedSampler"]
 

@@ -12,17 +12,17 @@ import torch
 from ddp_patch.errors import ExhaustedSamplerError, InvalidOptionError, StateError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
+from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators
-from ddp_patch.orders.orders import InOrder, has_computed_order, has_order, is_always_alike, is_torch_sampler, order_of
-from ddp_patch.orders.random_states import PrivateRNG, epoch_seed, look
+from ddp_patch.orders.orders import has_computed_order, has_order, is_always_alike, is_torch_sampler, order_of
+from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, epoch_seed, look
 from ddp_patch.plan import Batching, Plan, Sizes, rest_of
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
-from ddp_patch.sharding.epoch_drawing import EpochDrawing, Permuted
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Nothing, Streamed
+from ddp_patch.sharding.item_sources import Drawing, FromLeader, Indexed, ItemSource, Streamed
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import Position, States, split_consumed
@@ -207,7 +207,7 @@ class SamplerPasses(Passes[T]):
             start = Position(number, states=self.snapshot())
         # Under a leader one rank draws for all, so there is nothing to compare.
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
-        source: ItemSource[T] = Nothing() if start.is_ended else self._chosen_source(start, digest)
+        source = self._chosen_source(start, digest)
         costs = self.agreed.options.costs
         current = Pass(
             start,
@@ -261,6 +261,10 @@ class SamplerPasses(Passes[T]):
 
     def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
         """Choose how a pass gets its items."""
+        if start.is_ended:
+            nothing = ItemSource[T]()
+            nothing.sizes = Sizes()  # those of no item are all known
+            return nothing
         epoch, seed, leader, ranks = start.epoch, self.agreed.seed.value, self.agreed.leader, self.plan.num_replicas
         before = [pair for pair in split_consumed(start.consumed, ranks)[0] if pair[1]]
         taken = sum(others * each for others, each in before)
@@ -279,11 +283,12 @@ class SamplerPasses(Passes[T]):
                 digest=digest,
                 keeps_sizes=keeps_sizes,
             )
+        begin: Callable[[], Iterator[T]] = partial(start_iterating, order)
         draws_alone = self._order_is_drawn and not self.sampler_states.has_generators
         if self._is_looked_up() or draws_alone:  # from what nobody else draws from
-            order = InOrder(order, epoch, private_generator)
-        drawing = EpochDrawing(
-            order=Permuted(order, seed, epoch) if self.shuffles else order,
+            begin = partial(_in_order, order, epoch, private_generator)
+        drawing = Drawing(
+            begin=partial(_permuted, begin, seed, epoch) if self.shuffles else begin,
             rest=partial(_left, taken)
             if balancer is None
             else partial(balanced_stream, balancer, epoch, before, ranks),
@@ -348,6 +353,22 @@ class SamplerPasses(Passes[T]):
                 StreamLengthWarning,
                 stacklevel=2,
             )
+
+
+def _in_order(sampler: Any, epoch: int, private_generator: torch.Generator) -> Iterator[Any]:
+    """Begin the order of an epoch without beginning the sampler, which may count epochs by that."""
+    return order_of(sampler, epoch, private_generator).items()
+
+
+def _permuted(begin: Callable[[], Iterator[T]], seed: int, epoch: int) -> Iterator[T]:
+    """Begin a sampler, and yield its epoch in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
+    return _in_permutation(begin(), seed, epoch)
+
+
+def _in_permutation(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
+    items = [copy_item(item) for item in stream]
+    for position in distributed_permutation(len(items), seed, epoch).tolist():
+        yield items[position]
 
 
 def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:

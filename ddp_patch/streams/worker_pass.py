@@ -10,13 +10,11 @@ from typing import Any, Generic, TypeVar, cast
 from ddp_patch.compat.private_torch import worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.orders.chunks import Chunk, draw
+from ddp_patch.orders.chunks import Chunk, draw, split_chunks
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.plan import Plan
+from ddp_patch.plan import Plan, require_steps
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.epoch_drawing import split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.sharding.steps import require_steps
 from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
 from ddp_patch.streams.stream_marks import marked
