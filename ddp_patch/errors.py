@@ -22,7 +22,7 @@ with the command that shows that section.
         ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers cannot use its arguments
         ├── StateError                   also a ValueError: a state cannot be saved or restored
         ├── OutputsError                 also a ValueError: the outputs do not fit the loader
-        ├── StreamLengthError            also a RuntimeError: a sampler gave more or fewer items than its len()
+        ├── StreamLengthError            also a RuntimeError: a sampler gave more or fewer items than it said
         ├── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
         └── TorchVersionError            also an ImportError: this torch lacks something
     UserWarning
@@ -194,7 +194,7 @@ class OutputsError(DDPPatchError, ValueError):
 
 
 class StreamLengthError(DDPPatchError, RuntimeError):
-    """A sampler gave more or fewer items than its ``__len__`` says, so the shares are wrong."""
+    """A sampler gave more or fewer items than it said, or than it was asked for."""
 
 
 class RanksFailedError(DDPPatchError, RuntimeError):

@@ -53,6 +53,10 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
         found = super().__getattr__(name)
         return partial(self._worker.choose_epoch, found) if name == "set_epoch" and callable(found) else found
 
+    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
+        return partial(self._worker.collate, collate_fn)
+
     def require_no_generator(self) -> None:
         """Refuse to save a state where persistent workers draw from generators that the user's dataset holds."""
         if random_generators([self._dataset]):

@@ -30,12 +30,7 @@ def tell_epoch(dataset: object, epoch: int) -> None:
 
 def can_snapshot(dataset: object, options: Options) -> bool:
     """Return whether a dataset's own state is the position of a stream that is sharded in this way."""
-    return (
-        not options.by_worker
-        and not options.needs_length  # otherwise every rank is elsewhere
-        and is_stateful(dataset)
-        and not loses_items_when_loaded(dataset)
-    )
+    return not options.by_worker and is_stateful(dataset) and not loses_items_when_loaded(dataset)
 
 
 def begun_anew(dataset: Any, initial_state: Sequence[Any], epoch: int) -> tuple[Iterator[Any], Iterator[Any]]:

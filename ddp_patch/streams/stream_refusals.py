@@ -2,10 +2,9 @@
 
 from typing import Any, cast
 
-from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.sharding.epoch_drawing import require_sure_length
-from ddp_patch.sharding.steps import require_steps
+from ddp_patch.plan import require_steps
 from ddp_patch.streams.worker import StreamWorker, WorkerPosition
 
 __all__ = ["require_ends", "require_one_way", "require_split_by_worker"]
@@ -42,7 +41,6 @@ def require_one_way(worker: StreamWorker[Any], number: int, start: WorkerPositio
 
     Raises:
         UnsupportedLoaderError: Some workers read a part, others the whole stream.
-        InvalidOptionError: The length of a part would have to be known.
         StateError: The state counts something else.
     """
     name, readers = worker.name, worker.shared.readers
@@ -51,12 +49,6 @@ def require_one_way(worker: StreamWorker[Any], number: int, start: WorkerPositio
             f"{name} cannot be sharded with {readers} workers: it called get_worker_info() in some workers and "
             "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
             "__iter__, or use num_workers=0."
-        )
-    if ways == {"parts"} and worker.plan.needs_length:
-        raise InvalidOptionError(
-            f"layout='contiguous' does not work with {name} and num_workers={readers}: it splits itself over "
-            "its workers, and the length of each part is known only at its end. Use layout='interleaved', or "
-            "num_workers=0 or 1."
         )
     if start.counts != "nothing" and {start.counts} != ways:
         counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {readers} workers"}
@@ -67,8 +59,8 @@ def require_one_way(worker: StreamWorker[Any], number: int, start: WorkerPositio
         )
 
 
-def require_ends(worker: StreamWorker[Any], number: int, start: WorkerPosition, drawn: int, assumed: int) -> None:
-    """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
+def require_ends(worker: StreamWorker[Any], number: int, start: WorkerPosition, drawn: int) -> None:
+    """Refuse an end that contradicts the other workers' or a state, and an epoch without steps."""
     shared = worker.shared
     lengths = shared.lengths(number)
     if shared.ways(number) == {"stream"}:
@@ -81,7 +73,6 @@ def require_ends(worker: StreamWorker[Any], number: int, start: WorkerPosition, 
             )
     if start.is_at_epoch_start and None not in lengths:
         require_steps(worker.plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
-    require_sure_length(worker.plan, worker.name, "dataset", drawn, assumed)
     if start.items_consumed > worker.plan.largest_share(drawn):
         raise StateError(
             f"{worker.name} cannot resume from the state: {start.items_consumed} items of each rank's share were "

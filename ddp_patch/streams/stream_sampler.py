@@ -1,6 +1,6 @@
 """The sampler of a sharded stream: None instead of indices, and what came of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,9 @@ from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.remedies import ONE_STREAM, SEED
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position, States
 from ddp_patch.streams.dataset import ShardedIterable
@@ -47,11 +48,36 @@ class StreamSampler(EpochSampler[None]):
         agreed: What the ranks agreed on.
 
     Attributes:
+        dataset: The sharded dataset.
+    """
+
+    rank_passes: "StreamPasses"
+
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed) -> None:
+        super().__init__(StreamPasses(type(self).__name__, given, agreed))
+        self.dataset: ShardedIterable[Any] = self.rank_passes.dataset
+
+    def __iter__(self) -> Iterator[None]:
+        return self.rank_passes.indices()
+
+    def __len__(self) -> int:
+        raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
+
+
+class StreamPasses(Passes[None]):
+    """The passes over an iterable dataset.
+
+    Args:
+        wrapper: The class of the sampler that shards it.
+        given: The loader that the user gave.
+        agreed: What the ranks agreed on.
+
+    Attributes:
         worker: What reads the stream; the loader's workers have copies of it.
         dataset: The sharded dataset.
     """
 
-    def __init__(self, given: LoaderFacts[Any], agreed: Agreed) -> None:
+    def __init__(self, wrapper: str, given: LoaderFacts[Any], agreed: Agreed) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
             "split": "by_worker" if agreed.options.by_worker else "exact",
@@ -60,7 +86,8 @@ class StreamSampler(EpochSampler[None]):
             # What each worker reads follows from these, so there is no one stream of which others could take a rest.
             numbers = agreed.world.num_replicas, given.num_workers, given.batch_size or 1
             facts |= dict(zip(OF_BY_WORKER, numbers, strict=True))
-        super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
+        states = SamplerStates([generators_only(given.dataset)], is_private=False)
+        super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
         peers, mailbox = agreed.peers, self.monitor.mailbox
         self._held: str | None = None  # a fingerprint of what the dataset held at the patch
         if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
@@ -71,19 +98,15 @@ class StreamSampler(EpochSampler[None]):
             self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=self._held is not None)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
-        self._workers, self._batching = given.num_workers, given.batching
+        self._workers = given.num_workers
         # How many batches each worker may be ahead of the training loop.
         self._ahead = getattr(given.loader, "prefetch_factor", None) or 2
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
-    def _stream_length(self, epoch: int) -> int:
+    def stream_length(self, epoch: int) -> int:
         if self.worker.splits_itself:
             raise TypeError("the dataset decides how many items each worker reads")
         return self.worker.stream_length()
-
-    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what their workers note; see ``EpochSampler``."""
-        return partial(self.worker.collate, collate_fn)
 
     def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
@@ -94,13 +117,14 @@ class StreamSampler(EpochSampler[None]):
         """Let an epoch that somebody has set on the dataset be the next one."""
         epoch = self.worker.take_chosen_epoch()
         if epoch is not None and epoch != self.epochs.upcoming:
-            self.set_epoch(epoch)
+            self.choose(epoch)
 
-    def __iter__(self) -> Iterator[None]:
-        self._require_no_failure()
+    def indices(self) -> Iterator[None]:
+        """Return an index for each item of the upcoming epoch, forever."""
+        self.require_no_failure()
         self._follow_dataset()
         self._iterated = self.epochs.upcoming
-        return self._indices() if self._batch_plan is None else compress(self._indices(), cycle(self._takes))
+        return self._indices() if self.batch_plan is None else compress(self._indices(), cycle(self._takes))
 
     @property
     def indices_per_batch(self) -> int:
@@ -113,8 +137,8 @@ class StreamSampler(EpochSampler[None]):
 
         Only the last ones of a batch, as many as this rank gets, so that taking them counts the whole batch.
         """
-        size = self._batching.size
-        taken = size if self._batch_plan is None else sum(map(len, self._batch_plan.divide(size)))
+        size = self.batching.size
+        taken = size if self.batch_plan is None else sum(map(len, self.batch_plan.divide(size)))
         return [False] * (size - taken) + [True] * taken
 
     def _indices(self) -> Iterator[None]:
@@ -123,10 +147,10 @@ class StreamSampler(EpochSampler[None]):
         number = self.epochs.passes + 1
         start = self.position or self._start_of_epoch(epoch)
         source = StreamSource(start, self.worker, number, self._ahead, self.monitor.why_orders_differ)
-        current = Pass(start, self._pass_context(), source, source.digest)
+        current = Pass(start, self, source, source.digest)
         if start.is_within_pass:
             # A loader may have drawn from them since.
-            self._sampler_states.restore_generators(start.states.generators)
+            self.sampler_states.restore_generators(start.states.generators)
         self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         if self.position is None:
@@ -171,23 +195,19 @@ class StreamSampler(EpochSampler[None]):
         others = [rank for rank in peers.members if rank != peers.rank]
         return any(left != held.encode() for left in mailbox.read_of(others, "held").values())
 
-    def __len__(self) -> int:
-        raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
-
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
         self.worker.resume(self.epochs.passes + 1, position, counts_rest=counts_rest)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""
-        super().set_epoch(epoch)
+    def choose(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn."""
+        super().choose(epoch)
         if self.position is None:
             self.worker.forget()
 
-    def read(self, state: Any) -> Position:
-        """Return the position that a state describes; raise StateError unless this loader has it."""
-        position = super().read(state)
+    def require_fits(self, position: Position) -> None:
+        """Raise StateError if the state counts the items of other workers."""
         parts = len(position.parts)
         if parts not in {1, self.worker.shared.readers} and not self.worker.splits_itself:
             raise StateError(
@@ -195,21 +215,20 @@ class StreamSampler(EpochSampler[None]):
                 f"each read a part: this loader has num_workers={self._workers}. Use num_workers={parts}; the "
                 "number of ranks may change."
             )
-        return position
 
     @property
     def _source(self) -> StreamSource | None:
         return None if self.latest is None else cast(StreamSource, self.latest.source)
 
-    def sampler_snapshot(self) -> States:
+    def snapshot(self) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
-        return replace(super().sampler_snapshot(), streams=self.worker.snapshots_between())
+        return replace(super().snapshot(), streams=self.worker.snapshots_between())
 
     def _start_of_epoch(self, epoch: int) -> Position:
-        return Position(epoch, states=self.sampler_snapshot())
+        return Position(epoch, states=self.snapshot())
 
-    def _position_now(self) -> Position:
-        # Other packages' loaders find the position in an epoch by reading it again.
+    def position_now(self) -> Position:
+        """Return where the pass began: other packages' loaders find the position in an epoch by reading it again."""
         if self.position is not None:
             return self.position
         current, source = self.latest, self._source
@@ -223,5 +242,5 @@ class StreamSampler(EpochSampler[None]):
         """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
         if self.worker.loaded_end is not None and self.worker.loaded_end.epoch == current.epoch:
             return current.items_taken > current.skip
-        end, count = current.schedule(self._batching).count, self._batching.count
+        end, count = current.schedule(self.batching).count, self.batching.count
         return end is not None and count(current.items_taken - current.skip) + count(current.resumed_elsewhere) > end

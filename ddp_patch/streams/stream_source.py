@@ -148,11 +148,11 @@ class StreamSource(ItemSource[None]):
         lengths = self._shared.lengths(self._number)
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
-    def parts(self, skip: int, given: int, assumed: int | None) -> Sequence[Part]:
+    def parts(self, skip: int, given: int) -> Sequence[Part]:
         """Return what the pass is over: one stream, or workers' parts, from the one whose turn is first."""
         lengths = self.lengths_found()
         if not self.is_in_parts:
-            return [Part(skip, assumed if lengths[0] is None else lengths[0])]
+            return [Part(skip, lengths[0])]
         skips = [split_consumed(consumed, self._plan.num_replicas)[1] for consumed in self._of_each()]
         parts, first = list(map(Part, skips, lengths, count())), self._shared.first_part(self._number)
         return parts[first:] + parts[:first]

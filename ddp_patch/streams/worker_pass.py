@@ -12,13 +12,12 @@ from typing import Any, Generic, TypeVar, cast
 from ddp_patch.compat.packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
-from ddp_patch.orders.chunks import Chunk, draw
+from ddp_patch.orders.chunks import Chunk, draw, split_chunks
 from ddp_patch.orders.fingerprint import number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.epoch_drawing import split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import begun_anew, begun_at, is_again, start_of, tell_epoch
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
@@ -100,7 +99,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         worker, batching, start = self._worker, self._worker.batching, self._start
         stream = self._detecting_split(self._read(partial(iter, worker.dataset)))
         read = 0
-        for length, items in self._drawn(stream, Plan(0, 1), 0, start.skip):
+        for length, items in self._drawn(stream, Plan(0, 1), start.skip):
             before, read = read, read + length
             if read > start.skip and read % batching.size == 0:
                 self._report["batches"] = read // batching.size
@@ -116,27 +115,27 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
     def _exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
         worker, start, plan = self._worker, self._start, self._worker.plan
-        rest = plan.rest_of_stream(worker.stream_length, start.consumed_before)
         skipped = self._skipped_rounds()
         if skipped is None:
             read = self._from_beginning()
             if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
                 read = marked(read, self._report)
-            stream = rest.select(self._detecting_split(read))
+            before = sum(ranks * each for ranks, each in start.consumed_before)
+            stream: Iterator[T] = islice(self._detecting_split(read), before, None)
         else:
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
             stream = self._detecting_split(
                 self._followed(self._read(partial(begun_at, worker.dataset, *start.snapshot.state)))
             )
-        chunks = self._drawn(stream, plan, len(rest), start.skip if skipped is None else 0)
+        chunks = self._drawn(stream, plan, start.skip if skipped is None else 0)
 
         def on_end(drawn: int) -> None:
             self._report["spent_ms"] = round(1000 * self._spent_s)
             self._report["length"] = drawn
-            require_ends(worker, self._number, start, drawn, len(rest))
+            require_ends(worker, self._number, start, drawn)
 
-        of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), on_end, skipped) for item in part)
+        of_rank = (item for (part,) in split_chunks([plan], chunks, on_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         self._is_over = True
@@ -222,13 +221,13 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._has_own_states = True
         self._states.switch_to_worker(self._told_worker)
 
-    def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
+    def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
         size = self._worker.batching.size
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return plan.slice_of_chunk(at, items, length) if at else slice(None)
+            return plan.slice_of_chunk(items) if at else slice(None)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         try:

@@ -22,7 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
+from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.random_states import GlobalState
 
 
@@ -240,16 +240,6 @@ def test_a_dataset_that_worker_init_fn_changes_unasked_is_in_parts() -> None:
     assert Counter(ranks) == Counter([*range(5), 0, *range(10, 16)])
 
 
-def test_runs_of_a_dataset_in_parts_are_refused() -> None:
-    class Sized(Source):
-        def __len__(self) -> int:
-            return N
-
-    assert batches(Sized(splits=False), 1, 2, layout="contiguous")[0] == [12, 13, 14]
-    with raises(InvalidOptionError, ("contiguous", "Sized", "num_workers=2"), ("interleaved", "num_workers=0")):
-        batches(Sized(splits=True), 1, 2, layout="contiguous")
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_after_it(workers: int) -> None:
     class Drawing(IterableDataset[float]):
@@ -440,7 +430,7 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
 def test_workers_leave_word_of_how_much_a_pass_has_drawn(workers: int) -> None:
     given: DataLoader[Any] = DataLoader(Source(), batch_size=3, num_workers=workers, collate_fn=as_it_is)
     loader: Any = patch_dataloader_to_ddp(given, rank=1, num_replicas=2)
-    shared = loader.sampler.worker.shared
+    shared = loader.sampler.rank_passes.worker.shared
     for number in (1, 2):
         assert set(shared.lengths(number)) == {None}
         assert sum(map(len, loader)) == 12
