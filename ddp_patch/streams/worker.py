@@ -80,7 +80,12 @@ class WorkerPosition:
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing was taken."""
-        return not self.items_consumed and not any(taken for _, taken in self.consumed_before)
+        return not self.items_consumed and not self.taken_before
+
+    @property
+    def taken_before(self) -> int:
+        """How many items of the stream other numbers of ranks took, all of them together."""
+        return sum(ranks * each for ranks, each in self.consumed_before)
 
     @property
     def items_consumed(self) -> int:

@@ -56,7 +56,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._telling = worker_info_told(self._info)
         self._states = PrivateRNG(worker.seed.value, start.epoch)
         self._spent_s = 0.0  # in the dataset
-        self._has_own_states = self._is_at_end = self._is_over = False  # at the end of the dataset, of what it gives
+        self._has_own_states = False
+        self._is_at_end = self._is_over = False  # the dataset has no more items; this worker gives no more
         self._place = start.offset  # how many items of the rank's share this worker has gone through
         # How the stream began: None if it was not read from its beginning. And whether it may have been read before.
         self._first: StreamStart | None = None
@@ -120,14 +121,12 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             read = self._from_beginning()
             if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
                 read = marked(read, self._report)
-            before = sum(ranks * each for ranks, each in start.consumed_before)
-            stream: Iterator[T] = islice(self._detecting_split(read), before, None)
+            stream: Iterator[T] = islice(self._detecting_split(read), start.taken_before, None)
         else:
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            stream = self._detecting_split(
-                self._followed(self._read(partial(begun_at, worker.dataset, *start.snapshot.state)))
-            )
+            read = self._read(partial(begun_at, worker.dataset, *start.snapshot.state))
+            stream = self._detecting_split(self._followed(read))
         chunks = self._drawn(stream, plan, start.skip if skipped is None else 0)
 
         def on_end(drawn: int) -> None:
@@ -168,8 +167,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
-        before = sum(ranks * each for ranks, each in self._start.consumed_before)
-        read = before + self._worker.plan.num_replicas * (self._start.skip + place)
+        read = self._start.taken_before + self._worker.plan.num_replicas * (self._start.skip + place)
         return self._first if self._first is not None and self._first.seen == min(_RECOGNISED_BY, read) else None
 
     def position(self) -> WorkerPosition:
