@@ -308,6 +308,7 @@ class SamplerPasses(Passes[T]):
         return partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
 
     def _led(self, drawing: Drawing[T], start: Position, leader: Leader) -> ItemSource[T]:
+        """Return what gets this rank's items from the leader."""
         plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
         has_length = leader.is_leader and self.length_if_any(start.epoch) is not None
         first_piece = LARGEST_PIECE if has_length else FIRST_PIECE
@@ -365,6 +366,7 @@ class SamplerPasses(Passes[T]):
 
 
 def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
+    """Draw an order, and yield its items."""
     return order().items()
 
 
