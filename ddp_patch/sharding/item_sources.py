@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -53,8 +53,7 @@ class ItemSource(Generic[T]):
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
-        states_before: What the samplers held before the pass, as the drawing rank reported it.
-        states_after: What they held after it.
+        states_after: What the samplers held after the pass, as the rank that draws for all reported it; else None.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
         rounds: The rounds in which ranks send each other batches; None if each gives its own.
@@ -67,7 +66,6 @@ class ItemSource(Generic[T]):
 
     # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
-    states_before: States | None = None
     states_after: States | None = None
     sizes: Sizes | None = None
     rounds: Rounds | None = None
@@ -89,9 +87,14 @@ class ItemSource(Generic[T]):
         """
         return False
 
-    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
-        """Return what the epoch's first items were, when this many were taken; empty if nobody looked."""
-        return ()
+    def states_within(self, states: States, taken: int) -> States:
+        """Return the states from which the pass goes on.
+
+        Args:
+            states: What this rank's samplers held before the pass.
+            taken: How many items all ranks have taken of the epoch.
+        """
+        return replace(states, streams=())
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each part of it; None where nobody came to the end."""
@@ -312,10 +315,12 @@ class Streamed(ItemSource[T]):
         # What is read ahead of an iterator would be lost to the next pass.
         return self._epoch.draws_ahead and self._chunks is not None and self._chunks.ends_within(self._plan, items)
 
-    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
-        """Return what the epoch's first items were, when this many were taken."""
+    def states_within(self, states: States, taken: int) -> States:
+        """Return the states from which the pass goes on, with what the epoch's first items were."""
         first = self._first[: min(_RECOGNISED_BY, taken)]
-        return [StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
+        return replace(
+            states, streams=[StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
+        )
 
 
 def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None, name: str) -> Iterator[T]:
@@ -369,13 +374,12 @@ class FromLeader(ItemSource[T]):
         leader: How the ranks communicate.
         pass_facts: Tells which pass this is, to be compared between the ranks.
         plans: Every rank's, in the leader's order.
-        states_before: What the samplers held before the pass.
+        states: What the samplers held before the pass.
         states_now: Tells what they hold.
         first_piece: How many items, all ranks' together, the leader's first message holds.
     """
 
     length: int | None
-    states_before: States | None
     states_after: States | None
 
     def __init__(
@@ -384,7 +388,7 @@ class FromLeader(ItemSource[T]):
         leader: Leader,
         pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        states_before: States,
+        states: States,
         states_now: Callable[[], States],
         *,
         first_piece: int,
@@ -393,7 +397,7 @@ class FromLeader(ItemSource[T]):
         # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
         self._pieces = (first_piece, LARGEST_PIECE) if epoch.draws_ahead else (1, 1)
         self._epoch = epoch
-        self.states_before = states_before
+        self._states = states
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
@@ -407,13 +411,17 @@ class FromLeader(ItemSource[T]):
             own = self._leader.receive(facts, self._take_note)
         return _skipping(skip, own)
 
-    def _note(self, is_last: bool) -> tuple[States | None, States | None, int | None]:
+    def _note(self, is_last: bool) -> tuple[States, States | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.states_after = self._states_now() if is_last else None
-        return self.states_before, self.states_after, self.length
+        return self._states, self.states_after, self.length
 
-    def _take_note(self, note: tuple[States | None, States | None, int | None]) -> None:
-        self.states_before, self.states_after, self.length = note
+    def _take_note(self, note: tuple[States, States | None, int | None]) -> None:
+        self._states, self.states_after, self.length = note
+
+    def states_within(self, states: States, taken: int) -> States:
+        """Return the states from which the pass goes on: the leader's."""
+        return replace(self._states, streams=())
 
     def ends_within(self, items: int) -> bool:
         """Return whether the last piece was sent: every rank learns of the end from the leader."""

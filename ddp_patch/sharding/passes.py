@@ -344,8 +344,7 @@ class Pass(IterationProgress, Generic[T]):
         """Return the position after this many items of the share were taken."""
         ranks = self._passes.plan.num_replicas
         consumed = (*(pair for pair in self.consumed_before if pair[1]), (ranks, taken))
-        beginning = self.source.beginning(sum(ranks * each for ranks, each in consumed))
-        states = replace(self.source.states_before or self.start.states, streams=beginning)
+        states = self.source.states_within(self.start.states, sum(ranks * each for ranks, each in consumed))
         return Position(self.epoch, (consumed,), states=states)
 
     def position_after(self, batches: int, batching: Batching) -> Position:

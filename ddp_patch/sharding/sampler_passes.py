@@ -15,11 +15,18 @@ from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators
-from ddp_patch.orders.orders import has_computed_order, has_order, is_always_alike, is_torch_sampler, order_of
+from ddp_patch.orders.orders import (
+    EpochOrder,
+    has_computed_order,
+    has_order,
+    is_always_alike,
+    is_torch_sampler,
+    order_of,
+)
 from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, epoch_seed, look
-from ddp_patch.plan import Batching, Plan, Sizes, rest_of
+from ddp_patch.plan import Batching, Consumed, Plan, Sizes, rest_of
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
 from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import Drawing, FromLeader, Indexed, ItemSource, Streamed
@@ -265,45 +272,48 @@ class SamplerPasses(Passes[T]):
             nothing = ItemSource[T]()
             nothing.sizes = Sizes()  # those of no item are all known
             return nothing
-        epoch, seed, leader, ranks = start.epoch, self.agreed.seed.value, self.agreed.leader, self.plan.num_replicas
-        before = [pair for pair in split_consumed(start.consumed, ranks)[0] if pair[1]]
-        taken = sum(others * each for others, each in before)
+        epoch, seed, keeps_sizes = start.epoch, self.agreed.seed.value, self.keeps_sizes and self.batch_plan is None
+        before = [pair for pair in split_consumed(start.consumed, self.plan.num_replicas)[0] if pair[1]]
+        taken = sum(ranks * each for ranks, each in before)
         # It draws what the global one would draw from these states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+        order = partial(order_of, self.sampler, epoch, private_generator)
         random_context = partial(self._drawing, epoch, PrivateRNG(seed, epoch))
-        keeps_sizes = self.keeps_sizes and self.batch_plan is None
-        balancer, order = self._balancer, self.sampler
-        if self._is_looked_up() and (balancer is None or not taken):
+        if self._is_looked_up() and (self._balancer is None or not taken):
+            balanced = None
+            if self._balancer is not None:
+                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch)
             return Indexed(
-                partial(order_of, order, epoch, private_generator),
-                random_context,
-                self.plan,
-                taken,
-                balanced=None if balancer is None else partial(balanced_order, balancer, ranks, epoch),
-                digest=digest,
-                keeps_sizes=keeps_sizes,
+                order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
             )
-        begin: Callable[[], Iterator[T]] = partial(start_iterating, order)
-        draws_alone = self._order_is_drawn and not self.sampler_states.has_generators
-        if self._is_looked_up() or draws_alone:  # from what nobody else draws from
-            begin = partial(_in_order, order, epoch, private_generator)
-        drawing = Drawing(
-            begin=partial(_permuted, begin, seed, epoch) if self.shuffles else begin,
-            rest=partial(_left, taken)
-            if balancer is None
-            else partial(balanced_stream, balancer, epoch, before, ranks),
-            random_context=random_context,
-            draws_ahead=not self._is_one_shot,
-            digest=digest,
-        )
-        if leader is not None:
-            plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
-            has_length = leader.is_leader and self.length_if_any(epoch) is not None
-            first_piece = LARGEST_PIECE if has_length else FIRST_PIECE
-            pass_facts = partial(self._pass_facts, epoch)
-            return FromLeader(drawing, leader, pass_facts, plans, start.states, self.snapshot, first_piece=first_piece)
+        begin, rest = self._begun_by(order, epoch), self._rest_by(before, taken, epoch)
+        drawing = Drawing(begin, rest, random_context, draws_ahead=not self._is_one_shot, digest=digest)
+        if self.agreed.leader is not None:
+            return self._led(drawing, start, self.agreed.leader)
         known = start.states.streams[0].first if start.states.streams else None
         return Streamed(drawing, self.plan, self.name, known, keeps_sizes=keeps_sizes)
+
+    def _begun_by(self, order: Callable[[], EpochOrder], epoch: int) -> Callable[[], Iterator[T]]:
+        """Return what begins to yield an epoch's items."""
+        begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
+        # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
+        if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
+            begin = partial(_in_order, order)
+        return partial(_permuted, begin, self.agreed.seed.value, epoch) if self.shuffles else begin
+
+    def _rest_by(self, before: Consumed, taken: int, epoch: int) -> Callable[[Iterator[T]], Iterator[T]]:
+        """Return what leaves out the items that other numbers of ranks have taken."""
+        if self._balancer is None:
+            return partial(_left, taken)
+        return partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
+
+    def _led(self, drawing: Drawing[T], start: Position, leader: Leader) -> ItemSource[T]:
+        """Return what gets this rank's items from the leader."""
+        plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
+        has_length = leader.is_leader and self.length_if_any(start.epoch) is not None
+        first_piece = LARGEST_PIECE if has_length else FIRST_PIECE
+        facts = partial(self._pass_facts, start.epoch)
+        return FromLeader(drawing, leader, facts, plans, start.states, self.snapshot, first_piece=first_piece)
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
@@ -355,9 +365,9 @@ class SamplerPasses(Passes[T]):
             )
 
 
-def _in_order(sampler: Any, epoch: int, private_generator: torch.Generator) -> Iterator[Any]:
-    """Begin the order of an epoch without beginning the sampler, which may count epochs by that."""
-    return order_of(sampler, epoch, private_generator).items()
+def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
+    """Draw an order, and yield its items."""
+    return order().items()
 
 
 def _permuted(begin: Callable[[], Iterator[T]], seed: int, epoch: int) -> Iterator[T]:
