@@ -98,7 +98,7 @@ def streamed(world_size: int) -> DataLoader[Any]:
 
 def in_steps(loader: DataLoader[Any]) -> list[float]:
     """Take an epoch in steps, and return how many milliseconds each comparison took, and each count that was left."""
-    monitor: Any = loader.sampler.monitor  # type: ignore[attr-defined]  # ours
+    monitor: Any = loader.sampler.rank_passes.monitor  # type: ignore[attr-defined]  # ours
     spent: list[float] = []
     monitor.compare = timing(monitor.compare, spent)
     monitor.give_step = timing(monitor.give_step, spent)

@@ -86,7 +86,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"share": "batches"},
     {"share": "within_batches", "uneven": "keep"},
     {"cost": [1 + number % 7 for number in range(N)]},
-    {"layout": "contiguous"},
     {"order": "seeded"},
     {"order": "leader"},
 ]

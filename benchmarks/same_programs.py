@@ -35,7 +35,6 @@ WITH_WORKERS = 0.01  # of all programs: with workers, one takes as long as twent
 # The values of options, and how often each is given.
 OPTIONS: dict[str, tuple[list[Any], float]] = {
     "uneven": (["pad", "drop", "keep", "keep"], 0.4),
-    "layout": (["contiguous", "contiguous", "interleaved"], 0.2),
     "share": (["samples", "batches", "within_batches", "within_batches", "by_worker"], 0.26),
     "seed": ([0, 7, 7, 7, 7, 7, -1], 0.12),
     "order": (["seeded", "auto", "leader", "scalable", "scalable"], 0.1),
@@ -224,7 +223,7 @@ class Rank:
                 return ddp_patch.patch_dataloader_to_ddp(loaders, **options, **where)["train"]
             case "alone":
                 return self.raw
-        where |= {name: options[name] for name in ("uneven", "layout", "order", "seed") if name in options}
+        where |= {name: options[name] for name in ("uneven", "order", "seed") if name in options}
         if p.kind not in BATCHES or self.raw.batch_sampler is None:
             single = ddp_patch.DDPSamplerWrapper(self.raw.sampler, p.is_lazy, not p.drop_last, **where)
             return DataLoader(self.dataset, p.size, sampler=single, collate_fn=as_it_is)
@@ -328,7 +327,7 @@ class Rank:
 
     def audit(self, amount: int) -> str:
         """Audit the loader before the patch."""
-        options = {name: value for name, value in self.program.options.items() if name in {"uneven", "layout", "share"}}
+        options = {name: value for name, value in self.program.options.items() if name in {"uneven", "share"}}
         return str(ddp_patch.audit(self.raw, amount + 1, max_items=500, **options))
 
 

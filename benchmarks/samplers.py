@@ -197,11 +197,11 @@ def by_iterations() -> Any:
 def windows() -> Any:
     """The windows of two epochs, by the rank that gets them."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
-    for axis, layout in zip(axes, ("interleaved", "contiguous"), strict=True):
+    for axis, shuffle in zip(axes, (True, False), strict=True):
         for epoch in range(2):
             for rank in range(2):
-                sampler = WindowSampler(100, 12, shuffle=layout == "interleaved", seed=SEED)
-                share: Any = DDPSamplerWrapper(sampler, False, num_replicas=2, rank=rank, layout=layout, uneven="keep")
+                sampler = WindowSampler(100, 12, shuffle=shuffle, seed=SEED)
+                share: Any = DDPSamplerWrapper(sampler, False, num_replicas=2, rank=rank, uneven="keep")
                 share.set_epoch(epoch)
                 for step, start in enumerate(share):
                     stops = [(start, min(start + 12, 100)), (0, start + 12 - 100)]
@@ -211,8 +211,9 @@ def windows() -> Any:
                             label=f"rank {rank}" if (epoch, step) == (0, 0) else None,
                         )  # fmt: skip
         axis.axhline(5.5, color="black", linewidth=1)
-        how = "shuffle=True" if layout == "interleaved" else 'shuffle=False, layout="contiguous"'
-        axis.set(title=how, xlabel="time (the series is a ring of 100 points)", xlim=(0, 100), yticks=[2, 9])
+        axis.set(
+            title=f"shuffle={shuffle}", xlabel="time (the series is a ring of 100 points)", xlim=(0, 100), yticks=[2, 9]
+        )
         axis.set_yticklabels(["epoch 0", "epoch 1"])
     axes[0].set_ylabel("a row for each step")
     axes[0].invert_yaxis()  # which both share

@@ -152,7 +152,7 @@ class Training:
             options["seed"] = numbers.randrange(1000)
         if kind in {"shuffled", "in order"}:
             extra: list[dict[str, Any]] = [{}, {}, {"share": "batches"}, {"cost": [1 + i % 7 for i in range(n)]}]
-            extra += [{"share": "within_batches", "uneven": "pad"}, {"layout": "contiguous"}]
+            extra += [{"share": "within_batches", "uneven": "pad"}]
             extra += [{"order": "scalable"}] if kind == "shuffled" else []
             options |= numbers.choice(extra)
         return cls(kind, n, size, workers, options, every=numbers.randint(1, 6))

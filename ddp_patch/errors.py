@@ -22,7 +22,7 @@ with the command that shows that section.
         ├── SamplerError                 also a ValueError: a sampler of ddp_patch.samplers cannot use its arguments
         ├── StateError                   also a ValueError: a state cannot be saved or restored
         ├── OutputsError                 also a ValueError: the outputs do not fit the loader
-        ├── StreamLengthError            also a RuntimeError: a pass ends elsewhere than where its sampler's len() says
+        ├── StreamLengthError            also a RuntimeError: a pass ended elsewhere than it should
         ├── RanksFailedError             also a RuntimeError: a rank of ``run_ranks`` did not return
         └── TorchVersionError            also an ImportError: this torch lacks something
     UserWarning
@@ -194,7 +194,7 @@ class OutputsError(DDPPatchError, ValueError):
 
 
 class StreamLengthError(DDPPatchError, RuntimeError):
-    """A pass ended elsewhere than it should: a sampler's ``__len__`` is wrong, or a dataset raised StopIteration."""
+    """A sampler gave more or fewer items than it was asked for, or a dataset ended a pass by StopIteration."""
 
 
 class RanksFailedError(DDPPatchError, RuntimeError):

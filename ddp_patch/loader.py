@@ -31,9 +31,10 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
-from ddp_patch.sharding.batches import CollateByValue
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.batches import CollateByValue, with_notes
+from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.iterators import CountedIterator, RepeatedPasses, WatchedIterator
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
 from ddp_patch.walks import is_empty, nested, place_of
 
@@ -110,27 +111,27 @@ class OwnMethods:
 
     Args:
         loader: The loader. It is not kept alive, because it holds this.
-        sampler: What shards it; None if something else has sharded it already.
+        passes: The passes over it; None if something else has sharded it already.
         repeated: Its one iterator for all epochs, if it has such.
         batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
-        monitor: Compares the passes over a loader that is sharded already; None if ``sampler`` does, or nobody.
+        monitor: Compares the passes over a loader that is sharded already; None if ``passes`` has one, or nobody does.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        sampler: EpochSampler[Any] | None,
+        passes: Passes[Any] | None,
         *,
         repeated: RepeatedPasses | None = None,
         batches_of: BatchesOf | None = None,
         monitor: PassMonitor | None = None,
     ) -> None:
         self._loader = weakref.ref(loader)
-        self._sampler, self._monitor = sampler, monitor
+        self._passes, self._monitor = passes, monitor
         self._repeated, self._batches_of = repeated, batches_of
         kind = type(loader)
         # A loader that is copied in its own way, or counts by itself, is not counted here.
-        is_torchs = sampler is not None and copies_plainly(kind) and torchdata_batch_sampler(kind) is None
+        is_torchs = passes is not None and copies_plainly(kind) and torchdata_batch_sampler(kind) is None
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = repeated is not None or has_own_iterators(kind)
@@ -165,8 +166,8 @@ class OwnMethods:
 
     def make_iterator(self) -> Any:
         """Return an iterator of the loader that counts the batches it gives."""
-        loader, sampler = self.loader(), self._sampler
-        with nullcontext() if sampler is None else sampler.iterator_context(loader):
+        loader, passes = self.loader(), self._passes
+        with nullcontext() if passes is None else passes.iterator_context(loader):
             if self._repeated is not None:
                 return self._repeated.begin_anew(loader)
             with self._collating(loader):
@@ -175,9 +176,9 @@ class OwnMethods:
         is_torchs = isinstance(iterator, RunningLoader)
         if isinstance(iterator, CountedIterator) or not (is_torchs or self._batches_of is not None):
             return iterator
-        if sampler is not None:
+        if passes is not None:
             ahead = loader.num_workers > 0
-            return CountedIterator(iterator, sampler, self._batches_of, begins_ahead=ahead, reaches_loop=self._counts)
+            return CountedIterator(iterator, passes, self._batches_of, begins_ahead=ahead, reaches_loop=self._counts)
         if self._monitor is not None:
             return WatchedIterator(iterator, self._monitor, is_open_ended=steps_of(loader) is None)
         return iterator
@@ -185,11 +186,11 @@ class OwnMethods:
     @contextmanager
     def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
         """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
-        if self._sampler is None or "collate_fn" not in vars(loader):
+        if self._passes is None or "collate_fn" not in vars(loader):
             yield
             return
         collate_fn = loader.collate_fn
-        noted = self._sampler.collate_with_notes(collate_fn) if self._takes_notes else collate_fn
+        noted = with_notes(loader) if self._takes_notes else collate_fn
         loader.collate_fn = CollateByValue(noted) if loader.num_workers > 0 else noted
         try:
             yield
@@ -221,11 +222,11 @@ class OwnMethods:
 
     def _require_none_ahead(self, loader: DataLoader[Any]) -> None:
         """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
-        sampler = self._sampler
-        current = None if sampler is None else sampler.current_pass
-        if sampler is None or current is None:
+        passes = self._passes
+        current = None if passes is None else passes.current
+        if passes is None or current is None:
             return
-        if current.batches_delivered and current.state is not State.ENDED and sampler.items_left(current.start) is None:
+        if current.batches_delivered and current.state is not State.ENDED and passes.items_left(current.start) is None:
             raise StateError(
                 f"The {type(loader).__name__} has no len(), so the framework that asks for its state may have fetched "
                 "a batch ahead of the training loop, to find the end. Give the dataset or sampler a __len__, or save "

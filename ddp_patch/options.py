@@ -9,7 +9,6 @@ from ddp_patch.errors import InvalidOptionError
 from ddp_patch.validation import as_index, seconds
 
 __all__ = [
-    "Layout",
     "Options",
     "Order",
     "Share",
@@ -18,7 +17,6 @@ __all__ = [
 ]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
-Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Order: TypeAlias = Literal["auto", "seeded", "leader", "scalable"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]
 
@@ -31,10 +29,6 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
         "pad": "repeats the first items to fill the last round",
         "drop": "leaves the last, incomplete round out",
         "keep": "gives some ranks one item less",
-    },
-    "layout": {
-        "interleaved": "gives rank r every num_replicas-th item",
-        "contiguous": "gives rank r the r-th run of items",
     },
     "order": {
         "auto": "is 'seeded', but 'leader' if the ranks would draw different orders",
@@ -70,7 +64,6 @@ class Options:
     seed: int | None = None
     cost: Cost | CostValues | None = None
     order: Order = "auto"
-    layout: Layout = "interleaved"
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -103,11 +96,6 @@ class Options:
         if self.cost is None:
             return None
         cost = self.cost if isinstance(self.cost, Cost) else Cost(self.cost)
-        if self.layout == "contiguous":
-            raise InvalidOptionError(
-                "cost= does not work with layout='contiguous', which gives each rank a run of the samples: the items "
-                "of a step are far apart, so ranks cannot exchange them within a window. Use layout='interleaved'."
-            )
         if self.divides_batches and cost.of_batch == "padded":
             raise InvalidOptionError(
                 "Cost(..., of='padded') does not work with share='within_batches': the rank with a batch's longest "
@@ -134,11 +122,6 @@ class Options:
     def is_scalable(self) -> bool:
         """Whether torch's shuffle is computed, not drawn."""
         return self.order == "scalable"
-
-    @property
-    def needs_length(self) -> bool:
-        """Whether a rank must know the stream's length to know its positions."""
-        return self.layout == "contiguous" and not self.divides_batches
 
 
 def check_choice(name: str, value: object) -> None:

@@ -24,15 +24,15 @@ from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.options import Layout, Options, Order, Share, Uneven
+from ddp_patch.options import Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import describe_share
-from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.iterators import RepeatedPasses
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
 
@@ -96,7 +96,6 @@ def patch_dataloader_to_ddp(
     cost: Cost | CostValues | None = None,
     device_mesh: DeviceMesh | None = None,
     order: Order = "auto",
-    layout: Layout = "interleaved",
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
@@ -126,7 +125,7 @@ def patch_dataloader_to_ddp(
             that is not torch's own, and of samplers that are known to arrange such groups (pytorch-metric-learning's
             ``MPerClassSampler``, trl's ``RepeatSampler``); otherwise samples. With ``batch_size=None``, items are
             sharded as they are. With ``"within_batches"``, each batch of one process is divided over the ranks: rank r
-            takes its items r, r + num_replicas, ... (``layout="contiguous"``: a run), and at least one.
+            takes its items r, r + num_replicas, ..., and at least one.
             ``iter_with_weights`` says which of them count. ``len(loader)`` is then that of one process. Every rank
             reads the whole of an iterable dataset, as one process with the same workers does, and keeps its share of
             each worker's part. With ``"by_worker"``, the dataset splits itself by ``get_worker_info()``, for which it
@@ -161,8 +160,6 @@ def patch_dataloader_to_ddp(
             (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
             computes only its share. The first batch then takes constant time and memory for any number of samples. The
             order differs from torch's.
-        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
-            run of items. Then the sampler must know its length.
         process_group: The group whose ranks shard the data. Default: all ranks.
         rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
             other.
@@ -322,21 +319,22 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     share_of = _iterable_share if facts.unit is ShardedUnit.ITERABLE else _sampler_share
     sharded, new = share_of(facts, agreed)
     readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
-    sharded.note_loader(type(facts.loader).__name__, facts.batches_ahead, readers)
+    passes = sharded.rank_passes
+    passes.note_loader(type(facts.loader).__name__, facts.batches_ahead, readers)
     if facts.unit is not ShardedUnit.ITERABLE and (held := next(streams_in(facts.dataset), None)) is not None:
-        sharded.monitor.expect_parts(partial(_why_samples_are_the_same, *held))
+        passes.monitor.expect_parts(partial(_why_samples_are_the_same, *held))
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
-        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.epochs)
+        new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs)
     patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
     gather_in_accelerate(_gathered_for_metrics)
     if facts.repeater is None:
-        OwnMethods(patched, sharded, batches_of=_even_steps(facts, sharded))
+        OwnMethods(patched, sharded.rank_passes, batches_of=_even_steps(facts, sharded))
     else:
         # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
-        repeated = RepeatedPasses(patched, sharded, new)
+        repeated = RepeatedPasses(patched, sharded.rank_passes, new)
         vars(patched).update(dict.fromkeys(facts.running, repeated))
-        OwnMethods(patched, sharded, repeated=repeated)
+        OwnMethods(patched, sharded.rank_passes, repeated=repeated)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
@@ -366,7 +364,7 @@ def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> 
     kind = type(loader)
     if kind.__len__ is DataLoader.__len__ or torchdata_batch_sampler(kind) is not None:
         return
-    says, has = length_of(loader, ()), sharded.batches_in_epoch()
+    says, has = length_of(loader, ()), sharded.rank_passes.batches_in_epoch()
     if None not in {says, has} and says != has:
         warnings.warn(
             f"len() of the {kind.__name__} says {says} after the patch, and each rank gets {has} batches: its class "
@@ -454,21 +452,21 @@ def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
         return None
     from ddp_patch.streams.by_worker import EvenSteps  # most loaders do not need it
 
-    return EvenSteps(sharded, facts.num_workers, type(facts.loader).__name__)
+    return EvenSteps(sharded.rank_passes, facts.num_workers, type(facts.loader).__name__)
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:
     """Return the sampler that begins a sharded iterable dataset's epochs, and the attributes that hold both."""
     # Imported here, because most loaders do not need it.
-    from ddp_patch.streams.dataset import IterableWorkerInit
+    from ddp_patch.streams.dataset import begin_worker
     from ddp_patch.streams.stream_sampler import StreamSampler
 
-    sampler = StreamSampler(facts, agreed, getattr(facts.loader, "prefetch_factor", None) or 2)
+    sampler = StreamSampler(facts, agreed)
     new: dict[str, Any] = {"dataset": sampler.dataset, "sampler": sampler}
     if facts.num_workers > 0:
-        new["worker_init_fn"] = IterableWorkerInit(facts.loader.worker_init_fn, sampler.epochs)
+        new["worker_init_fn"] = partial(begin_worker, facts.loader.worker_init_fn, sampler.rank_passes.epochs)
     if facts.batch_size is not None:
-        new["batch_sampler"] = facts.makes_batches(sampler, sampler.indices_per_batch, facts.drop_last)
+        new["batch_sampler"] = facts.makes_batches(sampler, sampler.rank_passes.indices_per_batch, facts.drop_last)
     return sampler, new
 
 

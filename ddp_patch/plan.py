@@ -12,12 +12,13 @@ from position n on they are padding, which repeats the stream's first items and 
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from itertools import chain, repeat
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, get_args
 
-from ddp_patch.options import Layout, Options, Uneven, check_choice
+from ddp_patch.errors import NoStepsError
+from ddp_patch.options import Options, Uneven, check_choice
 from ddp_patch.validation import check_rank
 
 __all__ = [
@@ -27,11 +28,12 @@ __all__ = [
     "Consumed",
     "Part",
     "Plan",
-    "Rest",
     "Schedule",
     "Sizes",
     "made_in_turn",
     "ready_in_turn",
+    "require_steps",
+    "rest_of",
     "turn_after",
 ]
 
@@ -41,21 +43,28 @@ T = TypeVar("T")
 Consumed: TypeAlias = Sequence[tuple[int, int]]
 
 
+def rest_of(n: int, consumed: Consumed) -> range:
+    """Return the positions that are left of a stream of n items. They are a stream again, which any ranks can share.
+
+    Examples:
+        >>> rest_of(20, [(4, 3), (2, 1)])
+        range(14, 20)
+    """
+    return range(min(n, sum(ranks * each for ranks, each in consumed)), n)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One rank's share of any stream, as positions.
 
     The ranks share a stream of n items in rounds of one item each. ``uneven`` decides what happens to the last round
-    if n is not a multiple of ``num_replicas``. ``layout`` decides which positions a rank takes. A position p >= n is
-    padding: it repeats the item at ``p % n``.
+    if n is not a multiple of ``num_replicas``. A position p >= n is padding: it repeats the item at ``p % n``.
 
     Args:
         rank: This rank, in ``range(num_replicas)``.
         num_replicas: How many ranks share the stream.
         uneven: ``"pad"`` repeats the stream's first items to fill the last round, ``"drop"`` leaves that round out,
             ``"keep"`` gives some ranks one item less.
-        layout: ``"interleaved"`` gives rank r the positions r, r + num_replicas, ...; ``"contiguous"`` gives it the
-            r-th run of positions.
 
     Raises:
         InvalidOptionError: A value is none of those above.
@@ -63,8 +72,8 @@ class Plan:
     Examples:
         >>> [list(Plan(rank, 3).share(7)) for rank in range(3)]
         [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-        >>> [list(Plan(rank, 3, uneven="keep", layout="contiguous").share(7)) for rank in range(3)]
-        [[0, 1, 2], [3, 4], [5, 6]]
+        >>> [list(Plan(rank, 3, uneven="keep").share(7)) for rank in range(3)]
+        [[0, 3, 6], [1, 4], [2, 5]]
 
     Source:
         ``torch.utils.data.DistributedSampler(shuffle=False)`` for "pad" and "drop".
@@ -73,22 +82,20 @@ class Plan:
     rank: int
     num_replicas: int
     uneven: Uneven = "pad"
-    layout: Layout = "interleaved"
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.num_replicas)
         check_choice("uneven", self.uneven)
-        check_choice("layout", self.layout)
 
     @classmethod
     def of_stream(cls, options: Options, rank: int, num_replicas: int) -> Self:
         """Return a rank's share of the stream: all of it where each batch is divided."""
-        return cls(0, 1) if options.divides_batches else cls(rank, num_replicas, options.uneven, options.layout)
+        return cls(0, 1) if options.divides_batches else cls(rank, num_replicas, options.uneven)
 
     @classmethod
     def of_batch(cls, options: Options, rank: int, num_replicas: int) -> Self | None:
         """Return a rank's share of each batch, for ``divide``; None if batches are not divided."""
-        return cls(rank, num_replicas, options.uneven, options.layout) if options.divides_batches else None
+        return cls(rank, num_replicas, options.uneven) if options.divides_batches else None
 
     def total(self, n: int) -> int:
         """Return how many positions all ranks together take from a stream of n items."""
@@ -107,13 +114,7 @@ class Plan:
 
     def share(self, n: int) -> range:
         """Return the positions that this rank takes from a stream of n items, in order."""
-        total = self.total(n)
-        if self.layout == "interleaved":
-            return range(self.rank, total, self.num_replicas)
-        # Every rank takes `each` positions, and the first `over` ranks take one more.
-        each, over = divmod(total, self.num_replicas)
-        start = self.rank * each + min(self.rank, over)
-        return range(start, start + each + (self.rank < over))
+        return range(self.rank, self.total(n), self.num_replicas)
 
     def padding(self, n: int) -> range:
         """Return the part of ``share(n)`` that repeats items, as positions >= n."""
@@ -125,26 +126,11 @@ class Plan:
         """Return how many items of their shares of n items are no padding, as pairs: ranks, and items of each.
 
         Examples:
-            >>> Plan(0, 4).real_items(10), Plan(0, 4, layout="contiguous").real_items(10)
-            ([(2, 3), (2, 2)], [(3, 3), (1, 1)])
+            >>> Plan(0, 4).real_items(10)
+            [(2, 3), (2, 2)]
         """
-        ranks, most = self.num_replicas, self.largest_share(n)
-        if self.layout == "contiguous" and self.uneven == "pad" and n:  # the last ranks' runs are padding
-            full, some = divmod(n, most)
-            found = [(full, most), (int(some > 0), some), (ranks - full - (some > 0), 0)]
-        else:
-            each, more = divmod(min(n, self.total(n)), ranks)
-            found = [(more, each + 1), (ranks - more, each)]
-        return [(of, items) for of, items in found if of]
-
-    @property
-    def needs_length(self) -> bool:
-        """Whether this rank's positions are known only once the stream's length is."""
-        return self.layout == "contiguous"
-
-    def rest_of_stream(self, length: Callable[[], int], consumed: Consumed) -> "Rest":
-        """Return what is left of a stream whose length is asked for only where it is needed."""
-        return self.rest(length() if self.needs_length else sys.maxsize, consumed)
+        each, more = divmod(min(n, self.total(n)), self.num_replicas)
+        return [(of, items) for of, items in [(more, each + 1), (self.num_replicas - more, each)] if of]
 
     def own_and_repeated(self, n: int) -> tuple[range, range]:
         """Return the positions of this rank's own items, and of the items that its padding repeats.
@@ -170,20 +156,9 @@ class Plan:
         own, repeated = self.own_and_repeated(n)
         return own, repeated if own or repeated else range(min(n, 1))
 
-    def slice_of_chunk(self, start: int, size: int, n: int) -> slice:
-        """Return where this rank's items lie in a chunk of the stream.
-
-        Args:
-            start: The chunk's first position, a multiple of ``num_replicas``.
-            size: How many items the chunk has.
-            n: How many items the stream has. It may be any number if the layout is interleaved, because then every
-                round is shared in the same way.
-        """
-        if self.layout == "interleaved":
-            share = self.share(size)
-            return slice(share.start, share.stop, share.step)
-        share = self.share(n)
-        return slice(max(0, share.start - start), max(0, share.stop - start))
+    def slice_of_chunk(self, size: int) -> slice:
+        """Return where this rank's items lie in a chunk of the stream that begins with a round and has this size."""
+        return slice(self.rank, self.total(size), self.num_replicas)
 
     def remaining(self, n: int, before: Consumed, skip: int) -> int:
         """Return how many items of this rank's share are left.
@@ -193,33 +168,7 @@ class Plan:
             before: What other numbers of ranks have taken.
             skip: How many items each of this many ranks took after that.
         """
-        return max(0, len(self.share(len(self.rest(n, before)))) - skip)
-
-    def rest(self, n: int, consumed: Consumed) -> "Rest":
-        """Return what is left of a stream after some ranks have taken items from it.
-
-        Args:
-            n: How many items the stream has. If the layout is interleaved, any larger number does too.
-            consumed: What was taken; the number of ranks may have changed in between.
-        """
-        if self.layout == "interleaved":
-            taken = sum(ranks * each for ranks, each in consumed)
-            return Rest((range(min(n, taken), n),), n)
-        rest = Rest((range(n),), n)
-        for ranks, each in consumed:
-            rest = self._rest_of_runs(rest, ranks, each)
-        return rest
-
-    def _rest_of_runs(self, before: "Rest", ranks: int, each: int) -> "Rest":
-        """Return what is left of a contiguous stream after each of some ranks took ``each`` items.
-
-        That is the end of each rank's run, and what ``uneven`` left out.
-        """
-        length = len(before)
-        plans = [Plan(rank, ranks, self.uneven, self.layout) for rank in range(ranks)]
-        ends = [plan.own_and_repeated(length)[0][each:] for plan in plans]
-        left_out = range(min(length, plans[0].total(length)), length)
-        return Rest(tuple(run for part in (*ends, left_out) for run in before.stream_positions(part)), before.n)
+        return max(0, len(self.share(len(rest_of(n, before)))) - skip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,54 +203,6 @@ class Batching:
 
 # Each item is a step: it is a whole batch, or nobody is known to make batches of it.
 ONE_PER_STEP = Batching(1, drop_last=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """The rest of a stream. It is a stream again, and has a plan of its own.
-
-    Args:
-        runs: The positions that are left, in order.
-        n: How many items the whole stream has at most.
-
-    Examples:
-        >>> rest = Plan(0, 2, layout="contiguous").rest(10, consumed=[(2, 3)])
-        >>> rest.runs
-        (range(3, 5), range(8, 10))
-        >>> list(rest.select(iter("abcdefghij")))
-        ['d', 'e', 'i', 'j']
-    """
-
-    runs: tuple[range, ...]
-    n: int
-
-    def __len__(self) -> int:
-        return sum(map(len, self.runs))
-
-    def stream_positions(self, positions: range) -> list[range]:
-        """Turn positions in the rest into positions in the whole stream."""
-        found, start = [], 0
-        for run in self.runs:
-            # Which of the positions lie in this run, that is from `start` to `start + len(run)` of the rest.
-            first, last = (
-                max(0, -(-(bound - positions.start) // positions.step)) for bound in (start, start + len(run))
-            )
-            if here := positions[first:last]:
-                shift = run.start - start
-                found.append(range(here.start + shift, here.stop + shift, here.step))
-            start += len(run)
-        return found
-
-    def select(self, stream: Iterator[T]) -> Iterator[T]:
-        """Draw the whole stream and yield the rest of it, with all that comes after the n-th item."""
-        return chain.from_iterable(self._runs_of(stream))
-
-    def _runs_of(self, stream: Iterator[T]) -> Iterator[Iterator[T]]:
-        at = 0
-        for run in self.runs:
-            yield islice(stream, run.start - at, run.stop - at)
-            at = run.stop
-        yield islice(stream, self.n - at, None)
 
 
 def _size_of(item: object) -> int:
@@ -614,7 +515,7 @@ class Schedule:
             return number if len(self.parts) > 1 else max(number, self._alike(self.parts[0]))
         if self.batch_plan is not None:
             return self.sizes.same_size_until(number)
-        if self.sizes_of_all is None or self.plan.needs_length:
+        if self.sizes_of_all is None:
             return number
         skip, ranks = self.parts[0].skip, self.plan.num_replicas
         return self.sizes_of_all.same_size_until((skip + number) * ranks) // ranks - skip
@@ -655,3 +556,50 @@ class Schedule:
             shift = (batch * workers + part.worker - batch) * size
             yield range(here.start + shift, here.stop + shift, here.step)
             own = own[len(here) :]
+
+
+def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[int], *, in_batches: bool) -> None:
+    """Refuse an epoch if a rank would make no step in it. Every rank decides the same.
+
+    Args:
+        plan: A rank's share.
+        batching: How the rank makes batches of it.
+        name: What yields the items.
+        lengths: How many items it yields, in each of the parts that are sharded.
+        in_batches: Whether the loader's whole batches can be sharded instead.
+
+    Raises:
+        NoStepsError: One process makes at least one step of them.
+    """
+    if not batching.leaves_rank_without_step(plan, *lengths):
+        return
+    why = ""
+    if batching.drop_last:
+        why = f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
+    parts = f" in {len(lengths)} parts, one for each worker" if len(lengths) > 1 else ""
+    raise NoStepsError(
+        f"A rank would make no step in an epoch: {name} has {_counted(sum(lengths), 'item')}{parts}, of which "
+        f"{plan.num_replicas} ranks take {sum(map(plan.smallest_share, lengths))} each with "
+        f"uneven={plan.uneven!r}{why}. One process makes {_counted(sum(map(batching.count, lengths)), 'step')} of "
+        f"them. Use one of these: {', '.join(_remedies(plan, batching, lengths, in_batches))}."
+    )
+
+
+def _remedies(plan: Plan, batching: Batching, lengths: Sequence[int], in_batches: bool) -> Iterator[str]:
+    """Yield each change that alone gives every rank a step, or loses nothing."""
+    if batching.drop_last and (most := max(map(plan.smallest_share, lengths))):
+        yield f"a batch_size of at most {most}"
+    if batching.drop_last and not Batching(batching.size, drop_last=False).leaves_rank_without_step(plan, *lengths):
+        yield "drop_last=False"
+    for uneven in get_args(Uneven):
+        if not batching.leaves_rank_without_step(replace(plan, uneven=uneven), *lengths):
+            yield f"uneven={uneven!r}"
+    if in_batches and not ONE_PER_STEP.leaves_rank_without_step(plan, *map(batching.count, lengths)):
+        yield "share='batches'"
+    fewer = (Plan(0, ranks, plan.uneven) for ranks in range(plan.num_replicas - 1, 0, -1))
+    most = next(some.num_replicas for some in fewer if not batching.leaves_rank_without_step(some, *lengths))
+    yield f"at most {_counted(most, 'rank')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -11,7 +11,7 @@ from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import Batches, batches_delivered, batches_of, patched_sampler
-from ddp_patch.sharding.saved_position import Position
+from ddp_patch.sharding.saved_position import Position, position_in, state_after
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.validation import as_index
 
@@ -59,7 +59,7 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
     """
     done = None if batches_done is None else _checked(batches_done)
     batches = _resumable(loader)
-    return batches.sampler.state_after(batches_delivered(loader, batches) if done is None else done, batches)
+    return state_after(batches.passes, batches_delivered(loader, batches) if done is None else done, batches)
 
 
 def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, 
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
     batches = _resumable(loader)
-    return batches.sampler.state_after(batches_delivered(loader, batches) - ahead, batches, on_this_rank=True)
+    return state_after(batches.passes, batches_delivered(loader, batches) - ahead, batches, on_this_rank=True)
 
 
 def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int, int | None]:
@@ -87,12 +87,12 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int
         StateError: The state is not of this loader.
     """
     batches = batches_of("restore_loader", loader)
-    sampler, position = batches.sampler, batches.sampler.read(state).or_next_epoch()
-    left, whole = (sampler.items_left(place) for place in (position, Position(position.epoch)))
+    passes, position = batches.passes, position_in(batches.passes, state).or_next_epoch()
+    left, whole = (passes.items_left(place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
         return batches.count(whole) - batches.count(left), batches.count(whole)
     items = sum(ranks * taken for ranks, taken in position.consumed)
-    return items // sampler.num_replicas // batches.size, None
+    return items // passes.agreed.world.num_replicas // batches.size, None
 
 
 def _resumable(loader: DataLoader[Any]) -> Batches:
@@ -154,18 +154,18 @@ def restore_loader(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 
 def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest: bool) -> None:
     """Restore a loader; ``counts_rest=False`` keeps ``len()`` of a whole epoch, for loops that count from its start."""
-    sampler = patched_sampler("restore_loader", loader)
-    with failures_broadcast(sampler.agreed.world, _RESTORING):
-        position = sampler.read(state).or_next_epoch()
-        left = sampler.items_left(position) if sampler.has_one_iterator and position.is_within_pass else None
+    passes = patched_sampler("restore_loader", loader).rank_passes
+    with failures_broadcast(passes.agreed.world, _RESTORING):
+        position = position_in(passes, state).or_next_epoch()
+        left = passes.items_left(position) if passes.has_one_iterator and position.is_within_pass else None
         if left is not None and batches_of("restore_loader", loader).count(left) < 1:
             raise StateError(
-                f"The loader cannot resume from the state: rank {sampler.rank} has no batch left in epoch "
+                f"The loader cannot resume from the state: rank {passes.agreed.world.rank} has no batch left in epoch "
                 f"{position.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it "
                 "on the number of ranks that saved it, or leave the rest out: call "
                 f"set_epoch({position.epoch + 1}) on every rank."
             )
-    sampler.agreed.compare(
+    passes.agreed.compare(
         _RESTORING,
         {
             "seed": position.seed,
@@ -175,5 +175,5 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
             "samplers": fingerprint([replace(position.states, streams=())]),
         },
     )
-    sampler.resume_at(position, counts_rest=counts_rest)
+    passes.resume_at(position, counts_rest=counts_rest)
     forget_iterator(loader)

@@ -11,11 +11,11 @@ from ddp_patch.compat.packages import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself
-from ddp_patch.options import Layout, Options, Order, Uneven
+from ddp_patch.options import Options, Order, Uneven
 from ddp_patch.orders.orders import is_random_access
 from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
-from ddp_patch.sharding.refusals import require_length, require_shuffle, require_steps_known
+from ddp_patch.sharding.refusals import require_shuffle, require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
 from ddp_patch.validation import as_index, check_flag
 
@@ -36,7 +36,6 @@ class SharingOptions(TypedDict, total=False):
     process_group: dist.ProcessGroup | None
     device_mesh: DeviceMesh | None
     uneven: Uneven
-    layout: Layout
     order: Order
     seed: int | None
     timeout: float | timedelta
@@ -58,14 +57,13 @@ class DDPSamplerWrapper(ShardedSampler[T]):
             memory. Pass False to keep the sampler's own order.
         pad_data_to_num_gpus: True means ``uneven="pad"``, False means ``uneven="drop"``.
         options: Keywords that mean the same as in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
-            ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``layout``, ``order``,
+            ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``order``,
             ``seed`` and ``timeout``.
 
     Raises:
         InvalidOptionError: An option has a value that it does not take.
         NoStepsError: A rank would get no item, as with ``uneven="drop"`` and fewer items than ranks.
         WorldError: There is no process group, and ``rank`` and ``num_replicas`` were not given.
-        StreamLengthError: While iterating with ``layout="contiguous"``: the sampler's ``len()`` is wrong.
 
     Examples:
         >>> sampler = torch.utils.data.WeightedRandomSampler([1.0, 1.0, 8.0], num_samples=6)
@@ -91,7 +89,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
     @property
     def drop_last(self) -> bool:  # type: ignore[override]  # torch's is an attribute
         """Whether the last, incomplete round is left out, by ``DistributedSampler``'s name."""
-        return self.plan.uneven == "drop"
+        return self.rank_passes.plan.uneven == "drop"
 
 
 def _of_wrapped(name: str) -> Any:
@@ -175,7 +173,7 @@ def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, dr
     if wrapper.drop_last and not drops_last:
         raise UnsupportedLoaderError(
             f"{type(wrapper).__name__} cannot be rebuilt with drop_last=False, as Lightning's predict does: it shards "
-            f"the batches of a {wrapper._name} with drop_last=True, so some samples would get no "
+            f"the batches of a {wrapper.rank_passes.name} with drop_last=True, so some samples would get no "
             "prediction. Build the loader to predict on with drop_last=False."
         )
 
@@ -243,7 +241,6 @@ def _agreed_here(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
             )
         if options.is_scalable:
             require_shuffle(stream)
-        require_length(options, world, stream)
         require_steps_known(options, world, stream)
     compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}
     (agreed,) = agree(world, options, [Subject(compared, stream)])

@@ -48,7 +48,7 @@ class Cut:
             >>> [cut.share(rank, alone).items.tolist() for rank in range(2)]
             [[7, 9, 6], [8, 5, 7]]
         """
-        plan = Plan(rank, self.world_size, self.options.uneven, self.options.layout)
+        plan = Plan(rank, self.world_size, self.options.uneven)
         if self.batching is None:
             places = plan.own_and_repeated(len(alone.sizes)) if alone.ended else (plan.share(len(alone.sizes)),)
             steps = np.concatenate([np.asarray(part, np.int64) for part in places])

@@ -27,8 +27,8 @@ from ddp_patch.options import Share
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
-from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import ignored_index_text, unit_shared
+from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["Audited", "Factory", "Traits", "base_of", "digest", "indexed", "layers_of", "made_by", "name_of"]
 

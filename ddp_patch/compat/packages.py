@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -75,14 +76,6 @@ def is_any_of(kind: type, names: Collection[str]) -> bool:
     return any(full_name(base) in names for base in kind.__mro__)
 
 
-class _Stateless:
-    """A stub of a bit generator, so that its state is not copied."""
-
-    @property
-    def state(self) -> dict[str, object]:
-        return {"bit_generator": ""}
-
-
 def may_hold_a_normal() -> bool:
     """Return whether numpy's global generator holds the second of two normal draws, or may do so.
 
@@ -95,7 +88,7 @@ def may_hold_a_normal() -> bool:
     except AttributeError:
         return True
     try:
-        numpys._bit_generator = _Stateless()
+        numpys._bit_generator = SimpleNamespace(state={"bit_generator": ""})
         return bool(numpys.get_state(legacy=False)["has_gauss"])
     finally:
         numpys._bit_generator = bit_generator

@@ -24,8 +24,8 @@ from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.ranks.records import State
 from ddp_patch.sharding.batches import Batches, batches_delivered
-from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["expected_of_pass", "expected_of_step", "gather_in_order", "gather_step", "gather_this_step", "is_in_a_step"]
 
@@ -38,15 +38,15 @@ def expected_of_pass(batches: Batches) -> ExpectedRows:
     Raises:
         Misfit: There is none, or it is not over.
     """
-    sampler, current = batches.sampler, batches.sampler.latest
+    passes, current = batches.passes, batches.passes.latest
     if current is None:
         raise Misfit("made no pass over the loader")
     _require_one_pass(current)
     schedule = current.whole_schedule(batches)
-    if schedule is None or sampler.batches_into_pass:
+    if schedule is None or passes.batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
     length = schedule.length if schedule.batch_plan is None else sum(batch_sizes(schedule, [], 0))
-    at = f"gather_in_order() of patched loader {sampler.agreed.number} after epoch {_pass_text(current)}"
+    at = f"gather_in_order() of patched loader {passes.agreed.number} after epoch {_pass_text(current)}"
     return _expected(f"{at}, of {length} items", batches, current, schedule)
 
 
@@ -61,7 +61,7 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
     Raises:
         Misfit: That is not known, or other ranks may make no such step.
     """
-    sampler, current = batches.sampler, batches.sampler.latest
+    passes, current = batches.passes, batches.passes.latest
     try:
         number = batches_delivered(loader, batches) - 1 if step is None else step
     except DDPPatchError as error:
@@ -75,14 +75,14 @@ def expected_of_step(loader: DataLoader[Any], batches: Batches, step: int | None
     if len(schedule.parts) == 1 and schedule.count is None:
         ends = replace(schedule, parts=[Part(current.skip, current.likely_length)])
     # Whether a rank has found the end already depends on chance, so only a length that was known before counts.
-    is_length_known = sampler.items_left(current.start) is not None
+    is_length_known = passes.items_left(current.start) is not None
     knows_steps = len(schedule.parts) == 1 and is_length_known and ends.fewest_batches == ends.most_batches
     if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1 and not knows_steps:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
             "come; use gather_in_order() after the loop, or uneven='pad'"
         )
-    at = f"gather_step() of patched loader {sampler.agreed.number} in step {number + 1} of epoch {_pass_text(current)}"
+    at = f"gather_step() of patched loader {passes.agreed.number} in step {number + 1} of epoch {_pass_text(current)}"
     return _expected(at, batches, current, schedule, number)
 
 
@@ -249,7 +249,7 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
 def is_in_a_step(loader: DataLoader[Any]) -> bool:
     """Return whether a loader is patched, and a loop over it has begun and not ended."""
     sampler = sharded_by(loader)
-    current = sampler.latest if isinstance(sampler, EpochSampler) else None
+    current = sampler.rank_passes.latest if isinstance(sampler, EpochSampler) else None
     return current is not None and bool(current.batches_delivered) and current.state is not State.ENDED
 
 
@@ -267,12 +267,12 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, s
     if is_alone(operation, loader):
         return outputs
     batches = require_one_stream(operation, loader)
-    if operation == "gather_in_order" and batches.sampler.agreed.options.costs is not None:
+    if operation == "gather_in_order" and batches.passes.agreed.options.costs is not None:
         raise UnsupportedLoaderError(
             "gather_in_order was given a loader with cost=, which changes the order of the samples, so the outputs "
             "would not be in the sampler's. Leave cost= out of loaders that evaluate, or use gather_step() in the loop."
         )
-    world, timeout = batches.sampler.agreed.world, batches.sampler.agreed.options.timeout
+    world, timeout = batches.passes.agreed.world, batches.passes.agreed.options.timeout
     plain = dst if dst is None or isinstance(dst, Number | str) else repr(dst)
     expect = partial(expected_of_step, loader, step=step) if operation == "gather_step" else expected_of_pass
     said, own = report(outputs, partial(expect, batches), plain)

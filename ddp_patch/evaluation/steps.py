@@ -43,7 +43,7 @@ def is_alone(operation: str, loader: DataLoader[Any]) -> bool:
 def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
     """Return how a loader makes batches of its share; raise if its ranks do not share one stream."""
     batches = batches_of(operation, loader)
-    if batches.sampler.agreed.options.by_worker and batches.unit is ShardedUnit.ITERABLE:
+    if batches.passes.agreed.options.by_worker and batches.unit is ShardedUnit.ITERABLE:
         raise UnsupportedLoaderError(
             f"{operation} was given a loader with share='by_worker': its dataset decides what each worker "
             "reads, so there is no common order and no padding. Leave share out."
@@ -67,18 +67,18 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
     Raises:
         UnsupportedLoaderError: The loader would continue a pass that has begun.
     """
-    sampler = batches.sampler
-    if sampler.batches_into_pass:
+    passes = batches.passes
+    if passes.batches_into_pass:
         raise UnsupportedLoaderError(
-            f"{operation} was given a {type(loader).__name__} in the middle of epoch {sampler.epoch}, after "
-            f"{sampler.batches_into_pass} batches: it has one iterator for all epochs, and continues after a break. "
-            f"Call set_epoch({sampler.epoch}) first, to start the epoch again."
+            f"{operation} was given a {type(loader).__name__} in the middle of epoch {passes.epochs.current}, after "
+            f"{passes.batches_into_pass} batches: it has one iterator for all epochs, and continues after a break. "
+            f"Call set_epoch({passes.epochs.current}) first, to start the epoch again."
         )
     until = 0
-    with sampler.keeping_sizes() if batches.unit is ShardedUnit.BATCH else nullcontext():
+    with passes.keeping_sizes() if batches.unit is ShardedUnit.BATCH else nullcontext():
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
-                current = cast("Pass[Any]", sampler.latest)
+                current = cast("Pass[Any]", passes.latest)
                 if current.resumed_elsewhere:
                     raise UnsupportedLoaderError(
                         f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() "
@@ -197,8 +197,8 @@ def iter_with_weights(
     padding. A real sample weighs ``ranks / real samples of the step``, padding weighs 0.
 
     The ranks know how many samples a step has without communicating. They communicate once a step, a number each,
-    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a leader or
-    with ``layout="contiguous"``, and parts of an iterable dataset, one for each worker, with ``uneven="keep"``.
+    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a
+    leader, and parts of an iterable dataset, one for each worker, with ``uneven="keep"``.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where a sample
@@ -258,19 +258,19 @@ def iter_with_weights(
 
 def _shared(steps: Steps, batches: Batches, dtype: torch.dtype, weight_of: WeightOf | None) -> Generator[Any]:
     """Yield the batches of a patched loader, with their weights."""
-    sampler, world = batches.sampler, batches.sampler.agreed.world
+    passes, world = batches.passes, batches.passes.agreed.world
     ranks = world.num_replicas
     with closing(steps):  # type: ignore[type-var]  # a generator, which has a close()
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
-        current, all_steps = sampler.latest, chain(first, steps)
+        current, all_steps = passes.latest, chain(first, steps)
         if weight_of is None and (current is None or current.schedule(batches).knows_totals):
             yield from _weighed(all_steps, ranks, dtype, None, None)
             return
         if ranks == 1:
             yield from _weighed(all_steps, ranks, dtype, weight_of, float)
             return
-        members, agreed, facts = world.peer_ranks(_WEIGHING), sampler.agreed, {"epoch": sampler.epoch}
+        members, agreed, facts = world.peer_ranks(_WEIGHING), passes.agreed, {"epoch": passes.epochs.current}
         with opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
             yield from _weighed(all_steps, ranks, dtype, weight_of, sums.sum_over_ranks)
 

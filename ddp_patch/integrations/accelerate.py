@@ -13,7 +13,7 @@ from ddp_patch.evaluation.gather import gather_this_step
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.sharding.batches import patched_sampler
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["prepare_patched"]
 
@@ -100,7 +100,7 @@ class _Prepared(AccelerateLeavesAlone, DataLoaderShard):  # type: ignore[misc]  
     @property
     def iteration(self) -> int:
         """The epoch of the next pass, which each pass sets."""
-        return self._sampler.epochs.upcoming
+        return self._sampler.rank_passes.epochs.upcoming
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:

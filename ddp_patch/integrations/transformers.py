@@ -27,7 +27,7 @@ from ddp_patch.errors import DDPPatchError, StateError, message_of
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import loader_state, resume_loader
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
 from ddp_patch.wrappers import alone, with_mesh
 
@@ -241,7 +241,7 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
         if plan[0] is None:
             # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
             vars(loader).pop("set_epoch", None)
-            loader.sampler.counts_rest = False
+            loader.sampler.rank_passes.counts_rest = False
             return None
         return _count_of_rest(loader, args, steps)
     if plan[0] is None or not (kept or part == 0):
@@ -255,12 +255,12 @@ def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count 
 def _count_of_rest(loader: Any, args: Any, steps: int) -> _Count:
     """Return how to count on where a loader was restored whose length is the rest of its epoch."""
     sampler, of_step = loader.sampler, args.gradient_accumulation_steps
-    epoch, left = sampler.position.epoch, len(loader)
+    epoch, left = sampler.rank_passes.position.epoch, len(loader)
     if not left:  # "drop" leaves out the rest
         epoch += 1
         sampler.set_epoch(epoch)
         left = len(loader)
-    sampler.counts_rest = False
+    sampler.rank_passes.counts_rest = False
     # The last step of the rest may take fewer batches, as that of an epoch does.
     done = steps - math.ceil(left / of_step)
     return _Count(epoch * steps + done, (epoch, done * of_step), done * of_step + left)

@@ -1,10 +1,11 @@
-"""The first samples of ranks' streams, by a few hashes of each: what they have in common, and what that shows."""
+"""The first samples of ranks' streams, by hashes of their indices or of what batches hold: what they have in common."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import combinations, islice
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
 
-__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "relation_of"]
+__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "relation_of", "row_hashes"]
 
 # Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
 _MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
@@ -21,6 +22,9 @@ _MOST_HASHES, _BYTES = 512, 6
 # If streams are drawn independently, how many samples they must be expected to share before sharing none is evidence:
 # by chance that happens once in e**20 cases.
 _EXPECTED = 20.0
+# So many bytes of a sample's array are looked at, evenly spread.
+_LOOKED_AT = 1024
+_SCALARS = (str, bytes, int, float, bool, np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +159,59 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Literal[
     are_all = len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest
     is_little = again <= max(ranks - 1, expected / 4)
     return "parts" if is_little and (are_all or expected >= _EXPECTED) else "unclear"
+
+
+def row_hashes(batch: Any, most: int) -> list[int]:
+    """Return a hash of 32 bits for each of the first samples in a batch, the same in every process.
+
+    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values. Its tensors count
+    by their bytes. Nothing is known of tensors on accelerators, nor of batches of other objects.
+
+    Args:
+        batch: The batch, as a loader gives it.
+        most: How many samples to look at.
+
+    Examples:
+        >>> row_hashes({"x": torch.eye(3), "name": ["a", "b", "c"]}, most=2) == row_hashes([torch.eye(3)], most=2)
+        False
+        >>> len(row_hashes((torch.eye(3), [1, 2, 3]), most=9)), row_hashes(object(), most=9)
+        (3, [])
+        >>> row_hashes(torch.ones(0, 3), most=9)  # an empty batch
+        []
+    """
+    columns = [column for column in _columns(batch) if len(column)]
+    if not columns:
+        return []
+    # Most of what a batch holds has one value for each sample.
+    size = Counter(map(len, columns)).most_common(1)[0][0]
+    count = min(most, size)
+    bytes_of = [_bytes_of(column, count) for column in columns if len(column) == size]
+    rows = zip(*bytes_of, strict=True)
+    return [int.from_bytes(blake2b(b"\0".join(row), digest_size=4).digest(), "little") for row in rows]
+
+
+def _columns(value: Any) -> Iterator[Any]:
+    """Yield what has one value for each sample."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim and value.device.type == "cpu" and value.layout == torch.strided and not value.is_nested:
+            yield value
+    elif isinstance(value, np.ndarray):
+        if value.ndim and not value.dtype.hasobject:
+            yield value
+    elif isinstance(value, list | tuple) and value and all(isinstance(part, _SCALARS) for part in value):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _columns(part)
+
+
+def _bytes_of(column: Any, count: int) -> Sequence[bytes]:
+    if isinstance(column, list | tuple):
+        return [repr(value).encode("utf-8", "surrogatepass") for value in column[:count]]
+    first = column[:count]
+    width = prod(first.shape[1:])
+    if isinstance(first, torch.Tensor):
+        plain = first.detach().resolve_conj().resolve_neg().reshape(count, width).contiguous().view(torch.uint8).numpy()
+    else:
+        plain = np.ascontiguousarray(first).reshape(count, width).view(np.uint8)
+    return [row.tobytes() for row in plain[:, :: max(1, plain.shape[1] // _LOOKED_AT)]]

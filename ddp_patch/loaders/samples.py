@@ -25,7 +25,6 @@ from ddp_patch.orders.random_states import look
 from ddp_patch.walks import held, walk
 
 __all__ = [
-    "DatasetEpoch",
     "FirstOrder",
     "NestedEpochs",
     "copy_to_draw",
@@ -87,38 +86,6 @@ def tell_epoch(sampler: object, epoch: int) -> None:
     """Make ``epoch`` the next one of a sampler and of all that it holds."""
     for holder in _epoch_holders(sampler):
         holder.set_epoch(epoch)
-
-
-class DatasetEpoch:
-    """The epoch of a dataset that has a ``set_epoch``, which a user may call as well.
-
-    Args:
-        dataset: The dataset. What it stores of its epoch is its ``epoch``, as in Hugging Face's, or the first attribute
-            with that word in its name that is a whole number.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._tell = getattr(dataset, "set_epoch", None)
-        self._told: int | None = 0  # so that one that was set before counts
-
-    def tell(self, epoch: int) -> None:
-        """Tell the dataset its epoch, if it wants to know."""
-        if callable(self._tell):
-            self._tell(epoch)
-            self._told = self._now()
-
-    def set_by_user(self) -> int | None:
-        """Return the epoch that somebody has set since it was told one, if any."""
-        now = self._now()
-        return None if now is None or now < 0 or now == self._told else now
-
-    def _now(self) -> int | None:
-        if not callable(self._tell):
-            return None
-        stored = (value for name, value in vars(self._dataset).items() if "epoch" in name.lower())
-        found = (value for value in (getattr(self._dataset, "epoch", None), *stored) if type(value) is int)
-        return next(found, None)
 
 
 class NestedEpochs:

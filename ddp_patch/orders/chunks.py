@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from ddp_patch.plan import Plan
+
 if TYPE_CHECKING:
     from ddp_patch.orders.digest import Digest
 
@@ -23,11 +25,13 @@ __all__ = [
     "MOST_PLAIN",
     "Chunk",
     "IterationProgress",
+    "ReadAhead",
     "State",
     "copied_items",
     "copy_item",
     "draw",
     "returns_itself",
+    "split_chunks",
     "start_iterating",
 ]
 
@@ -138,6 +142,66 @@ def draw(
         if failure is not None:
             raise failure
         now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
+
+
+def split_chunks(
+    plans: Sequence[Plan],
+    chunks: Iterable[Chunk[T]],
+    on_end: Callable[[int], None],
+    skipped: Chunk[T] | None = None,
+) -> Iterator[list[list[T]]]:
+    """Yield each plan's items of a stream, chunk by chunk, then their padding. The end is found, not predicted.
+
+    Args:
+        plans: Which positions are whose, in one world.
+        chunks: The stream, in chunks of whole rounds; only the last may be shorter. The first has all its items; others
+            may have those alone that are in the one plan.
+        on_end: Called with the number of items that came: before any padding, and before the items of an incomplete
+            round, so that every rank knows the end when some come to it.
+        skipped: The rounds that came before, if any; with those items alone that padding may repeat.
+    """
+    repeatable = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
+    first: list[T] = [] if skipped is None else skipped.items[:repeatable]
+    drawn, ended = 0 if skipped is None else skipped.length, False
+    for count, items in chunks:
+        first += items[: repeatable - len(first)]
+        drawn += count
+        if ended := count % plans[0].num_replicas > 0:
+            on_end(drawn)
+        is_cut = len(items) < count
+        yield [items] if is_cut else [items[plan.slice_of_chunk(count)] for plan in plans]
+    if not ended:
+        on_end(drawn)
+    yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
+
+
+class ReadAhead(Iterator[Chunk[T]]):
+    """An iterator over chunks that can read on before it is asked to.
+
+    Args:
+        chunks: The chunks.
+    """
+
+    def __init__(self, chunks: Iterator[Chunk[T]]) -> None:
+        self._chunks = chunks
+        self._read: deque[Chunk[T]] = deque()
+        self._failure: list[Exception] = []
+
+    def __next__(self) -> Chunk[T]:
+        if not self._read and self._failure:
+            raise self._failure.pop()
+        return self._read.popleft() if self._read else next(self._chunks)
+
+    def ends_within(self, plan: Plan, most: int) -> bool:
+        """Read more, and return whether at most this many rounds come. An incomplete round that is left out is none."""
+        while not self._failure and sum(plan.largest_share(chunk.length) for chunk in self._read) <= most:
+            try:
+                self._read.append(next(self._chunks))
+            except StopIteration:
+                return True
+            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+                self._failure.append(error)
+        return False
 
 
 class _CountingIterator:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EpochOrder",
-    "InOrder",
     "Permutation",
     "RandomAccess",
     "ScalableShuffle",
@@ -373,24 +372,6 @@ def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None
     if type(sampler) is ScalableShuffle:
         return sampler.order(epoch)
     return EpochOrder(len(sampler), partial(_looked_up, sampler, epoch))
-
-
-@dataclass(frozen=True, slots=True)
-class InOrder:
-    """Iterates the order of an epoch without beginning the sampler, which may count epochs by that.
-
-    Attributes:
-        sampler: A sampler with an order that can be looked up.
-        epoch: Which epoch.
-        private_generator: What torch's samplers draw from; see ``order_of``.
-    """
-
-    sampler: Any
-    epoch: int
-    private_generator: torch.Generator
-
-    def __iter__(self) -> Iterator[Any]:
-        return order_of(self.sampler, self.epoch, self.private_generator).items()
 
 
 def _is_batching(sampler: object) -> TypeGuard[BatchSampler]:

@@ -19,7 +19,7 @@ from zlib import crc32
 import torch
 
 from ddp_patch.errors import InvalidOptionError, WorldError
-from ddp_patch.options import Layout, Options, Order, Share, Uneven
+from ddp_patch.options import Options, Order, Share, Uneven
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.context import HEADINGS, Summary, running
 from ddp_patch.running.gradients import Loss
@@ -283,7 +283,6 @@ _SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "uneven": {"choices": get_args(Uneven)},
     "seed": {"type": int, "metavar": "INT"},
     "order": {"choices": get_args(Order)},
-    "layout": {"choices": get_args(Layout)},
     "timeout": {"type": float, "metavar": "FLOAT"},
 }
 

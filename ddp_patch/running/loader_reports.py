@@ -18,7 +18,7 @@ from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Plan, Schedule
 from ddp_patch.sharding.batches import batches_of, patched_sampler
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = [
     "LEFT_ALONE",
@@ -255,7 +255,7 @@ class UsedLoader:
         if sampler.agreed.options.divides_batches:
             self.samples = "a part of each batch"
         elif n is not None and (facts.unit is not ShardedUnit.ITERABLE or facts.num_workers < 2):  # else by worker
-            self._note_shares(sampler.plan, [n], _unit(facts))
+            self._note_shares(sampler.rank_passes.plan, [n], _unit(facts))
         if sampler.agreed.leader is not None:
             self.note = "rank 0 draws for all"
 
@@ -313,9 +313,8 @@ def _schedule_of_latest(loader: DataLoader[Any]) -> Schedule | None:
         batches = batches_of("autopatch", loader)
     except DDPPatchError:
         return None
-    sampler = batches.sampler
-    options = sampler.agreed.options
+    latest, options = batches.passes.latest, batches.passes.agreed.options
     # A rank may get other items than it reads.
-    if sampler.latest is None or options.divides_batches or options.by_worker:
+    if latest is None or options.divides_batches or options.by_worker:
         return None
-    return sampler.latest.whole_schedule(batches)
+    return latest.whole_schedule(batches)

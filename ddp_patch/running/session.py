@@ -32,8 +32,8 @@ from ddp_patch.running.loader_reports import (
     shown,
     unpatched,
 )
-from ddp_patch.sharding.epoch_sampler import EpochSampler
 from ddp_patch.sharding.refusals import unit_shared
+from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["Session", "as_it_was_if_refused", "is_too_soon", "logger", "user_of"]
 

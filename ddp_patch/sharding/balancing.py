@@ -318,11 +318,11 @@ class Balancer:
 
 
 def balanced_stream(
-    stream: Iterator[T],
     balancer: Balancer,
     epoch: int,
     before: Consumed,
     ranks: int,
+    stream: Iterator[T],
 ) -> Iterator[T]:
     """Return the rest of a stream, balanced for the present number of ranks.
 
@@ -331,16 +331,16 @@ def balanced_stream(
     an abandoned stream is closed at once.
 
     Args:
-        stream: The sampler's stream, begun.
         balancer: How it is balanced.
         epoch: Which epoch it is.
-        before: What other numbers of ranks have taken.
+        before: What other numbers of ranks have taken, at least an item each.
         ranks: How many share the rest.
+        stream: The sampler's stream, begun.
     """
-    rest, taken = copied_items(stream), [pair for pair in before if pair[1]]
-    for stage, (earlier, each) in enumerate(taken):
+    rest = copied_items(stream)
+    for stage, (earlier, each) in enumerate(before):
         rest = islice(_balanced(rest, balancer, earlier, epoch, stage), earlier * each, None)
-    return _balanced(rest, balancer, ranks, epoch, len(taken))
+    return _balanced(rest, balancer, ranks, epoch, len(before))
 
 
 def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, stage: int) -> Iterator[T]:
@@ -367,20 +367,20 @@ def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
 
 
 def balanced_order(
-    order: EpochOrder,
     balancer: Balancer,
     ranks: int,
     epoch: int,
+    order: EpochOrder,
     begin: int,
     note: Callable[[int, np.ndarray[Any, Any]], object],
 ) -> EpochOrder:
     """Return an order, balanced for this many ranks.
 
     Args:
-        order: The order, of which nobody has taken a part.
         balancer: How it is balanced.
         ranks: How many ranks share it.
         epoch: Which epoch it is.
+        order: The order, of which nobody has taken a part.
         begin: The position at which the pass begins.
         note: Called once for each window from that position on, with where it begins and with its order.
     """

@@ -17,7 +17,8 @@ from ddp_patch.loaders.samples import steps_of
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching
 from ddp_patch.ranks.packing import bytes_of
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.epochs import Passes
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_position import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
 
@@ -28,6 +29,7 @@ __all__ = [
     "batches_of",
     "describe_share",
     "patched_sampler",
+    "with_notes",
 ]
 
 
@@ -110,6 +112,12 @@ class CollateByValue:
         return _by_value(made, samples)
 
 
+def with_notes(loader: DataLoader[Any]) -> Callable[[Any], Any]:
+    """Return the loader's ``collate_fn``; with its batches travels what workers note, where these read a stream."""
+    noted: Callable[[Any], Any] | None = getattr(loader.dataset, "collate_with_notes", None)
+    return loader.collate_fn if noted is None else noted(loader.collate_fn)
+
+
 def _by_value(batch: Any, samples: Any) -> Any:
     """Return a batch whose tensors are pickled by value if they are small and plain; or as it is."""
     tensors = plain_tensors(batch)
@@ -169,11 +177,11 @@ class Batches(Batching):
     """How a loader makes batches of a rank's share.
 
     Attributes:
-        sampler: The sampler that shards.
+        passes: The passes over the loader.
         unit: Which part of the loader is sharded.
     """
 
-    sampler: EpochSampler[Any]
+    passes: Passes[Any]
     unit: ShardedUnit
 
 
@@ -183,20 +191,20 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
     Raises:
         StateError: Nobody counted them.
     """
-    sampler, current = batches.sampler, batches.sampler.current_pass
+    passes, current = batches.passes, batches.passes.current
     if current is None or not current.batches(batches):
         return 0
-    if current.batches_delivered is not None and (sampler.has_one_iterator or not has_own_iteration(type(loader))):
+    if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
     raise StateError(
-        f"It is not known how many batches of epoch {sampler.epoch} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader, sampler)}. Pass how many the training loop has finished: batches_done=step + 1 "
+        f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: "
+        f"{_why_not_counted(loader, passes)}. Pass how many the training loop has finished: batches_done=step + 1 "
         "inside enumerate(loader)."
     )
 
 
-def _why_not_counted(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
-    if has_own_iteration(type(loader)) and not sampler.has_one_iterator:
+def _why_not_counted(loader: DataLoader[Any], passes: Passes[Any]) -> str:
+    if has_own_iteration(type(loader)) and not passes.has_one_iterator:
         return "its class has its own __iter__, which may fetch batches ahead"
     if hasattr(type(loader), "state_dict"):
         return "its class has a state_dict() of its own, which holds its position"
@@ -240,4 +248,4 @@ def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
             "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
             "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
-    return Batches(facts.batching.size, facts.batching.drop_last, sampler, facts.unit)
+    return Batches(facts.batching.size, facts.batching.drop_last, sampler.rank_passes, facts.unit)

@@ -1,7 +1,8 @@
 """How a pass gets its items: looked up, drawn, or sent by the rank that draws for all. Chosen when the pass begins."""
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -9,16 +10,15 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 import numpy as np
 
 from ddp_patch.errors import StateError
-from ddp_patch.orders.chunks import start_iterating
+from ddp_patch.orders.chunks import ReadAhead, draw, split_chunks
+from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
-from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.plan import Part, Plan, Rest, Schedule, Sizes
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
-from ddp_patch.sharding.balancing import balanced_order
-from ddp_patch.sharding.epoch_drawing import EpochDrawing, Stream
+from ddp_patch.orders.orders import EpochOrder
+from ddp_patch.plan import Part, Plan, Schedule, Sizes
+from ddp_patch.ranks.leader import LARGEST_PIECE, Leader
 from ddp_patch.sharding.saved_position import BatchNote, Position, States, StreamSnapshot, StreamStart
 
-__all__ = ["FromLeader", "Indexed", "ItemSource", "Nothing", "Streamed"]
+__all__ = ["Drawing", "FromLeader", "Indexed", "ItemSource", "Streamed"]
 
 
 T = TypeVar("T")
@@ -29,6 +29,8 @@ _LOOKED_UP = 64
 # By how many of its first items an epoch that is drawn is recognised.
 _RECOGNISED_BY = 8
 
+# Is told where a window begins, and its order.
+NoteWindow: TypeAlias = Callable[[int, np.ndarray[Any, Any]], object]
 # Returns the items at some positions.
 _ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
 
@@ -46,13 +48,12 @@ class Rounds(Protocol):
 
 
 class ItemSource(Generic[T]):
-    """How a pass gets its rank's items.
+    """How a pass gets its rank's items. By itself it has none: nothing is left of the epoch.
 
     Attributes:
         length: How many items all ranks share in the pass, once its end was found. Every rank knows it at the same
             step.
-        states_before: What the samplers held before the pass, as the drawing rank reported it.
-        states_after: What they held after it.
+        states_after: What the samplers held after the pass, as the rank that draws for all reported it; else None.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
         rounds: The rounds in which ranks send each other batches; None if each gives its own.
@@ -65,7 +66,6 @@ class ItemSource(Generic[T]):
 
     # Subclasses annotate again what they set: pyright asks for it.
     length: int | None = None
-    states_before: States | None = None
     states_after: States | None = None
     sizes: Sizes | None = None
     rounds: Rounds | None = None
@@ -77,7 +77,7 @@ class ItemSource(Generic[T]):
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
-        raise NotImplementedError
+        return iter(())
 
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items of the share away, and return whether it is.
@@ -87,23 +87,27 @@ class ItemSource(Generic[T]):
         """
         return False
 
-    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
-        """Return what the epoch's first items were, when this many were taken; empty if nobody looked."""
-        return ()
+    def states_within(self, states: States, taken: int) -> States:
+        """Return the states from which the pass goes on.
+
+        Args:
+            states: What this rank's samplers held before the pass.
+            taken: How many items all ranks have taken of the epoch.
+        """
+        return replace(states, streams=())
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each part of it; None where nobody came to the end."""
         return [self.length]
 
-    def parts(self, skip: int, given: int, assumed: int | None) -> Sequence[Part]:
+    def parts(self, skip: int, given: int) -> Sequence[Part]:
         """Return what the pass is over.
 
         Args:
             skip: How many items of each rank's share were taken before.
             given: How many were given, those before included.
-            assumed: How many items all ranks share, as far as that must be known before the end.
         """
-        return [Part(skip, assumed if self.length is None else self.length, least_items=given)]
+        return [Part(skip, self.length, least_items=given)]
 
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
         """Return the position after this many batches, of which ``position`` has what follows from their number."""
@@ -131,8 +135,42 @@ class ItemSource(Generic[T]):
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
 
-    def _found(self, length: int) -> None:
-        self.length = length
+
+@dataclass(frozen=True, slots=True)
+class Drawing(Generic[T]):
+    """What a pass draws of an epoch.
+
+    Attributes:
+        begin: Begins what yields the items in the order of the epoch.
+        rest: Returns what is left of these items, in the order in which the ranks share it.
+        random_context: Returns what to enter while the sampler draws.
+        draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
+            the next pass where a break leaves it.
+        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
+    """
+
+    begin: Callable[[], Iterator[T]]
+    rest: Callable[[Iterator[T]], Iterator[T]]
+    random_context: Callable[[], AbstractContextManager[object]]
+    draws_ahead: bool
+    digest: Digest | None
+
+    def chunks(self, stream: Iterator[T], plans: Sequence[Plan]) -> ReadAhead[T]:
+        """Draw a stream in chunks, and keep what these plans take."""
+
+        def kept(start: int, size: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if len(plans) > 1 or not start else plans[0].slice_of_chunk(size)
+
+        chunked = draw(
+            stream,
+            self.random_context,
+            round_size=plans[0].num_replicas,
+            ahead=self.draws_ahead,
+            selection=kept,
+            digest=self.digest,
+        )
+        return ReadAhead(chunked)
 
 
 def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
@@ -142,76 +180,81 @@ def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
         skip = max(0, skip - len(part))
 
 
-class Nothing(ItemSource[T]):
-    """Has no items: nothing is left of the epoch."""
-
-    sizes: Sizes | None
-
-    def __init__(self) -> None:
-        self.sizes = Sizes()  # those of no item are all known
-
-    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
-        """Return no part."""
-        return iter(())
-
-
 class Indexed(ItemSource[T]):
-    """Looks this rank's items up in the epoch's order."""
+    """Looks this rank's items up in the epoch's order.
+
+    Args:
+        drawn: Draws the order of the whole epoch.
+        random_context: Returns what to enter while the sampler draws.
+        plan: Which positions of what is left are this rank's.
+        taken: How many items other numbers of ranks have taken.
+        balanced: Returns the order, balanced from a position on, given what notes how; None to share it as it comes.
+        digest: Takes note of the order, for the ranks to compare; None if nobody compares it.
+        keeps_sizes: Whether to record how many samples the items have.
+    """
 
     is_open_ended: bool = False  # the whole epoch is drawn before the first item is given
     length: int | None
     sizes: Sizes | None
 
-    def __init__(self, epoch: EpochDrawing[T]) -> None:
-        self._epoch = epoch
+    def __init__(
+        self,
+        drawn: Callable[[], EpochOrder],
+        random_context: Callable[[], AbstractContextManager[object]],
+        plan: Plan,
+        taken: int,
+        *,
+        balanced: Callable[[EpochOrder, int, NoteWindow], EpochOrder] | None,
+        digest: Digest | None,
+        keeps_sizes: bool,
+    ) -> None:
+        self._drawn, self._random_context, self._plan, self._taken = drawn, random_context, plan, taken
+        self._balanced, self._digest, self._keeps_sizes = balanced, digest, keeps_sizes
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
-        plan, epoch = self._epoch.plan, self._epoch
-        order = self._drawn_order()
-        if epoch.balancer is not None:
-            ranks = plan.num_replicas
-            order = balanced_order(order, epoch.balancer, ranks, epoch.number, skip * ranks, self._note_window)
-        rest = plan.rest(order.length, epoch.consumed_before)
-        length = self.length = len(rest)
-        at: _ItemsAt = partial(_items_at, order, rest)
+        plan, order = self._plan, self._drawn_order()
+        if self._balanced is not None:
+            order = self._balanced(order, skip * plan.num_replicas, self._note_window)
+        taken = min(self._taken, order.length)
+        length = self.length = order.length - taken
+        at: _ItemsAt = partial(_items_from, order, taken) if taken else order.at
         real, repeated = plan.own_and_repeated(length)
-        padding = at(repeated)  # first: an order is looked up from its beginning on
+        padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
-        self.sizes = _sizes_in(order, rest)
-        if self.sizes is None and epoch.keeps_sizes and not plan.needs_length:
+        self.sizes = _sizes_in(order, taken)
+        if self.sizes is None and self._keeps_sizes:
             self.sizes = Sizes()
             self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
-            at = partial(self._looking_at_all, at, plan, length)
+            at = partial(self._looking_at_all, at, length)
         yield from map(at, order.pieces(real[skip:rounds]))
-        if epoch.balancer is not None:
+        if self._balanced is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
         yield from map(at, order.pieces(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
     def _drawn_order(self) -> EpochOrder:
-        epoch = self._epoch
-        with epoch.random_context():
-            order = order_of(epoch.sampler, epoch.number, epoch.private_generator)
+        with self._random_context():
+            order = self._drawn()
         self._draw_rest = order.finish
-        if epoch.digest is not None:
+        if self._digest is not None:
             seen = order.length if order.random_access is None else min(order.random_access, order.length)
-            epoch.digest.add([order.length, *order.at(evenly_spread(seen, _LOOKED_UP))])
-            epoch.digest.end()
+            self._digest.add([order.length, *order.at(evenly_spread(seen, _LOOKED_UP))])
+            self._digest.end()
         return order
 
     def _note_window(self, begin: int, places: np.ndarray[Any, Any]) -> None:
         """Take note of how a window was balanced, for the other ranks to compare."""
-        if self._epoch.digest is not None:
-            self._epoch.digest.add_hash(number_of([places]), len(places))
+        if self._digest is not None:
+            self._digest.add_hash(number_of([places]), len(places))
 
-    def _looking_at_all(self, at: _ItemsAt, plan: Plan, length: int, positions: range) -> Sequence[T]:
+    def _looking_at_all(self, at: _ItemsAt, length: int, positions: range) -> Sequence[T]:
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
-        sizes = cast(Sizes, self.sizes)
+        sizes, plan = cast(Sizes, self.sizes), self._plan
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length
         first = len(sizes)
         everybodys = list(sizes.recording(at(range(first, min(until, length)))))
@@ -226,41 +269,58 @@ class Indexed(ItemSource[T]):
         """Draw, once, what the sampler draws after its last item."""
         if self._draw_rest is not None:
             draw_rest, self._draw_rest, self._is_finished = self._draw_rest, None, True
-            with self._epoch.random_context():
+            with self._random_context():
                 draw_rest()
 
 
 class Streamed(ItemSource[T]):
-    """Draws the whole stream, chunk by chunk, and keeps this rank's items."""
+    """Draws the whole stream, chunk by chunk, and keeps this rank's items.
+
+    Args:
+        epoch: What is drawn.
+        plan: Which positions of what is left are this rank's.
+        name: The sampler's class.
+        known: What the epoch's first items were when the state was taken that is resumed; None if none is.
+        keeps_sizes: Whether to record how many samples the items have.
+    """
 
     sizes: Sizes | None
 
-    def __init__(self, epoch: EpochDrawing[T], known: StreamStart | None = None) -> None:
-        self._epoch = epoch
+    def __init__(
+        self, epoch: Drawing[T], plan: Plan, name: str, known: StreamStart | None, *, keeps_sizes: bool
+    ) -> None:
+        self._epoch, self._plan = epoch, plan
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
         with epoch.random_context():
-            stream = start_iterating(epoch.sampler)
+            stream = epoch.begin()
         self._first: list[int] = []
-        stream = chain(_recognised(stream, self._first, known, type(epoch.sampler).__name__), stream)
-        # In runs, one rank would see another's batches steps later.
-        self.sizes = Sizes() if epoch.keeps_sizes and not epoch.plan.needs_length else None
-        self._stream = Stream(epoch, stream, self.sizes)
+        self._stream = epoch.rest(chain(_recognised(stream, self._first, known, name), stream))
+        self._chunks: ReadAhead[T] | None = None
+        self.sizes = Sizes() if keeps_sizes else None
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
-        shares = self._stream.shares([self._epoch.plan], skip, self._found)
-        return _skipping(skip, (part for (part,) in shares))
+        stream = self._stream if self.sizes is None else self.sizes.recording(self._stream)
+        self._chunks = self._epoch.chunks(stream, [self._plan])
+        yield from _skipping(skip, (part for (part,) in split_chunks([self._plan], self._chunks, self._found)))
+
+    def _found(self, length: int) -> None:
+        if self._epoch.digest is not None:
+            self._epoch.digest.end()
+        self.length = length
 
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
-        return not self._epoch.is_one_shot and self._stream.ends_within(items)
+        return self._epoch.draws_ahead and self._chunks is not None and self._chunks.ends_within(self._plan, items)
 
-    def beginning(self, taken: int) -> Sequence[StreamSnapshot]:
-        """Return what the epoch's first items were, when this many were taken."""
+    def states_within(self, states: States, taken: int) -> States:
+        """Return the states from which the pass goes on, with what the epoch's first items were."""
         first = self._first[: min(_RECOGNISED_BY, taken)]
-        return [StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
+        return replace(
+            states, streams=[StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
+        )
 
 
 def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None, name: str) -> Iterator[T]:
@@ -286,84 +346,86 @@ def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None
         yield item
 
 
-def _sizes_in(order: EpochOrder, rest: Rest) -> Sizes | None:
-    """Return how many samples each item of the rest has, if the order shows it."""
+def _sizes_in(order: EpochOrder, taken: int) -> Sizes | None:
+    """Return how many samples each item after some has, if the order shows it."""
     if order.sizes is None:
         return None
     sizes = Sizes()
-    for size, batches in chain.from_iterable(map(order.sizes, rest.runs)):
+    for size, batches in order.sizes(range(taken, order.length)):
         sizes.add(size, batches)
     return sizes
 
 
-def _items_at(order: EpochOrder, rest: Rest, positions: range) -> Sequence[Any]:
-    """Return the items at these positions of the rest."""
-    runs = rest.stream_positions(positions)
-    return order.at(runs[0]) if len(runs) == 1 else [item for run in runs for item in order.at(run)]
+def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any]:
+    """Return the items at some positions of what is left when some were taken."""
+    return order.at(range(positions.start + taken, positions.stop + taken, positions.step))
+
+
+def _begun(epoch: Drawing[T]) -> Iterator[T]:
+    """Yield the items of an epoch; begin it with the first."""
+    yield from epoch.begin()
 
 
 class FromLeader(ItemSource[T]):
     """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
 
     Args:
-        epoch: The epoch.
+        epoch: What is drawn.
         leader: How the ranks communicate.
         pass_facts: Tells which pass this is, to be compared between the ranks.
         plans: Every rank's, in the leader's order.
-        states_before: What the samplers held before the pass.
+        states: What the samplers held before the pass.
         states_now: Tells what they hold.
-        has_length: Whether the sampler says how many items it has.
+        first_piece: How many items, all ranks' together, the leader's first message holds.
     """
 
     length: int | None
-    states_before: States | None
     states_after: States | None
 
     def __init__(
         self,
-        epoch: EpochDrawing[T],
+        epoch: Drawing[T],
         leader: Leader,
         pass_facts: Callable[[], Mapping[str, object]],
         plans: Sequence[Plan],
-        states_before: States,
+        states: States,
         states_now: Callable[[], States],
         *,
-        has_length: bool,
+        first_piece: int,
     ) -> None:
         self._leader, self._pass_facts, self._plans, self._states_now = leader, pass_facts, plans, states_now
-        self._piece_sizes = _piece_sizes(epoch, has_length)
-        # Begun with its first item: then the leader can report an error to the others.
-        self._stream = Stream(epoch, chain(epoch.sampler), None)
-        self.states_before = states_before
+        # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
+        self._pieces = (first_piece, LARGEST_PIECE) if epoch.draws_ahead else (1, 1)
+        self._epoch = epoch
+        self._states = states
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
         facts = self._pass_facts()
         if self._leader.is_leader:
-            of_all: Iterator[list[list[Any]]] = self._stream.shares(self._plans, skip, self._found)
-            own = self._leader.send(of_all, facts, self._note, *self._piece_sizes)
+            # Begun with its first item: then the leader can report an error to the others.
+            chunks = self._epoch.chunks(self._epoch.rest(_begun(self._epoch)), self._plans)
+            of_all: Iterator[list[list[Any]]] = split_chunks(self._plans, chunks, self._found)
+            own = self._leader.send(of_all, facts, self._note, *self._pieces)
         else:
             own = self._leader.receive(facts, self._take_note)
         return _skipping(skip, own)
 
-    def _note(self, is_last: bool) -> tuple[States | None, States | None, int | None]:
+    def _note(self, is_last: bool) -> tuple[States, States | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.states_after = self._states_now() if is_last else None
-        return self.states_before, self.states_after, self.length
+        return self._states, self.states_after, self.length
 
-    def _take_note(self, note: tuple[States | None, States | None, int | None]) -> None:
-        self.states_before, self.states_after, self.length = note
+    def _take_note(self, note: tuple[States, States | None, int | None]) -> None:
+        self._states, self.states_after, self.length = note
+
+    def states_within(self, states: States, taken: int) -> States:
+        """Return the states from which the pass goes on: the leader's."""
+        return replace(self._states, streams=())
 
     def ends_within(self, items: int) -> bool:
         """Return whether the last piece was sent: every rank learns of the end from the leader."""
         return self.states_after is not None
 
-
-def _piece_sizes(epoch: EpochDrawing[Any], has_length: bool) -> tuple[int, int]:
-    """Return how many items, all ranks' together, the leader's first message holds, and a later one at most."""
-    if epoch.is_one_shot:
-        return 1, 1  # which is a round: nothing is drawn ahead
-    if epoch.plan.needs_length:
-        # All at once: a rank whose run comes late must not wait for steps of the others.
-        return sys.maxsize, sys.maxsize
-    return LARGEST_PIECE if has_length else FIRST_PIECE, LARGEST_PIECE
+    def _found(self, length: int) -> None:
+        self.length = length

@@ -14,8 +14,8 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
-from ddp_patch.sharding.batches import CollateByValue
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.batches import CollateByValue, with_notes
+from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.saved_position import NotedBatch
 
@@ -32,7 +32,7 @@ class CountedIterator(AroundIterator):
 
     Args:
         wrapped: The iterator that the loader's class made.
-        sampler: What shards the loader.
+        passes: The passes over the loader.
         batches_of: As in ``AroundIterator``.
         begins_ahead: Whether a pass has begun before its first batch is asked for, as workers begin it; else the first
             batch begins it.
@@ -42,13 +42,13 @@ class CountedIterator(AroundIterator):
     def __init__(
         self,
         wrapped: Any,
-        sampler: EpochSampler[Any],
+        passes: Passes[Any],
         batches_of: BatchesOf | None = None,
         *,
         begins_ahead: bool,
         reaches_loop: bool = True,
     ) -> None:
-        self._sampler, self._begins_ahead, self._reaches_loop = sampler, begins_ahead, reaches_loop
+        self._passes, self._begins_ahead, self._reaches_loop = passes, begins_ahead, reaches_loop
         super().__init__(wrapped, batches_of)
 
     def begin(self) -> None:
@@ -57,7 +57,7 @@ class CountedIterator(AroundIterator):
         self._pass: Pass[Any] | None = None
         self._has_pass = self._has_failed = False
         # What makes other batches of its own notes these.
-        self._notes_samples = self._batches_of is None and self._sampler.monitor.compares_samples
+        self._notes_samples = self._batches_of is None and self._passes.monitor.compares_samples
         if self._begins_ahead:
             self._find_pass()
 
@@ -73,8 +73,8 @@ class CountedIterator(AroundIterator):
         if self._notes_samples:
             current.note_samples(batch)
         current.deliver(note)
-        if (latest := self._sampler.latest) is None:
-            self._sampler.note_running(current)
+        if (latest := self._passes.latest) is None:
+            self._passes.note_running(current)
         elif latest is not current:
             latest.note_interleaved()
         return batch
@@ -102,7 +102,7 @@ class CountedIterator(AroundIterator):
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
         if self._has_pass:
             return
-        self._has_pass, self._pass = True, self._sampler.latest
+        self._has_pass, self._pass = True, self._passes.latest
         if self._pass is not None and self._reaches_loop:
             self._pass.note_loop()
 
@@ -204,13 +204,13 @@ class RepeatedPasses(Iterator[Any]):
 
     Args:
         loader: The patched loader, before it has this iterator.
-        sampler: What shards it.
+        passes: The passes over it.
         one_pass: The attributes with which a plain DataLoader makes one pass.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler[Any], one_pass: Mapping[str, Any]) -> None:
-        self._sampler, self._one_pass = sampler, dict(one_pass)
-        sampler.note_one_iterator()
+    def __init__(self, loader: DataLoader[Any], passes: Passes[Any], one_pass: Mapping[str, Any]) -> None:
+        self._passes, self._one_pass = passes, dict(one_pass)
+        passes.has_one_iterator = True
         self.begin_anew(loader)
 
     def begin_anew(self, loader: DataLoader[Any]) -> Self:
@@ -227,7 +227,7 @@ class RepeatedPasses(Iterator[Any]):
         self._running = None
 
     def __next__(self) -> Any:
-        if self._sampler.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
+        if self._passes.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
             self._begin()
         if (batch := self._next()) is _NOTHING:
             self._begin()
@@ -245,18 +245,18 @@ class RepeatedPasses(Iterator[Any]):
 
     def _begin(self) -> None:
         """Begin the upcoming pass."""
-        if self._plain is None or self._sampler.position is not None or not self._plain.num_workers:
+        if self._plain is None or self._passes.position is not None or not self._plain.num_workers:
             # Workers know nothing of a state that was restored in the main process.
             self._plain = self._make_plain()
         self._running, self._given, self._length = None, 0, length_of(self._plain, ())
         plain = DataLoader.__iter__(self._plain)
-        self._running = CountedIterator(plain, self._sampler, begins_ahead=self._plain.num_workers > 0)
+        self._running = CountedIterator(plain, self._passes, begins_ahead=self._plain.num_workers > 0)
 
     def _make_plain(self) -> DataLoader[Any]:
         """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(self._attributes)
-        plain.collate_fn = CollateByValue(self._sampler.collate_with_notes(plain.collate_fn))
+        plain.collate_fn = CollateByValue(with_notes(plain))
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
         plain.generator = torch.Generator()
         return plain

@@ -1,21 +1,22 @@
 """One pass over a rank's share of an epoch. It owns its position: what was given, what is left, how it ends."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddp_patch.orders.chunks import IterationProgress, State
-from ddp_patch.plan import Batching, Consumed, Part, Plan, Schedule, Sizes
+from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
-from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import BatchNote, Position, States, split_consumed
 
-__all__ = ["Pass", "PassContext"]
+if TYPE_CHECKING:
+    from ddp_patch.sharding.epochs import Passes
+
+__all__ = ["Pass"]
 
 
 T = TypeVar("T")
@@ -25,42 +26,16 @@ R = TypeVar("R")
 _READS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PassContext:
-    """What all passes over a loader have in common.
-
-    Attributes:
-        plan: Which positions of the stream are this rank's.
-        batching: How the loader makes batches of its items.
-        batch_plan: The rank's share of each batch, where batches are divided; otherwise None.
-        sampler_states: The objects whose generators the samplers draw from.
-        monitor: Compares the passes with the other ranks'.
-        batches_ahead: How many batches the loader's workers fetch before they are taken.
-        stream_length: Returns how many items the whole stream has in an epoch, as its sampler or dataset says; None if
-            that is not known.
-    """
-
-    plan: Plan
-    batching: Batching
-    batch_plan: Plan | None
-    sampler_states: SamplerStates
-    monitor: PassMonitor
-    batches_ahead: int
-    stream_length: Callable[[int], int | None]
-
-
 class Pass(IterationProgress, Generic[T]):
     """A pass over this rank's share of an epoch, or of the rest of one. It changes by its methods alone.
 
     Args:
         start: Where it begins.
-        context: What all passes over the loader have in common.
+        passes: All passes over the loader, and what these have in common.
         source: How it gets its items.
         digest: The digests of what it draws, for the ranks to compare; None if they compare none.
         sizes: Records how many samples each item has, before division; None if nobody needs that.
         divide: Returns this rank's part of an item; None if ranks take whole items.
-        require_steps: Called with how many items all ranks share, once that is known and before a rank is given items
-            of the incomplete round; refuses an epoch without steps.
 
     Attributes:
         start: Where it began.
@@ -76,15 +51,14 @@ class Pass(IterationProgress, Generic[T]):
     def __init__(
         self,
         start: Position,
-        context: PassContext,
+        passes: "Passes[T]",
         source: ItemSource[T],
         digest: Marks | None = None,
         *,
         sizes: Sizes | None = None,
         divide: BatchDivider | None = None,
-        require_steps: Callable[[int], object] = lambda _length: None,
     ) -> None:
-        before, skip = split_consumed(start.consumed, context.plan.num_replicas)
+        before, skip = split_consumed(start.consumed, passes.plan.num_replicas)
         super().__init__(skip)
         self.start: Position = start
         self.source: ItemSource[T] = source
@@ -92,9 +66,9 @@ class Pass(IterationProgress, Generic[T]):
         self.state: State = State.RUNNING
         self.batches_delivered: int | None = None
         self.is_interleaved: bool = False
-        self._context, self._digest, self._sizes, self._divide = context, digest, sizes, divide
-        self._require_steps = require_steps
+        self._passes, self._digest, self._sizes, self._divide = passes, digest, sizes, divide
         self._logged: LoggedPass | None = None
+        self._has_noted_length = False
         self._next_comparison = 2
 
     # ---- what it is ----
@@ -119,9 +93,9 @@ class Pass(IterationProgress, Generic[T]):
         """How many items all ranks share in it: as found; or as the sampler or dataset says; or None."""
         if self.source.length is not None:
             return self.source.length
-        length = self._context.stream_length(self.epoch)
+        length = self._passes.length_if_any(self.epoch)
         if length is not None:
-            return len(self._context.plan.rest(length, self.consumed_before))
+            return len(rest_of(length, self.consumed_before))
         # Before, one rank's workers may have found it and another's not.
         return self.source.lengths_found()[0] if self.state is State.ENDED else None
 
@@ -144,22 +118,33 @@ class Pass(IterationProgress, Generic[T]):
     def runs(self) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         self.begin()
-        monitor = self._context.monitor
+        monitor = self._passes.monitor
         try:
-            whole = partial(self.most_batches, self._context.batching)
+            whole = partial(self.most_batches, self._passes.batching)
             self._logged = monitor.begin(self.epoch, self.begins_at, self.progress, self._digest, whole)
             for chunk in self.source.chunks(self.skip):
-                if self.source.length is not None:
-                    self._require_steps(self.source.length)
+                if self.source.length is not None and not self._has_noted_length:
+                    self._note_length(self.source.length)
                 run = self.give(self._own(chunk))
                 yield from self._compared(run) if monitor.is_on else [run]
             self.end()
-            self._context.sampler_states.end(self.epoch)
+            self._passes.sampler_states.end(self.epoch)
             if self.batches_delivered is None:
                 self._tell_log()
                 monitor.compare(at_end=True)
         finally:
             self.leave()
+
+    def _note_length(self, length: int) -> None:
+        """Refuse a length that cannot be, and an epoch without steps.
+
+        It is called before a rank is given items of the incomplete round, so every rank comes to it at the same step.
+        """
+        self._has_noted_length = True
+        passes, plan, batching = self._passes, self._passes.plan, self._passes.batching
+        passes.note_length(self, length)
+        if self.start.is_at_epoch_start:  # the rest of one may well have none
+            require_steps(plan, batching, passes.name, [length], in_batches=batching.size > 1)
 
     def _own(self, chunk: Sequence[T]) -> Sequence[T]:
         """Return what this rank gets of its items, and record their sizes where somebody needs these."""
@@ -168,8 +153,8 @@ class Pass(IterationProgress, Generic[T]):
 
     def _compared(self, run: Iterator[R]) -> Iterator[Iterator[R]]:
         """Cut a run where the ranks compare their progress, as long as nobody counts the batches of the loop."""
-        size = self._context.batching.size
-        first = self.skip + self._context.batches_ahead * size
+        size = self._passes.batching.size
+        first = self.skip + self._passes.batches_ahead * size
         while self.batches_delivered is None and (moment := first + self._next_comparison * size) < self.items_given:
             yield islice(run, moment - self.items_taken)
             if self.batches_delivered is None:
@@ -196,8 +181,8 @@ class Pass(IterationProgress, Generic[T]):
 
     def _compare(self, batches: int) -> None:
         self.source.require_one_order()
-        self._next_comparison = self._context.monitor.next_comparison(batches)
-        self._context.monitor.compare()
+        self._next_comparison = self._passes.monitor.next_comparison(batches)
+        self._passes.monitor.compare()
 
     @property
     def _has_own_length(self) -> bool:
@@ -216,10 +201,10 @@ class Pass(IterationProgress, Generic[T]):
         """Return how many batches the loop was given, and what is known of the pass."""
         if (given := self.batches_delivered) is not None:
             return Progress(given, given, self.state, self._has_own_length)
-        context, state = self._context, self.state
-        asked, most = max(0, self.items_taken - self.skip), self._batches_asked(context.batching)
-        least = max(0, asked // context.batching.size - context.batches_ahead)
-        if self.is_ended and not context.batches_ahead and state is State.RUNNING:
+        passes, state = self._passes, self.state
+        asked, most = max(0, self.items_taken - self.skip), self._batches_asked(passes.batching)
+        least = max(0, asked // passes.batching.size - passes.batches_ahead)
+        if self.is_ended and not passes.batches_ahead and state is State.RUNNING:
             least, state = most, State.ENDED
         return Progress(least, most, state, self._has_own_length)
 
@@ -242,7 +227,7 @@ class Pass(IterationProgress, Generic[T]):
             self.source.note_first_batch()
         if (logged := self._logged) is None:
             return
-        monitor = self._context.monitor
+        monitor = self._passes.monitor
         if logged.is_told:
             self._tell_log()
         if delivered <= MORE_THAN_A_LOOK:
@@ -257,7 +242,7 @@ class Pass(IterationProgress, Generic[T]):
     def note_samples(self, batch: Any) -> None:
         """Record the samples of a batch that the loop is about to be given."""
         if self._logged is not None:
-            self._context.monitor.note_batch(batch, self._logged)
+            self._passes.monitor.note_batch(batch, self._logged)
 
     def lose_count(self) -> None:
         """Record that the loop is given batches after an error: nobody knows which."""
@@ -279,9 +264,9 @@ class Pass(IterationProgress, Generic[T]):
         Raises:
             RankMismatchError: As ``PassMonitor.compare``.
         """
-        given, monitor = self.batches_delivered, self._context.monitor
+        given, monitor = self.batches_delivered, self._passes.monitor
         is_whole = self.source.is_endless or given is None
-        is_whole = is_whole or (self.is_ended and (given or 0) >= self._batches_asked(self._context.batching))
+        is_whole = is_whole or (self.is_ended and (given or 0) >= self._batches_asked(self._passes.batching))
         if is_whole:
             self.source.require_one_order()
         self.state = State.ENDED if is_whole else State.LEFT
@@ -298,8 +283,7 @@ class Pass(IterationProgress, Generic[T]):
 
     def schedule(self, batching: Batching) -> Schedule:
         """Return its batches, with the ends that this rank has found so far."""
-        assumed = self.likely_length if self._context.plan.needs_length else None
-        return self._schedule_of(batching, self.source.parts(self.skip, self.items_given, assumed))
+        return self._schedule_of(batching, self.source.parts(self.skip, self.items_given))
 
     def whole_schedule(self, batching: Batching) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""
@@ -308,12 +292,12 @@ class Pass(IterationProgress, Generic[T]):
             return None if schedule.count is None else schedule
         length = self.source.length if self.is_ended else self.likely_length
         # A loop that takes len() batches never asks for the end.
-        if length is None or not (self.is_ended or self.items_taken >= len(self._context.plan.share(length))):
+        if length is None or not (self.is_ended or self.items_taken >= len(self._passes.plan.share(length))):
             return None
         return self._schedule_of(batching, [Part(self.skip, length)])
 
     def _schedule_of(self, batching: Batching, parts: Sequence[Part]) -> Schedule:
-        plan, batch_plan = self._context.plan, self._context.batch_plan
+        plan, batch_plan = self._passes.plan, self._passes.batch_plan
         return Schedule(plan, batching, parts, self._sizes, self.source.sizes, batch_plan)
 
     def most_batches(self, batching: Batching) -> int | None:
@@ -325,7 +309,7 @@ class Pass(IterationProgress, Generic[T]):
         return self._most_by_length(batching)
 
     def _most_by_length(self, batching: Batching) -> int | None:
-        return Schedule(self._context.plan, batching, [Part(self.skip, self.likely_length)]).most_batches
+        return Schedule(self._passes.plan, batching, [Part(self.skip, self.likely_length)]).most_batches
 
     def _most_batches_here(self, batches: int, batching: Batching) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows, when so many were given."""
@@ -363,10 +347,9 @@ class Pass(IterationProgress, Generic[T]):
 
     def position(self, taken: int) -> Position:
         """Return the position after this many items of the share were taken."""
-        ranks = self._context.plan.num_replicas
+        ranks = self._passes.plan.num_replicas
         consumed = (*(pair for pair in self.consumed_before if pair[1]), (ranks, taken))
-        beginning = self.source.beginning(sum(ranks * each for ranks, each in consumed))
-        states = replace(self.source.states_before or self.start.states, streams=beginning)
+        states = self.source.states_within(self.start.states, sum(ranks * each for ranks, each in consumed))
         return Position(self.epoch, (consumed,), states=states)
 
     def position_after(self, batches: int, batching: Batching) -> Position:

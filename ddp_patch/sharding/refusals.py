@@ -22,10 +22,9 @@ from ddp_patch.loaders.recognition import ignores_index, line_for_inner, nested_
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.fingerprint import evenly_spread
 from ddp_patch.orders.orders import order_parameters, why_not_scalable
-from ddp_patch.plan import ONE_PER_STEP, Batching, Plan
+from ddp_patch.plan import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
-from ddp_patch.sharding.epoch_sampler import EpochSampler
-from ddp_patch.sharding.steps import require_steps
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.walks import stored
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "ignored_index_allowed",
     "ignored_index_text",
     "require_costs",
-    "require_length",
     "require_one_of_each",
     "require_shareable",
     "require_shuffle",
@@ -188,7 +186,6 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
                 _require_hand_over(facts, options, world)
         if options.costs is not None:
             require_costs(facts, options.costs)
-        require_length(options, world, facts.stream)
         # With "by_worker", the dataset decides what each rank reads.
         if facts.unit is not ShardedUnit.ITERABLE or not options.by_worker:
             in_batches = facts.unit is ShardedUnit.SAMPLE
@@ -304,11 +301,6 @@ def _require_readable(facts: LoaderFacts[Any]) -> None:
 def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None:
     """Refuse options that do not work with an iterable dataset, which has no indices."""
     name = facts.stream.name
-    if options.needs_length and options.by_worker:
-        raise InvalidOptionError(
-            f"layout='contiguous' does not work with share='by_worker': {name} itself decides what each "
-            "worker reads. Use one or the other."
-        )
     if options.order == "leader":
         raise InvalidOptionError(
             f"order='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
@@ -333,16 +325,6 @@ def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) 
             f"{type(facts.loader).__name__} cannot be patched with share='by_worker': its state covers "
             f"only this rank's workers, and ranks give each other batches of {name}, so a resumed run would lose some. "
             "Leave share out, or use a torch.utils.data.DataLoader."
-        )
-
-
-def require_length(options: Options, world: World, stream: StreamFacts) -> None:
-    """Refuse ``layout="contiguous"`` for a stream of unknown length."""
-    if options.needs_length and stream.length is None:
-        raise InvalidOptionError(
-            f"layout='contiguous' gives each of {world.num_replicas} ranks one run of samples, so it must know how "
-            f"many there are, and {stream.name} has no len(). Give it a __len__, or use layout='interleaved', which "
-            "needs none."
         )
 
 

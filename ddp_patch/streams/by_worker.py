@@ -17,7 +17,7 @@ from ddp_patch.ranks.exchange import refuse
 from ddp_patch.ranks.group import closed_at_exit
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.streams.balanced_rounds import AHEAD, AHEAD_IF_FAST, BalancedRounds, Holding, RoundPlan
-from ddp_patch.streams.stream_sampler import StreamSampler
+from ddp_patch.streams.stream_sampler import StreamPasses
 from ddp_patch.streams.stream_source import StreamSource
 from ddp_patch.walks import nested
 
@@ -42,23 +42,23 @@ class EvenSteps:
     """Makes passes of all ranks of what the iterators of a loader's class give.
 
     Attributes:
-        sampler: What begins the loader's epochs.
+        passes: The passes over the loader.
         workers: How many workers it has.
         name: What errors call the loader.
     """
 
-    sampler: StreamSampler
+    passes: StreamPasses
     workers: int
     name: str
 
     def __call__(self, wrapped: Iterator[Any]) -> Iterator[Any]:
         """Return the batches of a pass, of which this rank's own come from ``wrapped``."""
-        own = OwnBatches(wrapped, self.sampler.monitor.note_batch)
+        own = OwnBatches(wrapped, self.passes.monitor.note_batch)
         return (batch for batch in closed_at_exit(_handed_out(own, self)) if batch is not WAITS)
 
     def opened(self, own: "OwnBatches") -> AbstractContextManager[Channel]:
         """Synchronise with the other ranks when a pass begins; raise this rank's failure, and report it to them."""
-        agreed, epoch = self.sampler.agreed, self.sampler.epochs.current
+        agreed, epoch = self.passes.agreed, self.passes.epochs.current
         doing = f"Iterating the {self.name} over epoch {epoch}"
         if not dist.is_initialized():
             raise WorldError(
@@ -186,9 +186,9 @@ class OwnBatches:
 def _handed_out(own: OwnBatches, maker: EvenSteps) -> Generator[Any]:
     """Yield a rank's batches of one pass, in rounds of all ranks, and ``WAITS``."""
     own.read(1)  # which begins the pass
-    current = cast("Pass[Any]", maker.sampler.latest)
+    current = cast("Pass[Any]", maker.passes.latest)
     source = cast(StreamSource, current.source)
-    rounds, uneven = source.in_rounds(), maker.sampler.agreed.options.uneven
+    rounds, uneven = source.in_rounds(), maker.passes.agreed.options.uneven
     # Without workers, a batch is made when it is read: one for the step and one ahead.
     own.ready = source.batches_ready if maker.workers else lambda _: 2
     with maker.opened(own) as channel:

@@ -1,27 +1,24 @@
-"""One rank's share of an iterable dataset, which the loader's workers read."""
+"""What stands in a loader for an iterable dataset: one rank's share of it, and its items in a pass."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat.private_torch import is_torchs_collating
 from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import random_generators
 from ddp_patch.orders.random_states import EpochCounter
 from ddp_patch.sharding.attributes import AttributeProxy
-from ddp_patch.sharding.saved_position import NotedBatch
-from ddp_patch.streams.shared_state import SharedWorkerState
-from ddp_patch.streams.worker import StreamWorker
-from ddp_patch.streams.worker_pass import WorkerIterator
-from ddp_patch.walks import plain_tensors
+from ddp_patch.streams.worker import StreamWorker, WorkerPosition
+from ddp_patch.streams.worker_pass import WorkerPass
 
-__all__ = ["IterableWorkerInit", "ShardedIterable"]
+__all__ = ["ShardedIterable", "begin_worker"]
 
 
 T = TypeVar("T")
+
+_KEY = "ddp_patch"
 
 
 class ShardedIterable(AttributeProxy, IterableDataset[T]):
@@ -37,9 +34,6 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
 
     Args:
         worker: What reads it.
-
-    Attributes:
-        shared: What the main process and the workers report to each other.
     """
 
     _inner, _kept_as = "dataset", "_dataset"
@@ -48,8 +42,6 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
 
     def __init__(self, worker: StreamWorker[T]) -> None:
         self._dataset, self._worker = worker.dataset, worker
-        self.shared: SharedWorkerState = worker.shared
-        self._chosen_epoch: int | None = None
         self._seal()
 
     @property
@@ -59,17 +51,11 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        return partial(self._choose_epoch, found) if name == "set_epoch" and callable(found) else found
+        return partial(self._worker.choose_epoch, found) if name == "set_epoch" and callable(found) else found
 
-    def _choose_epoch(self, tell: Callable[[int], object], epoch: int) -> None:
-        """Tell the user's dataset its epoch, whatever it does with it; the next pass is over that epoch."""
-        tell(epoch)
-        self._chosen_epoch = epoch
-
-    def take_chosen_epoch(self) -> int | None:
-        """Return the epoch that the user has chosen by ``set_epoch`` since this was last called; None if none."""
-        chosen, self._chosen_epoch = self._chosen_epoch, None
-        return chosen
+    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
+        return partial(self._worker.collate, collate_fn)
 
     def require_no_generator(self) -> None:
         """Refuse to save a state where persistent workers draw from generators that the user's dataset holds."""
@@ -79,62 +65,65 @@ class ShardedIterable(AttributeProxy, IterableDataset[T]):
                 "persistent workers advance copies of it. Use persistent_workers=False."
             )
 
-    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what workers note of them."""
-        return partial(_collate_noted, self._worker, collate_fn)
-
     def __len__(self) -> int:
         return self._worker.share_length()
 
     def __iter__(self) -> Iterator[T]:
         return WorkerIterator(self._worker)
 
-    def is_read_by(self, worker: StreamWorker[T]) -> bool:
-        """Return whether this is what reads it."""
-        return self._worker is worker
 
-    def begin_worker(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker's copy for pass ``number``; see ``StreamWorker.prepare``."""
-        self._worker.prepare(number, epoch, worker_init_fn)
+def begin_worker(worker_init_fn: Callable[[int], object] | None, epochs: EpochCounter, worker_id: int) -> None:
+    """Prepare a worker's copy of the sharded dataset, and call the user's ``worker_init_fn``.
 
-
-def _collate_noted(worker: StreamWorker[Any], collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    """Return a batch, in a ``NotedBatch`` if the pass that read its samples noted something.
+    The user's function may call ``get_worker_info()``: it sees the user's dataset, and the worker that will read it.
 
     Args:
-        worker: What read them.
-        collate_fn: The loader's.
-        samples: The batch's samples.
+        worker_init_fn: The user's function, or None.
+        epochs: Tells for which pass the worker is started, and over which epoch that is.
+        worker_id: Which worker it is.
     """
-    if (giving := worker.giving) is None:
-        return collate_fn(samples)
-    note = giving.note()  # before the user's function may read on
-    # Another dataset of the worker's, which reads this one, may draw.
     info: Any = get_worker_info()
-    is_own = info is not None and isinstance(info.dataset, ShardedIterable) and info.dataset.is_read_by(worker)
-    giving.before_others(may_draw=not (is_own and _draws_nothing(collate_fn, samples)))
-    batch = collate_fn(samples)
-    return batch if note is None else NotedBatch(note, batch)
+    info.dataset._worker.prepare(epochs.passes + 1, epochs.upcoming, worker_init_fn)
 
 
-def _draws_nothing(collate_fn: Callable[[Any], Any], samples: Any) -> bool:
-    """Return whether a function surely makes a batch without drawing: torch's own, of plain samples."""
-    return is_torchs_collating(collate_fn) and plain_tensors(samples) is not None
+class WorkerIterator(Iterator[T]):
+    """A worker's items in one pass. Nothing is read before the first is asked for.
 
+    torchdata's loader saves and resumes it in the worker by its ``state_dict``, where it would else count items from
+    the pass's beginning, and lose some at the second stop.
 
-@dataclass(frozen=True, slots=True)
-class IterableWorkerInit:
-    """A ``worker_init_fn`` that prepares the sharded dataset in a worker, then calls the user's.
-
-    The user's function may call ``get_worker_info()``; it is shown the user's dataset, and the worker that will read
-    it.
+    Args:
+        worker: What reads them.
     """
 
-    worker_init_fn: Callable[[int], object] | None
-    epochs: EpochCounter
+    def __init__(self, worker: StreamWorker[T]) -> None:
+        self._worker = worker
+        self._items: Iterator[T] | None = None
+        self._loaded: WorkerPosition | None = None
+        self._pass: WorkerPass[T] | None = None
 
-    def __call__(self, worker_id: int) -> None:
-        """Prepare worker ``worker_id``."""
-        info: Any = get_worker_info()
-        dataset: ShardedIterable[Any] = info.dataset
-        dataset.begin_worker(self.epochs.passes + 1, self.epochs.upcoming, self.worker_init_fn)
+    def __next__(self) -> T:
+        if self._items is None:
+            self._pass = WorkerPass(self._worker, *self._worker.begin(self._loaded))
+            self._items = self._pass.items()
+        return next(self._items)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its position, as the only value."""
+        if self._pass is not None:
+            return {_KEY: self._pass.position().plain()}
+        return {_KEY: (self._loaded or self._worker.position_unbegun()).plain()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make it begin where ``state_dict`` was called.
+
+        Raises:
+            StateError: It is no such state, or one of another version of this package.
+        """
+        if _KEY not in state_dict:
+            raise StateError(
+                f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
+                "it with that loader, or take one from the patched loader."
+            )
+        self._loaded = WorkerPosition.of(state_dict[_KEY])
+        self._worker.note_loaded(self._loaded)

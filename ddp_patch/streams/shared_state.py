@@ -138,26 +138,14 @@ class SharedWorkerState:
         """Return how the readers of pass ``number`` read, as far as they know it: all one stream, or each a part."""
         return {"parts" if way == PARTS else "stream" for way in self.reported(number, "way") if way >= 0}
 
-    def is_in_parts(self, number: int) -> bool:
-        """Return whether each reader of pass ``number`` reads a part; False while that is unknown."""
-        return self.ways(number) == {"parts"}
-
     def first_part(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
         both = zip(self.reported(number, "worker"), self.reported(number, "way"), strict=True)
         return next(((part - worker) % self.readers for part, (worker, way) in enumerate(both) if way == PARTS), 0)
 
-    def offset(self, number: int) -> int:
-        """Return how many items of pass ``number`` are left out because another package's loader resumed within it."""
-        return int(max(0, *self.reported(number, "offset")))
-
     def lengths(self, number: int) -> Sequence[int | None]:
         """Return how many items the reader of each part found in pass ``number``; None before it came to the end."""
         return [length if length >= 0 else None for length in self.reported(number, "length")]
-
-    def most_spent_s(self, number: int) -> float:
-        """Return how many seconds the dataset took for its items in pass ``number``, where it took longest."""
-        return float(max(self.reported(number, "spent_ms")) / 1000)
 
     def batches_noted(self, number: int) -> tuple[Sequence[int], Sequence[bool]]:
         """Return how many batches the reader of each part has noted in pass ``number``, and whether these are all."""

@@ -1,70 +1,33 @@
 """The sampler of a sharded stream: None instead of indices, and what came of them."""
 
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, cycle
-from time import perf_counter
 from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
-from ddp_patch.errors import StateError, StreamOrderWarning
+from ddp_patch.errors import StateError
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.loaders.samples import DatasetEpoch
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.mailbox import Mailbox, Peers
 from ddp_patch.ranks.remedies import ONE_STREAM, SEED
-from ddp_patch.sharding.epoch_sampler import EpochSampler
+from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position, States
 from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.streams.reading import can_snapshot
-from ddp_patch.streams.shared_state import SharedWorkerState
-from ddp_patch.streams.stream_marks import StreamDigest
 from ddp_patch.streams.stream_source import StreamSource
 from ddp_patch.streams.worker import StreamWorker, generators_only
 
-__all__ = ["StreamSampler", "faster_by_worker"]
-
-logger: logging.Logger = logging.getLogger("ddp_patch")
+__all__ = ["StreamSampler"]
 
 
-def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> str:
-    """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
-    return (
-        f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
-        "share='by_worker' would read each item once."
-    )
-
-
-class _Held:
-    """What the ranks' datasets held at the patch.
-
-    Args:
-        peers: Who they are.
-        mailbox: Where they leave it.
-        held: A fingerprint of what this rank's does.
-    """
-
-    def __init__(self, peers: Peers, mailbox: Mailbox, held: str) -> None:
-        self._mailbox, self._held = mailbox, held
-        self._others = [rank for rank in peers.members if rank != peers.rank]
-        self._mailbox.post(held, "held")
-
-    @property
-    def differs(self) -> bool:
-        """Whether another rank's differs."""
-        return any(left != self._held.encode() for left in self._mailbox.read_of(self._others, "held").values())
-
-
-def why_parts_overlap(name: str) -> str:
+def _why_parts_overlap(name: str) -> str:
     """Return what may cause that two ranks read the same with share="by_worker", and what to do."""
     return (
         f"With share='by_worker', {name} splits itself by get_worker_info(), which counts the workers of all ranks; so "
@@ -83,14 +46,38 @@ class StreamSampler(EpochSampler[None]):
     Args:
         given: The loader that the user gave.
         agreed: What the ranks agreed on.
-        ahead: How many batches each worker may be ahead of the training loop.
+
+    Attributes:
+        dataset: The sharded dataset.
+    """
+
+    rank_passes: "StreamPasses"
+
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed) -> None:
+        super().__init__(StreamPasses(type(self).__name__, given, agreed))
+        self.dataset: ShardedIterable[Any] = self.rank_passes.dataset
+
+    def __iter__(self) -> Iterator[None]:
+        return self.rank_passes.indices()
+
+    def __len__(self) -> int:
+        raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
+
+
+class StreamPasses(Passes[None]):
+    """The passes over an iterable dataset.
+
+    Args:
+        wrapper: The class of the sampler that shards it.
+        given: The loader that the user gave.
+        agreed: What the ranks agreed on.
 
     Attributes:
         worker: What reads the stream; the loader's workers have copies of it.
         dataset: The sharded dataset.
     """
 
-    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int) -> None:
+    def __init__(self, wrapper: str, given: LoaderFacts[Any], agreed: Agreed) -> None:
         facts: dict[str, object] = {
             **{name: given.described[name] for name in ("dataset", "dataset length")},
             "split": "by_worker" if agreed.options.by_worker else "exact",
@@ -99,43 +86,27 @@ class StreamSampler(EpochSampler[None]):
             # What each worker reads follows from these, so there is no one stream of which others could take a rest.
             numbers = agreed.world.num_replicas, given.num_workers, given.batch_size or 1
             facts |= dict(zip(OF_BY_WORKER, numbers, strict=True))
-        super().__init__(agreed, SamplerStates([generators_only(given.dataset)], is_private=False), facts)
-        is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
-        takes_states = can_snapshot(given.dataset, agreed.options)
-        keeps_states = is_kept and given.num_workers > 0 and takes_states
-        peers, mailbox, self._held = agreed.peers, self.monitor.mailbox, None
+        states = SamplerStates([generators_only(given.dataset)], is_private=False)
+        super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
+        peers, mailbox = agreed.peers, self.monitor.mailbox
+        self._held: str | None = None  # a fingerprint of what the dataset held at the patch
         if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
-            self._held = _Held(peers, mailbox, held_by(given.dataset))
+            self._held = held_by(given.dataset)
+            mailbox.post(self._held, "held")
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
-            self.monitor.expect_parts(partial(why_parts_overlap, type(given.dataset).__name__))
-        self.worker: StreamWorker[Any] = StreamWorker(
-            given.dataset,
-            self.plan,
-            agreed.seed,
-            given.batching,
-            SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states),
-            batch_plan=agreed.batch_plan,
-            splits_itself=agreed.options.by_worker,
-            takes_states=takes_states,
-            is_compared=self._held is not None,
-            is_kept=is_kept,
-        )
+            self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
+        self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=self._held is not None)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
-        self._workers, self._batching, self._ahead = given.num_workers, given.batching, ahead
-        self._dataset_epoch = DatasetEpoch(given.dataset)
-        self._has_advised = self._batch_plan is not None  # which by_worker cannot do
-        self._has_warned = False
+        self._workers = given.num_workers
+        # How many batches each worker may be ahead of the training loop.
+        self._ahead = getattr(given.loader, "prefetch_factor", None) or 2
         self._iterated = 0  # the epoch of the latest iterator, drawn from or not
 
-    def _stream_length(self, epoch: int) -> int:
+    def stream_length(self, epoch: int) -> int:
         if self.worker.splits_itself:
             raise TypeError("the dataset decides how many items each worker reads")
         return self.worker.stream_length()
-
-    def collate_with_notes(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a ``collate_fn`` with whose batches travels what their workers note; see ``EpochSampler``."""
-        return self.dataset.collate_with_notes(collate_fn)
 
     def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
@@ -144,16 +115,16 @@ class StreamSampler(EpochSampler[None]):
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one."""
-        chosen = self.dataset.take_chosen_epoch()
-        epoch = self._dataset_epoch.set_by_user() if chosen is None else chosen
+        epoch = self.worker.take_chosen_epoch()
         if epoch is not None and epoch != self.epochs.upcoming:
-            self.set_epoch(epoch)
+            self.choose(epoch)
 
-    def __iter__(self) -> Iterator[None]:
-        self._require_no_failure()
+    def indices(self) -> Iterator[None]:
+        """Return an index for each item of the upcoming epoch, forever."""
+        self.require_no_failure()
         self._follow_dataset()
         self._iterated = self.epochs.upcoming
-        return self._indices() if self._batch_plan is None else compress(self._indices(), cycle(self._takes))
+        return self._indices() if self.batch_plan is None else compress(self._indices(), cycle(self._takes))
 
     @property
     def indices_per_batch(self) -> int:
@@ -166,8 +137,8 @@ class StreamSampler(EpochSampler[None]):
 
         Only the last ones of a batch, as many as this rank gets, so that taking them counts the whole batch.
         """
-        size = self._batching.size
-        taken = size if self._batch_plan is None else sum(map(len, self._batch_plan.divide(size)))
+        size = self.batching.size
+        taken = size if self.batch_plan is None else sum(map(len, self.batch_plan.divide(size)))
         return [False] * (size - taken) + [True] * taken
 
     def _indices(self) -> Iterator[None]:
@@ -175,19 +146,11 @@ class StreamSampler(EpochSampler[None]):
         epoch = self._iterated = self.epochs.upcoming
         number = self.epochs.passes + 1
         start = self.position or self._start_of_epoch(epoch)
-        source = StreamSource(
-            start,
-            self.worker,
-            number,
-            self._ahead,
-            why_orders_differ=self.monitor.why_orders_differ,
-            on_loop_end=partial(self._finish, start, number, perf_counter()),
-            on_first_batch=self._say_if_unnamed,
-        )
-        current = Pass(start, self._pass_context(), source, source.digest)
+        source = StreamSource(start, self.worker, number, self._ahead, self.monitor.why_orders_differ)
+        current = Pass(start, self, source, source.digest)
         if start.is_within_pass:
             # A loader may have drawn from them since.
-            self._sampler_states.restore_generators(start.states.generators)
+            self.sampler_states.restore_generators(start.states.generators)
         self.epochs.begin(epoch)
         self.worker.shared.begin(number, epoch)
         if self.position is None:
@@ -195,29 +158,11 @@ class StreamSampler(EpochSampler[None]):
         self._note_begun(current, takes_position=True)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
-        self._dataset_epoch.tell(epoch)
+        self.worker.tell_epoch(epoch)
         try:
             yield from chain.from_iterable(current.runs())
         finally:
             self.worker.forget(number)
-
-    def _say_if_unnamed(self, digest: StreamDigest) -> None:
-        """Say once, on one rank, that the ranks cannot compare the items that were read.
-
-        Warns:
-            StreamOrderWarning: None of them has a name.
-        """
-        if self._has_warned or self.rank or not digest.is_unnamed:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"The ranks cannot compare in which order they read {self.worker.name}: its items have no string and no "
-            "whole number that names them, and tensors and floats may be augmented. If each rank reads its own order, "
-            f"samples are lost. {order_remedy(self.worker.dataset) or SEED}. To let the ranks compare, give each item "
-            "a string or a whole number that names it. If they read one order, ignore this StreamOrderWarning.",
-            StreamOrderWarning,
-            stacklevel=2,
-        )
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
@@ -225,7 +170,7 @@ class StreamSampler(EpochSampler[None]):
         seen = ""
         if source is not None and source.digest is not None and source.digest.asked_rank:
             seen = f"{name} asked which rank it is on, while it was read or its worker was prepared. "
-        elif self._held is not None and self._held.differs:
+        elif self._held_differs:
             seen = f"What {name} holds differs between ranks since it was made. "
         if seen:
             seen += (
@@ -241,39 +186,28 @@ class StreamSampler(EpochSampler[None]):
             f"that names them: then no number is compared, and with the key {SAMPLE_KEY!r} nothing else."
         )
 
-    def _finish(self, start: Position, number: int, began_s: float) -> None:
-        """Say once what would be faster."""
-        if not self._has_advised and self.rank == 0 and start.is_at_epoch_start:
-            self._has_advised = True
-            if (advice := self._advice(number, perf_counter() - began_s)) is not None:
-                logger.info(advice)
-
-    def _advice(self, number: int, took_s: float) -> str | None:
-        """Return what would be faster than a pass that took so long; None if nothing is known to be."""
-        shared, lengths = self.worker.shared, self.worker.shared.lengths(number)
-        if self.worker.splits_itself or self.num_replicas == 1 or not shared.is_in_parts(number) or None in lengths:
-            return None
-        spent_s = shared.most_spent_s(number)
-        reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
-        return faster_by_worker(self.worker.name, self.num_replicas, sum(filter(None, lengths)), reading)
-
-    def __len__(self) -> int:
-        raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
+    @property
+    def _held_differs(self) -> bool:
+        """Whether another rank's dataset held something else at the patch."""
+        peers, mailbox, held = self.agreed.peers, self.monitor.mailbox, self._held
+        if peers is None or mailbox is None or held is None:
+            return False
+        others = [rank for rank in peers.members if rank != peers.rank]
+        return any(left != held.encode() for left in mailbox.read_of(others, "held").values())
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
         self.worker.resume(self.epochs.passes + 1, position, counts_rest=counts_rest)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be drawn; see ``EpochSampler``."""
-        super().set_epoch(epoch)
+    def choose(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be drawn."""
+        super().choose(epoch)
         if self.position is None:
             self.worker.forget()
 
-    def read(self, state: Any) -> Position:
-        """Return the position that a state describes; raise StateError unless this loader has it."""
-        position = super().read(state)
+    def require_fits(self, position: Position) -> None:
+        """Raise StateError if the state counts the items of other workers."""
         parts = len(position.parts)
         if parts not in {1, self.worker.shared.readers} and not self.worker.splits_itself:
             raise StateError(
@@ -281,21 +215,20 @@ class StreamSampler(EpochSampler[None]):
                 f"each read a part: this loader has num_workers={self._workers}. Use num_workers={parts}; the "
                 "number of ranks may change."
             )
-        return position
 
     @property
     def _source(self) -> StreamSource | None:
         return None if self.latest is None else cast(StreamSource, self.latest.source)
 
-    def sampler_snapshot(self) -> States:
+    def snapshot(self) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
-        return replace(super().sampler_snapshot(), streams=self.worker.snapshots_between())
+        return replace(super().snapshot(), streams=self.worker.snapshots_between())
 
     def _start_of_epoch(self, epoch: int) -> Position:
-        return Position(epoch, states=self.sampler_snapshot())
+        return Position(epoch, states=self.snapshot())
 
-    def _position_now(self) -> Position:
-        # Other packages' loaders find the position in an epoch by reading it again.
+    def position_now(self) -> Position:
+        """Return where the pass began: other packages' loaders find the position in an epoch by reading it again."""
         if self.position is not None:
             return self.position
         current, source = self.latest, self._source
@@ -309,5 +242,5 @@ class StreamSampler(EpochSampler[None]):
         """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
         if self.worker.loaded_end is not None and self.worker.loaded_end.epoch == current.epoch:
             return current.items_taken > current.skip
-        end, count = current.schedule(self._batching).count, self._batching.count
+        end, count = current.schedule(self.batching).count, self.batching.count
         return end is not None and count(current.items_taken - current.skip) + count(current.resumed_elsewhere) > end

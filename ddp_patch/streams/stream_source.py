@@ -1,29 +1,43 @@
 """An iterable dataset as the source of a pass: indices without end, and what workers found of its items."""
 
+import logging
 import pickle
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, count, repeat
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from ddp_patch.errors import RankMismatchError, StateError
+from ddp_patch.compat.packages import order_remedy
+from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
+from ddp_patch.ranks.remedies import SEED
 from ddp_patch.sharding.item_sources import ItemSource, Rounds
 from ddp_patch.sharding.saved_position import BatchNote, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.stream_marks import StreamDigest
 from ddp_patch.streams.worker import StreamWorker
 
-__all__ = ["StreamSource"]
+__all__ = ["StreamSource", "faster_by_worker"]
 
+
+logger: logging.Logger = logging.getLogger("ddp_patch")
 
 _INDICES = [None] * 1024
 
 # How long a state waits for workers to find the end, where the length says that it has come.
 _ENDS_S = 10
+
+
+def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> str:
+    """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
+    return (
+        f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
+        "share='by_worker' would read each item once."
+    )
 
 
 class StreamSource(ItemSource[None]):
@@ -35,8 +49,6 @@ class StreamSource(ItemSource[None]):
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
         why_orders_differ: Says what may cause that workers read other orders, and what to do.
-        on_loop_end: Called when the loop has seen the end.
-        on_first_batch: Called with the digest, if there is one, when the loop was given a batch.
 
     Attributes:
         rounds: What the pass has given, if ranks send each other batches.
@@ -54,18 +66,14 @@ class StreamSource(ItemSource[None]):
         worker: StreamWorker[Any],
         number: int,
         ahead: int,
-        *,
         why_orders_differ: Callable[[], str],
-        on_loop_end: Callable[[], object],
-        on_first_batch: Callable[[StreamDigest], object],
     ) -> None:
         self.digest: StreamDigest | None = StreamDigest(worker.shared, number) if worker.is_compared else None
         self.is_open_ended = not worker.splits_itself
         self.has_own_length = worker.splits_itself and worker.plan.uneven == "keep"
         self._start, self._worker, self._shared, self._number = start, worker, worker.shared, number
         self._plan, self._batch_size = worker.plan, worker.batching.size
-        self._why_orders_differ = why_orders_differ
-        self._on_loop_end, self._on_first_batch = on_loop_end, on_first_batch
+        self._why_orders_differ, self._began_s = why_orders_differ, perf_counter()
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
         self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=ahead + 2))
@@ -88,13 +96,33 @@ class StreamSource(ItemSource[None]):
             self._states[note.worker_index].append(note)
 
     def note_first_batch(self) -> None:
-        """Record that the loop was given its first batch."""
-        if self.digest is not None:
-            self._on_first_batch(self.digest)
+        """Say once, on one rank, that the ranks cannot compare the items that were read.
+
+        Warns:
+            StreamOrderWarning: None of them has a name.
+        """
+        if self.digest is not None and self.digest.is_unnamed and self._worker.may_say("unnamed"):
+            warnings.warn(
+                f"The ranks cannot compare in which order they read {self._worker.name}: its items have no string and "
+                "no whole number that names them, and tensors and floats may be augmented. If each rank reads its own "
+                f"order, samples are lost. {order_remedy(self._worker.dataset) or SEED}. To let the ranks compare, "
+                "give each item a string or a whole number that names it. If they read one order, ignore this "
+                "StreamOrderWarning.",
+                StreamOrderWarning,
+                stacklevel=2,
+            )
 
     def note_loop_end(self) -> None:
-        """Record that the loop has seen the end."""
-        self._on_loop_end()
+        """Say once, on one rank, if something would be faster."""
+        ranks, lengths = self._plan.num_replicas, self._shared.lengths(self._number)
+        is_known = self._start.is_at_epoch_start and self._worker.batch_plan is None  # which by_worker cannot divide
+        if is_known and self._worker.may_say("advice") and ranks > 1 and self.is_in_parts and None not in lengths:
+            spent_s, took_s = (
+                max(self._shared.reported(self._number, "spent_ms")) / 1000,
+                perf_counter() - self._began_s,
+            )
+            reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
+            logger.info(faster_by_worker(self._worker.name, ranks, sum(filter(None, lengths)), reading))
 
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
@@ -108,23 +136,23 @@ class StreamSource(ItemSource[None]):
     def is_in_parts(self) -> bool:  # type: ignore[override]  # what workers find
         """Whether several workers read a part each; False while that is unknown."""
         shared = self._shared
-        return not self._worker.splits_itself and shared.readers > 1 and shared.is_in_parts(self._number)
+        return not self._worker.splits_itself and shared.readers > 1 and shared.ways(self._number) == {"parts"}
 
     @property
     def resumed_elsewhere(self) -> int:  # type: ignore[override]  # as above
         """How many items were left out because another package's loader resumed within the pass."""
-        return self._shared.offset(self._number)
+        return int(max(0, *self._shared.reported(self._number, "offset")))
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each part of it; None if no worker came to the end."""
         lengths = self._shared.lengths(self._number)
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
-    def parts(self, skip: int, given: int, assumed: int | None) -> Sequence[Part]:
+    def parts(self, skip: int, given: int) -> Sequence[Part]:
         """Return what the pass is over: one stream, or workers' parts, from the one whose turn is first."""
         lengths = self.lengths_found()
         if not self.is_in_parts:
-            return [Part(skip, assumed if lengths[0] is None else lengths[0])]
+            return [Part(skip, lengths[0])]
         skips = [split_consumed(consumed, self._plan.num_replicas)[1] for consumed in self._of_each()]
         parts, first = list(map(Part, skips, lengths, count())), self._shared.first_part(self._number)
         return parts[first:] + parts[:first]

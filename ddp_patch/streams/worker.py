@@ -4,29 +4,49 @@ import copy
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat.private_torch import WorkerInfo, worker_info_told
+from ddp_patch.compat.private_torch import (
+    WorkerInfo,
+    is_torchs_collating,
+    noted_worker_info,
+    rank_noted,
+    worker_info_told,
+)
 from ddp_patch.errors import StateError, UnsupportedLoaderError
+from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.generators import generator_states, random_generators, set_generator_states
 from ddp_patch.orders.random_states import Seed, reader_seed
 from ddp_patch.plan import Batching, Consumed, Plan, made_in_turn, turn_after
-from ddp_patch.sharding.saved_position import Position, StreamSnapshot, split_consumed
-from ddp_patch.streams.reading import Reader, this_worker
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.sharding.saved_position import NotedBatch, Position, StreamSnapshot, split_consumed
+from ddp_patch.streams.reading import can_snapshot, tell_epoch
 from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState
+from ddp_patch.walks import plain_tensors
 
 if TYPE_CHECKING:
     from ddp_patch.streams.worker_pass import WorkerPass
 
-__all__ = ["StreamWorker", "WorkerPosition", "generators_only", "pickled"]
+__all__ = ["StreamWorker", "WorkerPosition", "generators_only", "pickled", "this_worker"]
 
 T = TypeVar("T")
 
 _VERSION = 1
+
+_UNKNOWN = StreamSnapshot()
+
+# What a dataset asks of the worker info that differs between workers.
+_TELLING = frozenset({"id", "num_workers", "seed"})
+
+
+def this_worker() -> tuple[int, int]:
+    """Return which worker of how many this is; the main process is the only one."""
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +72,7 @@ class WorkerPosition:
     skip: int = 0
     counts: Literal["stream", "parts", "nothing"] = "nothing"
     offset: int = 0
-    snapshot: StreamSnapshot = field(default_factory=StreamSnapshot)
+    snapshot: StreamSnapshot = _UNKNOWN
     generators: Sequence[Any] = ()
     seed: int | None = None
     ended: bool = False
@@ -60,7 +80,12 @@ class WorkerPosition:
     @property
     def is_at_epoch_start(self) -> bool:
         """Whether nothing was taken."""
-        return not self.items_consumed and not any(taken for _, taken in self.consumed_before)
+        return not self.items_consumed and not self.taken_before
+
+    @property
+    def taken_before(self) -> int:
+        """How many items of the stream other numbers of ranks took, all of them together."""
+        return sum(ranks * each for ranks, each in self.consumed_before)
 
     @property
     def items_consumed(self) -> int:
@@ -96,50 +121,61 @@ class WorkerPosition:
         return cls(**values)
 
 
-@dataclass(eq=False)
 class StreamWorker(Generic[T]):
     """What a process knows of the stream: the main process, and each of the loader's workers in a copy of its own.
+
+    Args:
+        given: The loader that the user gave.
+        agreed: What the ranks agreed on.
+        is_compared: Whether the ranks compare what is read.
 
     Attributes:
         dataset: The dataset that the user gave.
         plan: The rank's share.
+        batch_plan: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
         seed: The seed in force.
         batching: How workers make batches.
-        shared: What the main process and the workers tell each other.
-        batch_plan: The rank's share of each batch, where batches are divided; the plan then takes all of the stream.
         splits_itself: Whether the dataset splits itself over all ranks' workers; else each rank keeps its share of what
             comes.
         takes_states: Whether the dataset's own state is a position in the stream.
-        is_compared: Whether the ranks compare what is read.
-        is_kept: Whether the next pass reads the same dataset, not a new copy of it.
-        reader: Tells the dataset which worker it is in.
+        is_compared: As given.
+        shared: What the main process and the workers tell each other.
+        has_asked: Whether the dataset has asked which worker it is in. It may remember the answer, so that stays true.
+        asked_before_item: Whether an item came after the dataset had asked.
+        has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
+            that did.
         loaded_end: Where the iterator stands that was loaded in this process, if nothing is left there.
         giving: Which pass gave an item last: the next batch has its items.
     """
 
-    dataset: IterableDataset[T]
-    plan: Plan
-    seed: Seed
-    batching: Batching
-    shared: SharedWorkerState
-    batch_plan: Plan | None = None
-    splits_itself: bool = False
-    takes_states: bool = False
-    is_compared: bool = False
-    is_kept: bool = False
-    reader: Reader = field(default_factory=Reader, init=False)
-    loaded_end: WorkerPosition | None = field(default=None, init=False)
-    giving: "WorkerPass[T] | None" = field(default=None, init=False)
-    _resumed: tuple[int, Position] | None = field(default=None, init=False)  # which pass continues, and from where
-    _counts_rest: bool = field(default=True, init=False)
-    _loads: int = field(init=False)  # how many loaded states this copy knows of
-    # Read, and not to its end, in this process or the one from which it was copied.
-    _is_underway: bool = field(default=False, init=False)
-    _first_pass: int | None = field(default=None, init=False)  # that a worker was started for
-    _made_for: int | None = field(default=None, init=False)  # for which worker a worker_init_fn prepared the dataset
-
-    def __post_init__(self) -> None:
-        self._loads = self.shared.loads
+    def __init__(self, given: LoaderFacts[Any], agreed: Agreed, *, is_compared: bool = False) -> None:
+        self.dataset: IterableDataset[T] = given.dataset
+        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.batch_plan: Plan | None = agreed.batch_plan
+        self.seed: Seed = agreed.seed
+        self.batching: Batching = given.batching
+        self.splits_itself: bool = agreed.options.by_worker
+        self.takes_states: bool = can_snapshot(given.dataset, agreed.options)
+        self.is_compared: bool = is_compared
+        # Whether the next pass reads the same dataset, not a new copy of it.
+        self._is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
+        keeps_states = self._is_kept and given.num_workers > 0 and self.takes_states
+        self.shared: SharedWorkerState = SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
+        self.has_asked: bool = False
+        self.asked_before_item: bool = False
+        self.has_asked_rank: bool = False
+        self._gave_dataset = False  # somebody reached for the dataset through the worker info
+        self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
+        self._first_pass: int | None = None  # that a worker was started for
+        self._is_underway = False  # read, and not to its end, in this process or the one from which it was copied
+        self.loaded_end: WorkerPosition | None = None
+        self.giving: WorkerPass[T] | None = None
+        self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
+        self._counts_rest = True
+        self._loads = self.shared.loads  # how many loaded states this copy knows of
+        self._chosen_epoch: int | None = None
+        self._told_epoch: int | None = 0  # so that one that was set before counts
+        self._said = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "giving": None}  # no pass goes on in a copy
@@ -161,6 +197,39 @@ class StreamWorker(Generic[T]):
         return ()
 
     # ---- in the main process ----
+
+    def may_say(self, what: str) -> bool:
+        """Return whether to say something now: on one rank, once for each loader."""
+        is_first = what not in self._said and (self.batch_plan or self.plan).rank == 0
+        self._said.add(what)
+        return is_first
+
+    def choose_epoch(self, tell: Callable[[int], object], epoch: int) -> None:
+        """Tell the dataset an epoch of the user's, whatever it does with it; the next pass is over that epoch."""
+        tell(epoch)
+        self._chosen_epoch = epoch
+
+    def take_chosen_epoch(self) -> int | None:
+        """Return the epoch that the user has chosen since this was last called, by ``set_epoch``; None if none.
+
+        Somebody may have set it past this, on the user's dataset: then the epoch counts that it stores.
+        """
+        chosen, self._chosen_epoch = self._chosen_epoch, None
+        now = self._stored_epoch() if chosen is None else None
+        return chosen if now is None or now < 0 or now == self._told_epoch else now
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell the dataset its epoch, if it wants to know."""
+        tell_epoch(self.dataset, epoch)
+        self._told_epoch = self._stored_epoch()
+
+    def _stored_epoch(self) -> int | None:
+        """Return the ``epoch`` of a dataset that takes one, or its first whole number with that word in its name."""
+        if not callable(getattr(self.dataset, "set_epoch", None)):
+            return None
+        stored = (value for name, value in vars(self.dataset).items() if "epoch" in name.lower())
+        found = (value for value in (getattr(self.dataset, "epoch", None), *stored) if type(value) is int)
+        return next(found, None)
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
@@ -188,7 +257,7 @@ class StreamWorker(Generic[T]):
 
     def snapshots_between(self) -> Sequence[StreamSnapshot]:
         """Return the dataset's own states where the next epoch begins, as far as the main process knows them."""
-        if not self.is_kept:
+        if not self._is_kept:
             return ()
         states = self.shared.states(self.shared.latest_pass) if self.shared.latest_pass >= 0 else ()
         # No worker writes one before the first pass, and none where the main process reads.
@@ -208,20 +277,43 @@ class StreamWorker(Generic[T]):
         return part, workers
 
     def info(self, part: int, epoch: int) -> WorkerInfo | None:
-        """Return what ``get_worker_info()`` returns to the dataset, as the reader of a part."""
+        """Return what ``get_worker_info()`` returns to the dataset, as the reader of a part; what it asks is noted.
+
+        In the main process that is None, as in torch.
+        """
         worker, workers = self.told(part)
-        return self.reader.info(worker, workers, reader_seed(self.seed.value, epoch) + worker, self.dataset)
+        if get_worker_info() is None and workers == 1:
+            return None
+        seed = reader_seed(self.seed.value, epoch) + worker
+        return noted_worker_info(worker, workers, seed, self.dataset, self._note_asked)
+
+    def _note_asked(self, name: str) -> None:
+        self.has_asked |= name in _TELLING
+        self._gave_dataset |= name == "dataset"
+
+    def note_rank(self) -> None:
+        """Record that somebody asks which rank this is."""
+        self.has_asked_rank = True
 
     def prepare(self, number: int, epoch: int, worker_init_fn: Callable[[int], object] | None) -> None:
-        """Prepare this worker for pass ``number``; call the user's function for the dataset that it knows."""
+        """Prepare this worker for pass ``number``: call the user's function, which may make the dataset another one.
+
+        That it asked for its number, or for its rank, says nothing: most functions do so to seed a worker.
+        """
         self._first_pass = number
         if worker_init_fn is None:
             return
         part = self._start(number, epoch).part
         worker, _ = self.told(part)
-        with worker_info_told(self.info(part, epoch)):
-            self.reader.prepare(self.dataset, worker_init_fn, worker)
-        if self.reader.has_asked:
+        asked, asked_rank, before = self.has_asked, self.has_asked_rank, dict(getattr(self.dataset, "__dict__", {}))
+        self._gave_dataset = False
+        with worker_info_told(self.info(part, epoch)), rank_noted(self.note_rank):
+            worker_init_fn(worker)
+        after = getattr(self.dataset, "__dict__", {})
+        is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
+        is_made = self._gave_dataset or is_changed
+        self.has_asked, self.has_asked_rank = asked or is_made, asked_rank or (self.has_asked_rank and is_made)
+        if self.has_asked:
             self._made_for = part
 
     def begin(self, loaded: WorkerPosition | None) -> tuple[int, WorkerPosition]:
@@ -295,7 +387,7 @@ class StreamWorker(Generic[T]):
             # Batches continue with the one whose turn it was.
             part = (worker + turn_after(batches)) % workers
             return WorkerPosition(epoch, part, skip=batches[part] * self.batching.size)
-        parts, snapshots = position.parts, position.states.streams or [StreamSnapshot()]
+        parts, snapshots = position.parts, position.states.streams or [_UNKNOWN]
         part = (worker + (position.turn or 0)) % workers
         before, skip = split_consumed(parts[part % len(parts)], self.plan.num_replicas)
         counts: Literal["stream", "parts", "nothing"]
@@ -315,13 +407,34 @@ class StreamWorker(Generic[T]):
         if not start.is_at_epoch_start or start.snapshot.initial_state:
             return start
         loaded = self.loaded_end.snapshot.initial_state if self.loaded_end is not None else ()
-        return replace(start, snapshot=replace(start.snapshot, initial_state=loaded or self.unread()))
+        known = loaded or self.unread()
+        return replace(start, snapshot=replace(start.snapshot, initial_state=known)) if known else start
 
     def end(self, number: int, part: int) -> None:
         """Record that a pass has come to the end of what it reads, as the reader of a part."""
         self._is_underway = False
         for state in self.unread():
             self.shared.keep_state(number, part, pickled(state))
+
+    # ---- batches ----
+
+    def collate(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+        """Return a batch, in a ``NotedBatch`` if the pass that read its samples noted something.
+
+        Args:
+            collate_fn: The loader's.
+            samples: The batch's samples.
+        """
+        if (giving := self.giving) is None:
+            return collate_fn(samples)
+        note = giving.note()  # before the user's function may read on
+        # Another dataset of the worker's, which reads this one, may draw; torch's own function draws nothing.
+        info: Any = get_worker_info()
+        is_own = info is not None and getattr(info.dataset, "__dict__", {}).get("_worker") is self
+        draws = not (is_own and is_torchs_collating(collate_fn) and plain_tensors(samples) is not None)
+        giving.before_others(may_draw=draws)
+        batch = collate_fn(samples)
+        return batch if note is None else NotedBatch(note, batch)
 
     # ---- where another package's loader resumes ----
 

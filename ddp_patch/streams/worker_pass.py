@@ -1,80 +1,44 @@
-"""A worker's pass over its part of a stream, in one of the ways in which a stream is shared."""
+"""A worker's pass over its part of a stream: how it reads the dataset, what it gives, and what travels with batches."""
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, repeat
+from time import perf_counter
 from typing import Any, Generic, TypeVar, cast
 
-from ddp_patch.compat.private_torch import worker_info_told
-from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
-from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.orders.chunks import Chunk, draw
+from ddp_patch.compat.packages import forget_loaded_state
+from ddp_patch.compat.private_torch import rank_noted, worker_info_told
+from ddp_patch.errors import StateError, UnsupportedLoaderError
+from ddp_patch.orders.chunks import Chunk, draw, split_chunks
+from ddp_patch.orders.fingerprint import number_or_zero
+from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.epoch_drawing import require_sure_length, split_chunks
 from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.sharding.steps import require_steps
-from ddp_patch.streams.reading import AsDataset, DatasetStateTracker, tell_epoch, this_worker
+from ddp_patch.streams.reading import begun_anew, begun_at, is_again, start_of, tell_epoch
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
-from ddp_patch.streams.stream_marks import marked
-from ddp_patch.streams.worker import StreamWorker, WorkerPosition, pickled
+from ddp_patch.streams.stream_marks import marked, name_of
+from ddp_patch.streams.stream_refusals import require_ends, require_one_way, require_split_by_worker
+from ddp_patch.streams.worker import StreamWorker, WorkerPosition, pickled, this_worker
 
-__all__ = ["WorkerIterator", "WorkerPass"]
+__all__ = ["WorkerPass"]
 
 T = TypeVar("T")
 
-_KEY = "ddp_patch"
 _NOTHING: Any = object()
+# By how many of its first items a stream is recognised.
+_RECOGNISED_BY = 8
 
 
-class WorkerIterator(Iterator[T]):
-    """A worker's items in one pass. Nothing is read before the first is asked for.
+class WorkerPass(AbstractContextManager[None], Generic[T]):
+    """One worker's pass over an epoch, or over what is left of one. It reads.
 
-    torchdata's loader saves and resumes it in the worker by its ``state_dict``, where it would else count items from
-    the pass's beginning, and lose some at the second stop.
-
-    Args:
-        worker: What reads them.
-    """
-
-    def __init__(self, worker: StreamWorker[T]) -> None:
-        self._worker = worker
-        self._items: Iterator[T] | None = None
-        self._loaded: WorkerPosition | None = None
-        self._pass: WorkerPass[T] | None = None
-
-    def __next__(self) -> T:
-        if self._items is None:
-            self._pass = WorkerPass(self._worker, *self._worker.begin(self._loaded))
-            self._items = self._pass.items()
-        return next(self._items)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return its position, as the only value."""
-        if self._pass is not None:
-            return {_KEY: self._pass.position().plain()}
-        return {_KEY: (self._loaded or self._worker.position_unbegun()).plain()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make it begin where ``state_dict`` was called.
-
-        Raises:
-            StateError: It is no such state, or one of another version of this package.
-        """
-        if _KEY not in state_dict:
-            raise StateError(
-                f"The state of a worker's iterator has no {_KEY!r}, so it was taken from an unpatched loader. Restore "
-                "it with that loader, or take one from the patched loader."
-            )
-        self._loaded = WorkerPosition.of(state_dict[_KEY])
-        self._worker.note_loaded(self._loaded)
-
-
-class WorkerPass(Generic[T]):
-    """One worker's pass over an epoch, or over what is left of one.
+    It is entered while the dataset is read, once for each batch: the dataset then draws from the epoch's random states,
+    and sees the worker info of the unpatched loader.
 
     Args:
         worker: What its process knows of the stream.
@@ -89,15 +53,33 @@ class WorkerPass(Generic[T]):
         self._report["worker"], self._report["offset"] = self._worker_index, start.offset
         self._told_worker, self._told_workers = worker.told(start.part)
         self._info = worker.info(start.part, start.epoch)
+        self._telling = worker_info_told(self._info)
         self._states = PrivateRNG(worker.seed.value, start.epoch)
-        private = self._states if worker.takes_states else None
-        self._tracker = DatasetStateTracker(worker.dataset, private, start.snapshot, start.epoch)
-        self._takes_snapshots = worker.takes_states
-        self._has_own_states = self._is_over = False
+        self._spent_s = 0.0  # in the dataset
+        self._has_own_states = False
+        self._is_at_end = self._is_over = False  # the dataset has no more items; this worker gives no more
+        self._place = start.offset  # how many items of the rank's share this worker has gone through
+        # How the stream began: None if it was not read from its beginning. And whether it may have been read before.
+        self._first: StreamStart | None = None
+        self._is_drawn = False
+        # Whether the dataset's own state is its position, and the states of its generators when the pass began.
+        self._has_state = self._notes_states = worker.takes_states
+        self._generators = generator_states([worker.dataset]) if worker.takes_states else ()
         # What was noted: how the stream began, and the dataset's own state then.
         self._noted: StreamStart | None = None
         self._has_noted_initial_state = not start.snapshot.initial_state
-        self._place = start.offset  # how many items of the rank's share this worker has gone through
+
+    def __enter__(self) -> None:
+        self._telling.__enter__()  # first: a torch without that raises
+        self._states.__enter__()
+        self._began_s = perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._spent_s += perf_counter() - self._began_s
+        self._states.__exit__(None, None, None)
+        self._telling.__exit__()
+
+    # ---- what it gives ----
 
     def items(self) -> Iterator[T]:
         """Tell the dataset its epoch, and return what this worker gives of it."""
@@ -116,9 +98,9 @@ class WorkerPass(Generic[T]):
             StateError: There are fewer than were done.
         """
         worker, batching, start = self._worker, self._worker.batching, self._start
-        stream = self._detecting_split(worker.reader.read(partial(iter, worker.dataset)))
+        stream = self._detecting_split(self._read(partial(iter, worker.dataset)))
         read = 0
-        for length, items in self._drawn(stream, Plan(0, 1), 0, start.skip):
+        for length, items in self._drawn(stream, Plan(0, 1), start.skip):
             before, read = read, read + length
             if read > start.skip and read % batching.size == 0:
                 self._report["batches"] = read // batching.size
@@ -134,27 +116,25 @@ class WorkerPass(Generic[T]):
     def _exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
         worker, start, plan = self._worker, self._start, self._worker.plan
-        rest = plan.rest_of_stream(worker.stream_length, start.consumed_before)
         skipped = self._skipped_rounds()
-        spent_s = worker.reader.spent_s
         if skipped is None:
-            read = self._tracker.watch(worker.reader.read(self._tracker.iterate))
+            read = self._from_beginning()
             if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
                 read = marked(read, self._report)
-            stream = rest.select(self._detecting_split(read))
+            stream: Iterator[T] = islice(self._detecting_split(read), start.taken_before, None)
         else:
-            read = worker.reader.read(self._tracker.iterate_from_state)
             if start.counts == "parts":
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            stream = self._detecting_split(self._tracker.follow(read))
-        chunks = self._drawn(stream, plan, len(rest), start.skip if skipped is None else 0)
+            read = self._read(partial(begun_at, worker.dataset, *start.snapshot.state))
+            stream = self._detecting_split(self._followed(read))
+        chunks = self._drawn(stream, plan, start.skip if skipped is None else 0)
 
         def on_end(drawn: int) -> None:
-            self._report["spent_ms"] = round(1000 * (worker.reader.spent_s - spent_s))
+            self._report["spent_ms"] = round(1000 * self._spent_s)
             self._report["length"] = drawn
-            self._require_ends(drawn, len(rest))
+            require_ends(worker, self._number, start, drawn)
 
-        of_rank = (item for (part,) in split_chunks([plan], chunks, len(rest), on_end, skipped) for item in part)
+        of_rank = (item for (part,) in split_chunks([plan], chunks, on_end, skipped) for item in part)
         mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         self._is_over = True
@@ -165,7 +145,7 @@ class WorkerPass(Generic[T]):
         worker, size = self._worker, self._worker.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = worker.reader.asked_before_item or self._place // size % self._workers == self._worker_index
+            is_mine = worker.asked_before_item or self._place // size % self._workers == self._worker_index
             self._place += 1
             if is_mine:
                 worker.giving = self
@@ -177,18 +157,18 @@ class WorkerPass(Generic[T]):
             return None
         size, start = self._worker.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
-        state = self._snapshot() if self._takes_snapshots and self._place % size == 0 else None
+        state = self._snapshot() if self._notes_states and self._place % size == 0 else None
         before = None if self._has_noted_initial_state else pickled(self._start.snapshot.initial_state[0])
         if state is not None and len(state) > LARGEST:
-            self._takes_snapshots, state = False, None
+            self._notes_states, state = False, None
         self._noted, self._has_noted_initial_state = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
         return BatchNote(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
-        before = sum(ranks * each for ranks, each in self._start.consumed_before)
-        return self._tracker.start_after(before + self._worker.plan.num_replicas * (self._start.skip + place))
+        read = self._start.taken_before + self._worker.plan.num_replicas * (self._start.skip + place)
+        return self._first if self._first is not None and self._first.seen == min(_RECOGNISED_BY, read) else None
 
     def position(self) -> WorkerPosition:
         """Return how far it is; or where the next pass begins, if this one was over before or cannot be resumed."""
@@ -209,17 +189,17 @@ class WorkerPass(Generic[T]):
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
         its own. After it, one that asked draws from states of its worker's own, as in torch.
         """
-        worker, reader, readers = self._worker, self._worker.reader, self._told_workers
+        worker, readers = self._worker, self._told_workers
         first = next(read, _NOTHING)
-        asked = readers > 1 and (reader.has_asked if first is _NOTHING else reader.asked_before_item)
+        asked = readers > 1 and (worker.has_asked if first is _NOTHING else worker.asked_before_item)
         if asked and not self._has_own_states:
             self._use_own_states()
-        self._report["asked_rank"] = reader.has_asked_rank
+        self._report["asked_rank"] = worker.has_asked_rank
         self._report["way"] = PARTS if asked else STREAM
         if worker.splits_itself and worker.plan.num_replicas > 1:
-            self._require_split_by_worker(asked=asked)
+            require_split_by_worker(worker, asked=asked)
         if not worker.splits_itself and worker.shared.readers > 1:
-            self._require_one_way()
+            require_one_way(worker, self._number, self._start)
         if first is _NOTHING:
             return
         yield first
@@ -227,7 +207,7 @@ class WorkerPass(Generic[T]):
             yield from read
             return
         for item in read:
-            if reader.asked_before_item:
+            if worker.asked_before_item:
                 raise UnsupportedLoaderError(
                     f"{worker.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
                     "which worker it is in only after its first items, so these came from every worker and later ones "
@@ -235,78 +215,24 @@ class WorkerPass(Generic[T]):
                 )
             yield item
 
-    def _require_split_by_worker(self, *, asked: bool) -> None:
-        """Refuse a dataset that is to split itself over all ranks' workers, and does not, or not by its worker alone.
-
-        One whose class says ``is_ddp_aware = False`` may ask for its rank, as for a log.
-
-        Args:
-            asked: Whether it asked which worker it is in, by its first item.
-
-        Raises:
-            UnsupportedLoaderError: It does not split itself, or by its rank.
-        """
-        name = self._worker.name
-        if self._worker.reader.has_asked_rank and not may_ask_rank(self._worker.dataset):
-            raise UnsupportedLoaderError(
-                f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is "
-                "sharded already, and sharding it by workers again would lose samples. Let its class say is_ddp_aware "
-                "= True, and its loader is left as it is; or False, if it asks for another reason, such as a log."
-            )
-        if not asked:
-            raise UnsupportedLoaderError(
-                f"{name} cannot be read with share='by_worker': it gave its first item, and had not asked "
-                "get_worker_info() which worker it is in (id, num_workers or seed), so each rank would read all of it. "
-                "Leave share out: then each rank keeps its share of the stream."
-            )
-
-    def _require_one_way(self) -> None:
-        """Refuse a dataset that can be sharded neither as one stream nor in parts.
-
-        Raises:
-            UnsupportedLoaderError: Some workers read a part, others the whole stream.
-            InvalidOptionError: The length of a part would have to be known.
-            StateError: The state counts something else.
-        """
-        name, start, readers = self._worker.name, self._start, self._worker.shared.readers
-        if len(ways := self._worker.shared.ways(self._number)) > 1:
-            raise UnsupportedLoaderError(
-                f"{name} cannot be sharded with {readers} workers: it called get_worker_info() in some workers and "
-                "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
-                "__iter__, or use num_workers=0."
-            )
-        if ways == {"parts"} and self._worker.plan.needs_length:
-            raise InvalidOptionError(
-                f"layout='contiguous' does not work with {name} and num_workers={readers}: it splits itself over "
-                "its workers, and the length of each part is known only at its end. Use layout='interleaved', or "
-                "num_workers=0 or 1."
-            )
-        if start.counts != "nothing" and {start.counts} != ways:
-            counts = {"stream": "one stream, as 0 or 1 workers read it", "parts": f"the parts of {readers} workers"}
-            raise StateError(
-                f"{name} cannot resume from the state, which counts items of {counts[start.counts]}: with "
-                f"num_workers={readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the "
-                "state was taken with."
-            )
-
     def _use_own_states(self) -> None:
         self._has_own_states = True
         self._states.switch_to_worker(self._told_worker)
 
-    def _drawn(self, stream: Iterator[T], plan: Plan, length: int, skip: int) -> Iterator[Chunk[T]]:
+    def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
         """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
-        size, as_dataset = self._worker.batching.size, AsDataset(self._states, self._info, self._worker.reader)
+        size = self._worker.batching.size
 
         def kept(at: int, items: int) -> slice:
             # The first round is for padding.
-            return plan.slice_of_chunk(at, items, length) if at else slice(None)
+            return plan.slice_of_chunk(items) if at else slice(None)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         try:
             # No copies: these are samples, not indices.
             yield from draw(
                 stream,
-                lambda: as_dataset,
+                lambda: self,
                 round_size=plan.num_replicas,
                 rounds=rounds,
                 copies=False,
@@ -330,42 +256,97 @@ class WorkerPass(Generic[T]):
 
         Padding repeats items of the first round, so these are read where there may be padding.
         """
-        plan, start, known = self._worker.plan, self._start, self._start.snapshot.first
+        plan, start = self._worker.plan, self._start
         repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.items_consumed else 0
-        if not (self._takes_snapshots and start.snapshot.state) or (repeats and start.consumed_before):
+        if not (self._notes_states and start.snapshot.state) or (repeats and start.consumed_before):
             return None
-        first, reader = list[T](), self._worker.reader
+        first = list[T]()
         if repeats:
-            looked_at = max(repeats, 0 if known is None else known.seen)
-            with AsDataset(PrivateRNG(self._worker.seed.value, start.epoch), self._info, reader):
-                first = self._tracker.read_first(reader.read(self._tracker.iterate), looked_at)
+            known = start.snapshot.first
+            with self:
+                first = list(islice(self._from_beginning(), max(repeats, 0 if known is None else known.seen)))
+            if len(first) < repeats:
+                raise self._other_stream()
+            self._states = PrivateRNG(self._worker.seed.value, start.epoch)
         return Chunk(start.items_consumed * plan.num_replicas, first)
 
-    def _snapshot(self) -> bytes | None:
-        with self._worker.reader.unnoted(self._info):
-            return self._tracker.snapshot()
+    # ---- how it reads the dataset ----
 
-    def _require_ends(self, drawn: int, assumed: int) -> None:
-        """Refuse an end that contradicts the other workers', a state or a length, and an epoch without steps."""
-        worker, start, shared = self._worker, self._start, self._worker.shared
-        lengths = shared.lengths(self._number)
-        if shared.ways(self._number) == {"stream"}:
-            lengths = list({length for length in lengths if length is not None})
-            if len(lengths) > 1:
-                raise UnsupportedLoaderError(
-                    f"{worker.name} cannot be sharded with {shared.readers} workers: it never called "
-                    f"get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two of them. Split it by "
-                    "get_worker_info() in __iter__, or use num_workers=0."
-                )
-        if start.is_at_epoch_start and None not in lengths:
-            require_steps(worker.plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
-        require_sure_length(worker.plan, worker.name, "dataset", drawn, assumed)
-        if start.items_consumed > worker.plan.largest_share(drawn):
-            raise StateError(
-                f"{worker.name} cannot resume from the state: {start.items_consumed} items of each rank's share were "
-                f"done in it, and the stream ended after {drawn} items of all ranks. Restore it with the dataset that "
-                "it was taken of; one that is its own iterator must be rebuilt."
-            )
+    def _from_beginning(self) -> Iterator[T]:
+        """Yield all items; refuse a stream that begins with others than when the state was taken.
+
+        Raises:
+            StateError: It does.
+        """
+        seen: list[tuple[bytes | None, int]] = []
+        known = self._start.snapshot.first
+        items = self._read(self._begun_anew)
+        for item in items:
+            seen.append((name_of(item), number_or_zero(item)))
+            first = self._first = start_of(seen)
+            if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
+                raise self._other_stream()
+            yield item
+            if len(seen) == _RECOGNISED_BY:
+                break
+        yield from self._followed(items)
+
+    def _begun_anew(self) -> Iterator[T]:
+        """Begin the dataset; take no states of it if its iterator has one, which is the position then."""
+        dataset: Any = self._worker.dataset
+        iterator, items = begun_anew(dataset, self._start.snapshot.initial_state, self._start.epoch)
+        self._is_drawn = iterator is dataset or is_again(dataset, iterator)
+        if iterator is not dataset and is_stateful(iterator):
+            self._has_state = False
+        return items
+
+    def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Yield the items of what ``begin()`` begins, and note whether the dataset has asked something before them."""
+        worker = self._worker
+        with rank_noted(worker.note_rank):
+            iterator = begin()
+            item = next(iterator, _NOTHING)
+        while item is not _NOTHING:
+            worker.asked_before_item |= worker.has_asked
+            yield item
+            item = next(iterator, _NOTHING)
+
+    def _followed(self, items: Iterator[T]) -> Iterator[T]:
+        """Yield what is not read from the beginning, or no longer."""
+        for item in items:
+            forget_loaded_state(self._worker.dataset)
+            yield item
+            break
+        yield from items
+        self._is_at_end = True
+
+    def _other_stream(self) -> StateError:
+        first = self._start.snapshot.first
+        return StateError(
+            f"{self._worker.name} cannot resume from the state: its first {first.seen if first else 0} items differ "
+            "from those when the state was taken, so the finished ones cannot be skipped. Restore the state with the "
+            "same samples in the same order; rebuild a dataset that is its own iterator."
+        )
+
+    def _snapshot(self) -> bytes | None:
+        """Return the dataset's own state, pickled; None if that does not contain the stream's position.
+
+        A dataset that drew from random states may have to draw the same again when it begins, or to continue with what
+        comes next: its own state does not say which, so its stream is read again. At the end many start again.
+        """
+        worker = self._worker
+        if not self._has_state or self._is_at_end or not self._states.drew_nothing:
+            return None
+        asked = worker.has_asked  # what it asks for its state does not count
+        try:
+            with worker_info_told(self._info):
+                if generator_states([worker.dataset]) != self._generators:
+                    return None
+                return pickle.dumps(cast(Any, worker.dataset).state_dict())
+        except Exception:  # noqa: BLE001 - the user's code, without which the stream is read again
+            return None
+        finally:
+            worker.has_asked = asked
 
 
 def _divided(items: Iterator[T], worker: StreamWorker[T], batch_plan: Plan) -> Iterator[T]:

@@ -34,8 +34,7 @@ from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.refusals import require_shareable
-from ddp_patch.streams.reading import this_worker
-from ddp_patch.streams.worker import StreamWorker, WorkerPosition
+from ddp_patch.streams.worker import StreamWorker, WorkerPosition, this_worker
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 

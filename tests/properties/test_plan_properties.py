@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper
-from ddp_patch.options import Layout, Uneven
+from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
 
 lengths = st.integers(0, 2000)
 worlds = st.integers(1, 64)
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
-layouts: st.SearchStrategy[Layout] = st.sampled_from(["interleaved", "contiguous"])
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -63,48 +62,44 @@ def test_shuffled_wrapper_equals_torchs_sampler(num_replicas: int, drop_last: bo
             )
 
 
-@given(lengths, worlds, unevens, layouts)
-def test_ranks_together_take_every_position_once(n: int, world: int, uneven: Uneven, layout: Layout) -> None:
-    plans = [Plan(rank, world, uneven, layout) for rank in range(world)]
+@given(lengths, worlds, unevens)
+def test_ranks_together_take_every_position_once(n: int, world: int, uneven: Uneven) -> None:
+    plans = [Plan(rank, world, uneven) for rank in range(world)]
     taken = Counter(chain.from_iterable(plan.share(n) for plan in plans))
     assert taken == Counter(range(plans[0].total(n)))
 
 
-@given(lengths, worlds, unevens, layouts)
-def test_rounds_are_even_unless_kept(n: int, world: int, uneven: Uneven, layout: Layout) -> None:
-    sizes = [len(Plan(rank, world, uneven, layout).share(n)) for rank in range(world)]
+@given(lengths, worlds, unevens)
+def test_rounds_are_even_unless_kept(n: int, world: int, uneven: Uneven) -> None:
+    sizes = [len(Plan(rank, world, uneven).share(n)) for rank in range(world)]
     assert max(sizes) - min(sizes) <= (uneven == "keep")
     assert sizes == sorted(sizes, reverse=True)
-    # The layout moves positions between ranks and never changes how many steps a rank makes.
-    assert sizes == [len(Plan(rank, world, uneven, "interleaved").share(n)) for rank in range(world)]
 
 
-@given(lengths, worlds, unevens, layouts)
-def test_padding_is_less_than_a_round(n: int, world: int, uneven: Uneven, layout: Layout) -> None:
-    padding = [list(Plan(rank, world, uneven, layout).padding(n)) for rank in range(world)]
+@given(lengths, worlds, unevens)
+def test_padding_is_less_than_a_round(n: int, world: int, uneven: Uneven) -> None:
+    padding = [list(Plan(rank, world, uneven).padding(n)) for rank in range(world)]
     together = sorted(chain.from_iterable(padding))
     assert together == list(range(n, n + len(together)))
     assert len(together) < world
     assert not together or uneven == "pad"
 
 
-@given(lengths, worlds, unevens, layouts, st.data())
-def test_parts_of_chunks_make_up_the_share(
-    n: int, world: int, uneven: Uneven, layout: Layout, data: st.DataObject
-) -> None:
-    plan = Plan(data.draw(st.integers(0, world - 1)), world, uneven, layout)
+@given(lengths, worlds, unevens, st.data())
+def test_parts_of_chunks_make_up_the_share(n: int, world: int, uneven: Uneven, data: st.DataObject) -> None:
+    plan = Plan(data.draw(st.integers(0, world - 1)), world, uneven)
     chunk_size = world * data.draw(st.integers(1, 9))
     stream = range(n)
     taken: list[int] = []
     for start in range(0, n, chunk_size):
         chunk = stream[start : start + chunk_size]
-        taken += chunk[plan.slice_of_chunk(start, len(chunk), n)]
+        taken += chunk[plan.slice_of_chunk(len(chunk))]
     assert taken == [p for p in plan.share(n) if p < n]
 
 
-@given(st.integers(0, 2**62), st.integers(1, 2**20), unevens, layouts)
-def test_huge_streams_cost_nothing(n: int, world: int, uneven: Uneven, layout: Layout) -> None:
-    first, last = (Plan(rank, world, uneven, layout).share(n) for rank in (0, world - 1))
+@given(st.integers(0, 2**62), st.integers(1, 2**20), unevens)
+def test_huge_streams_cost_nothing(n: int, world: int, uneven: Uneven) -> None:
+    first, last = (Plan(rank, world, uneven).share(n) for rank in (0, world - 1))
     assert 0 <= len(first) - len(last) <= 1
 
 

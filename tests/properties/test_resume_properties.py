@@ -124,22 +124,19 @@ class Resuming(RuleBasedStateMachine):
         n=st.integers(0, 40),
         kind=st.sampled_from([*SAMPLES, *BATCHES]),
         uneven=st.sampled_from(["pad", "drop", "keep"]),
-        layout=st.sampled_from(["interleaved", "contiguous"]),
         batch_size=st.integers(1, 5),
     )
-    def begin(self, n: int, kind: str, uneven: Any, layout: Any, batch_size: int) -> None:
+    def begin(self, n: int, kind: str, uneven: Any, batch_size: int) -> None:
         # A round that nobody takes is refused where it is all there is; a stream may be 3 items shorter than n.
         assume(uneven != "drop" or n == 0 or n >= MOST_RANKS + 3)
-        if kind in WITHOUT_LENGTH:
-            layout = "interleaved"
         self.n, self.make = n, (SAMPLES | BATCHES)[kind]
         self.is_batches, self.has_length = kind in BATCHES, kind not in WITHOUT_LENGTH
-        self.options: Any = {"uneven": uneven, "layout": layout, "seed": 11}
+        self.options: Any = {"uneven": uneven, "seed": 11}
         self.reference = patch_dataloader_to_ddp(self.make(n, 1), rank=0, num_replicas=1, seed=11)
         self.epoch = 0
         self.stream = self.next_stream()
         self.taken: Counter[Any] = Counter()
-        self.padded = self.most_padding = 0
+        self.most_padding = 0
         self.state: Any = None
         self.start(2, batch_size)
 
@@ -170,7 +167,6 @@ class Resuming(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         if not self.iterators:
             self.iterators = [iter(loader) for loader in self.loaders]
-            self.padded += len(self.loaders) - 1
             self.most_padding = max(self.most_padding, len(self.loaders) - 1)
         has_ended = True
         for rank, iterator in enumerate(self.iterators):
@@ -194,16 +190,14 @@ class Resuming(RuleBasedStateMachine):
         missing, repeated = self.stream - self.taken, self.taken - self.stream
         most = len(self.loaders) - 1
         assert missing.total() <= most if self.options["uneven"] == "drop" else not missing
-        if self.options["layout"] == "contiguous":
-            most = self.padded  # the last rank's run ends in padding, which it may reach before the others end theirs
-        elif not self.has_length:
+        if not self.has_length:
             most = self.most_padding  # of those that reached the end: nobody knew it before, and others may follow
         assert repeated.total() <= most if self.options["uneven"] == "pad" else not repeated
         if self.state["epoch"] == self.epoch:  # whose end was not known: nothing of it is left
             self.state = loader_state(self.loaders[0], batches_done=self.done[0])
         self.epoch += 1
         assert self.state["epoch"] == self.epoch
-        self.stream, self.taken, self.padded, self.most_padding = self.next_stream(), Counter(), 0, 0
+        self.stream, self.taken, self.most_padding = self.next_stream(), Counter(), 0
         self.start(len(self.loaders), 2)
 
 

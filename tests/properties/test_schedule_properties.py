@@ -8,12 +8,11 @@ import numpy as np
 from hypothesis import given
 
 from ddp_patch.evaluation.row_order import Keys, RowOrder, SampleOrder, keys_of
-from ddp_patch.options import Layout, Uneven
+from ddp_patch.options import Uneven
 from ddp_patch.plan import Batching, BatchRecord, Part, Plan, Schedule, Sizes, ready_in_turn
 
 ranks_of = st.integers(1, 5)
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
-layouts: st.SearchStrategy[Layout] = st.sampled_from(["interleaved", "contiguous"])
 batchings = st.builds(Batching, st.integers(1, 5), drop_last=st.booleans())
 batch_sizes = st.lists(st.integers(0, 7), max_size=20)
 
@@ -47,12 +46,12 @@ def assert_alike(schedule: Schedule, records: Sequence[BatchRecord]) -> None:
             assert other[4:] == record[4:]
 
 
-@given(st.data(), ranks_of, unevens, layouts, batchings)
+@given(st.data(), ranks_of, unevens, batchings)
 def test_records_tell_what_each_batch_has_and_all_ranks_of_its_step(
-    data: st.DataObject, ranks: int, uneven: Uneven, layout: Layout, batching: Batching
+    data: st.DataObject, ranks: int, uneven: Uneven, batching: Batching
 ) -> None:
-    parts = data.draw(parts_of(batching, most=4 if layout == "interleaved" else 1))
-    schedules = [Schedule(Plan(rank, ranks, uneven, layout), batching, parts) for rank in range(ranks)]
+    parts = data.draw(parts_of(batching, most=4))
+    schedules = [Schedule(Plan(rank, ranks, uneven), batching, parts) for rank in range(ranks)]
     records = [[schedule.record(number) for number in range(schedule.count or 0)] for schedule in schedules]
     real_in_step = [
         sum(of_rank[number].real_items for of_rank in records if number < len(of_rank)) for number in range(99)
@@ -84,11 +83,9 @@ def test_before_the_end_is_found_batches_are_full_and_those_that_surely_come_ali
     assert [schedule.record(number) for number in range(until)] == [ended.record(number) for number in range(until)]
 
 
-@given(batch_sizes, ranks_of, unevens, layouts, st.integers(0, 3))
-def test_whole_batches_have_their_samples(
-    sizes: list[int], ranks: int, uneven: Uneven, layout: Layout, skip: int
-) -> None:
-    plans = [Plan(rank, ranks, uneven, layout) for rank in range(ranks)]
+@given(batch_sizes, ranks_of, unevens, st.integers(0, 3))
+def test_whole_batches_have_their_samples(sizes: list[int], ranks: int, uneven: Uneven, skip: int) -> None:
+    plans = [Plan(rank, ranks, uneven) for rank in range(ranks)]
     n, in_order = len(sizes), recorded(sizes)
     shares = [list(plan.share(n))[skip:] for plan in plans]
     for plan, share in zip(plans, shares, strict=True):
@@ -107,13 +104,11 @@ def test_whole_batches_have_their_samples(
         assert_alike(known, records)
 
 
-@given(batch_sizes, ranks_of, st.sampled_from(["pad", "keep"]), layouts)
-def test_parts_of_divided_batches_are_all_samples_once(
-    sizes: list[int], ranks: int, uneven: Uneven, layout: Layout
-) -> None:
+@given(batch_sizes, ranks_of, st.sampled_from(["pad", "keep"]))
+def test_parts_of_divided_batches_are_all_samples_once(sizes: list[int], ranks: int, uneven: Uneven) -> None:
     one_part, batching = [Part(0, len(sizes))], Batching(1, drop_last=False)
     schedules = [
-        Schedule(Plan(0, 1), batching, one_part, recorded(sizes), batch_plan=Plan(rank, ranks, uneven, layout))
+        Schedule(Plan(0, 1), batching, one_part, recorded(sizes), batch_plan=Plan(rank, ranks, uneven))
         for rank in range(ranks)
     ]
     keys = [list(chain.from_iterable(schedule.keys(schedule.records()))) for schedule in schedules]
@@ -130,15 +125,15 @@ def test_parts_of_divided_batches_are_all_samples_once(
         assert_alike(schedule, records)
 
 
-@given(st.data(), ranks_of, unevens, layouts, batchings)
+@given(st.data(), ranks_of, unevens, batchings)
 def test_keys_are_in_the_order_of_one_process(
-    data: st.DataObject, ranks: int, uneven: Uneven, layout: Layout, batching: Batching
+    data: st.DataObject, ranks: int, uneven: Uneven, batching: Batching
 ) -> None:
-    parts = data.draw(parts_of(batching, most=4 if layout == "interleaved" else 1))
+    parts = data.draw(parts_of(batching, most=4))
     found: list[tuple[int, int, int]] = []  # which batch of a worker, which worker, which item
     keys: list[int] = []
     for rank in range(ranks):
-        schedule = Schedule(Plan(rank, ranks, uneven, layout), batching, parts)
+        schedule = Schedule(Plan(rank, ranks, uneven), batching, parts)
         for record in schedule.records():
             part = parts[record.part]
             real = [place for place in taken(schedule, record) if place < (part.length or 0)]

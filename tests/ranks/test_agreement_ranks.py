@@ -251,19 +251,6 @@ def test_the_other_ranks_are_told_at_once_what_the_leader_cannot_draw_or_send() 
     assert first[1] == second[1] == ("nothing", "1")
 
 
-def led_in_runs(rank: int, world_size: int) -> list[int]:
-    given = DataLoader(Indices(), sampler=range(300), batch_size=1, collate_fn=as_it_is)
-    share = []
-    for batch in patch_dataloader_to_ddp(given, order="leader", layout="contiguous", timeout=20):
-        dist.barrier()
-        share += batch
-    return share
-
-
-def test_a_leader_sends_contiguous_runs_at_once() -> None:
-    assert run_ranks(led_in_runs, 3) == [list(range(start, start + 100)) for start in (0, 100, 200)]
-
-
 def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
     """Ranks that begin different loaders, an epoch that is not the leader's, or that fetch unequally far ahead."""
     loaders = [patch_dataloader_to_ddp(loader(shuffle=True), order="leader", timeout=20) for _ in range(2)]
@@ -311,7 +298,7 @@ def refusing(rank: int, world_size: int, odd: int) -> list[tuple[str, str]]:
     return [
         said(lambda: patch_dataloader_to_ddp(loader(), seed=-1 if is_odd else 1)),
         said(lambda: patch_dataloader_to_ddp((Started if is_odd else DataLoader)(Indices(N)))),
-        said(lambda: patch_dataloader_to_ddp(loader(sampler=unsized), layout="contiguous")),
+        said(lambda: patch_dataloader_to_ddp(loader(sampler=unsized), cost=[1] * N)),
         said(lambda: patch_dataloader_to_ddp(ready if is_odd else loader())),
         said(lambda: DDPSamplerWrapper(range(N), timeout=-1 if is_odd else 9)),
         said(lambda: patch_dataloader_to_ddp(5 if is_odd else loader())),  # type: ignore[arg-type]

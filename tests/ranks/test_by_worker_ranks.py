@@ -124,7 +124,7 @@ def two_epochs_of_each(rank: int, world_size: int) -> dict[str, Said]:
 def two_epochs(case: Case) -> Said:
     loader = made(case)
     epochs = [[numbers(batch, epoch) for batch in loader] for epoch in range(2)]
-    rounds = loader.sampler.latest.source.rounds
+    rounds = loader.sampler.rank_passes.latest.source.rounds
     return Said(epochs, [rounds.taken(n) for n in range(rounds.count + 1)], rounds.ends)
 
 

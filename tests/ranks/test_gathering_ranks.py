@@ -33,7 +33,7 @@ from ddp_patch.evaluation import rows, sending
 from ddp_patch.plan import Plan
 
 SEED = 100
-# Those with the length of every epoch known, by which contiguous runs are cut, first.
+# Those with the length of every epoch known first.
 SIZED = ["sequential", "shuffle=True", "sequential, drop_last", "batch_size=None", "aspect-ratio batches"]
 SIZED += ["a batch that is used again", "fewer items than ranks", "one item", "no item", "string keys"]
 UNSIZED = ["token-budget batches without len", "a sampler without len", "a length that changes", "iterable"]
@@ -72,21 +72,16 @@ def expected(stream: list[Any], plans: list[Plan], given: DataLoader[Any]) -> li
 
 def every_kind(rank: int, world_size: int) -> None:
     warnings.simplefilter("ignore")  # a length that changes
-    ways = [
-        (name, uneven, layout)
-        for name in SIZED
-        for uneven in ("pad", "drop", "keep")
-        for layout in ("interleaved", "contiguous")
-    ]
-    ways += [(name, uneven, "interleaved") for name in UNSIZED for uneven in ("pad", "drop", "keep")]
+    ways = [(name, uneven) for name in SIZED for uneven in ("pad", "drop", "keep")]
+    ways += [(name, uneven) for name in UNSIZED for uneven in ("pad", "drop", "keep")]
     # Half of them on 1 and 2 ranks, and half on 3 and 5; the next name has the other half.
     ways = [way for number, way in enumerate(ways) if (number + number // 2) % 2 == (world_size > 2)]
-    ways += [(name, "pad", "interleaved") for name in WORKERS if world_size == 3]
-    for name, uneven, layout in ways:
+    ways += [(name, "pad") for name in WORKERS if world_size == 3]
+    for name, uneven in ways:
         if uneven == "drop" and len(stream_of(name, 1)) < world_size:
             continue  # refused: no rank would make a step
-        given = patched(name, rank, uneven=uneven, layout=layout)
-        plans = [Plan(each, world_size, uneven, layout) for each in range(world_size)]  # type: ignore[arg-type]  # those above
+        given = patched(name, rank, uneven=uneven)
+        plans = [Plan(each, world_size, uneven) for each in range(world_size)]  # type: ignore[arg-type]  # those above
         for epochs in (1, 2):
             batches = list(given)
             dst = None if epochs == 1 else world_size - 1
@@ -96,16 +91,15 @@ def every_kind(rank: int, world_size: int) -> None:
                 assert whole is None
                 continue
             alone = in_all_forms(name, batches_of_one_process(name, rows, epochs, given, given.batch_size or 1), given)
-            assert whole == alone, (name, uneven, layout, epochs)
+            assert whole == alone, (name, uneven, epochs)
         if uneven != "keep" or world_size == 1:
             rows = expected(stream_of(name, 3), plans, given)
             steps = list(by_steps(name, given))
             flat = [row for step in steps for row in step]
-            in_order = layout == "interleaved" and name not in WORKERS
+            in_order = name not in WORKERS
             assert (flat if in_order else sorted(flat, key=repr)) == (rows if in_order else sorted(rows, key=repr)), (
                 name,
                 uneven,
-                layout,
             )
 
 
@@ -146,7 +140,7 @@ def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
 def every_form(rank: int, world_size: int) -> None:
     for most in (50, 2**26):  # bytes at once
         rows._LARGEST_MESSAGE = most
-        ways: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep", "layout": "contiguous"}]
+        ways: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep"}]
         for n, way in product((0, 1, N), ways):
             given = patch_dataloader_to_ddp(loader(sampler=list(range(n))), **way)
             items = [item for batch in given for item in batch]
@@ -211,18 +205,17 @@ def assert_same(one: Any, other: Any) -> None:
 
 def the_rest(rank: int, world_size: int) -> None:
     """A pass that goes on in the middle, after which only what was left can be gathered."""
-    for layout in ("interleaved", "contiguous"):
-        stopped = patched("shuffle=True", rank, layout=layout)
-        next(iter(stopped))
-        again = patched("shuffle=True", rank + 1, layout=layout)
-        restore_loader(again, loader_state(stopped, batches_done=1))
-        own = outputs_of("shuffle=True", again)
-        stream = stream_of("shuffle=True")
-        shares = [Plan(each, world_size, layout=layout).share(N)[4:] for each in range(world_size)]
-        left = {place for share in shares for place in share}
-        rest = [item for place, item in enumerate(stream) if place in left]
-        assert gather_in_order(torch.tensor(own), again).tolist() == rest if rest else True
-        assert gather_in_order(outputs_of("shuffle=True", again), again) == stream_of("shuffle=True", 2)
+    stopped = patched("shuffle=True", rank)
+    next(iter(stopped))
+    again = patched("shuffle=True", rank + 1)
+    restore_loader(again, loader_state(stopped, batches_done=1))
+    own = outputs_of("shuffle=True", again)
+    stream = stream_of("shuffle=True")
+    shares = [Plan(each, world_size).share(N)[4:] for each in range(world_size)]
+    left = {place for share in shares for place in share}
+    rest = [item for place, item in enumerate(stream) if place in left]
+    assert gather_in_order(torch.tensor(own), again).tolist() == rest if rest else True
+    assert gather_in_order(outputs_of("shuffle=True", again), again) == stream_of("shuffle=True", 2)
 
 
 def led_by_rank_0(rank: int, world_size: int) -> None:

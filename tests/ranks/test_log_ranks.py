@@ -159,7 +159,7 @@ def honest(rank: int, world_size: int, workers: int) -> None:
         if rank == 1 and epoch == 1:
             break  # stops here
     shows_a_batch(rank, patch_dataloader_to_ddp(DataLoader(Indices(N), batch_size=4, num_workers=workers)))
-    for options in ({"uneven": "keep"}, {"uneven": "drop"}, {"layout": "contiguous"}, {"order": "leader"}):
+    for options in ({"uneven": "keep"}, {"uneven": "drop"}, {"order": "leader"}):
         various(patch_dataloader_to_ddp(given(workers), **options))  # type: ignore[call-overload]  # their values are fit
     parts = ShardPerWorker([12] * 2 * max(1, workers))
     various(patch_dataloader_to_ddp(DataLoader(parts, 2, collate_fn=as_it_is, num_workers=workers), share="by_worker"))
@@ -316,7 +316,7 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int]]:
 
             return asked
 
-    mailbox: Any = train.sampler.monitor._mailbox  # type: ignore[attr-defined]
+    mailbox: Any = train.sampler.rank_passes.monitor._mailbox  # type: ignore[attr-defined]
     mailbox._store = Counting
     mailbox._open_store = Counting
     whole(train)

@@ -10,7 +10,7 @@ from zoo import seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
 
-OPTIONS: list[dict[str, Any]] = [{"uneven": "keep"}, {"layout": "contiguous"}, {"order": "leader"}]
+OPTIONS: list[dict[str, Any]] = [{"uneven": "keep"}, {"order": "leader"}]
 
 
 @pytest.mark.soak  # the demo, which CI runs, is the same with 2, 3 and 4 ranks

@@ -45,7 +45,6 @@ def learnt(job: Job, raw: Any, learner: Any, **options: Any) -> None:
         "batches": {"share": "batches"},
         "within batches": {"share": "within_batches"},
         "costs": {"cost": [1 + number % 7 for number in range(N)]},
-        "contiguous": {"layout": "contiguous"},
     },
 )
 def a_sampler_learns_from_its_own_rank(job: Job, options: dict[str, Any]) -> None:

@@ -270,7 +270,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batches": {"share": "batches"},
     "within batches": {"share": "within_batches", "uneven": "keep"},
     "costs": {"cost": [1 + number % 7 for number in range(N)]},
-    "contiguous": {"layout": "contiguous"},
     "leader": {"order": "leader"},
     "seeded": {"order": "seeded"},
     "dropped": {"uneven": "drop"},

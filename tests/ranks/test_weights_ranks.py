@@ -56,7 +56,6 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "whole batches, drawn": steps(patched(loader(batch_sampler=Unequal()))),
         "whole batches, led": steps(patched(loader(batch_sampler=Unequal()), order="leader")),
-        "whole batches, in runs": steps(patched(loader(batch_sampler=SizedUnequal()), layout="contiguous")),
         "whole batches, some ranks have one more": steps(
             patched(loader(batch_sampler=[[1, 2], [3]] * 2 + [[4]]), uneven="keep", order="leader")
         ),
@@ -144,17 +143,16 @@ def gathering(rank: int, world_size: int) -> list[Any]:
     seed_ambient(rank)
     found: list[Any] = []
     for uneven in ("pad", "keep"):
-        for layout in ("interleaved", "contiguous"):
-            for given in (
-                loader(batch_sampler=Unequal()),
-                loader(5, shuffle=True),
-                DataLoader(Source(N, splits=True), 5, num_workers=2, collate_fn=as_it_is),
-            ):
-                one: Any = patch_dataloader_to_ddp(given, share="within_batches", seed=3, uneven=uneven, layout=layout)
-                outputs = [index for batch in one for index in batch]
-                together: Any = gather_in_order({"tensor": torch.tensor(outputs), "list": outputs}, one)
-                assert together["tensor"].tolist() == together["list"]
-                found.append(together["list"])
+        for given in (
+            loader(batch_sampler=Unequal()),
+            loader(5, shuffle=True),
+            DataLoader(Source(N, splits=True), 5, num_workers=2, collate_fn=as_it_is),
+        ):
+            one: Any = patch_dataloader_to_ddp(given, share="within_batches", seed=3, uneven=uneven)
+            outputs = [index for batch in one for index in batch]
+            together: Any = gather_in_order({"tensor": torch.tensor(outputs), "list": outputs}, one)
+            assert together["tensor"].tolist() == together["list"]
+            found.append(together["list"])
     return found
 
 

@@ -69,7 +69,7 @@ def test_a_patched_loader_is_of_the_type_that_was_given() -> None:
     batch = DataLoader(Words(), batch_sampler=Pairs())
     assert_type(patch_dataloader_to_ddp(batch, rank=0, num_replicas=2, uneven="drop"), PatchedLoader[str])
     unbatched = DataLoader(Words(), batch_size=None)
-    assert_type(patch_dataloader_to_ddp(unbatched, rank=0, num_replicas=2, layout="contiguous"), PatchedLoader[str])
+    assert_type(patch_dataloader_to_ddp(unbatched, rank=0, num_replicas=2), PatchedLoader[str])
     iterable = DataLoader(Stream(), batch_size=2)
     assert_type(patch_dataloader_to_ddp(iterable, rank=0, num_replicas=2, share="auto"), PatchedLoader[str])
     shuffled = DataLoader(Words(), shuffle=True)

@@ -88,7 +88,7 @@ def test_progress_counts_both_drawings() -> None:
     audit(plain(), 3, cost=COSTS, progress=lambda *now: seen.append(now))
     assert seen == [(done, 16) for done in range(1, 17)]  # of 2 epochs, 3 ranks and one process, twice
     seen.clear()
-    audit(plain(), 3, cost=COSTS, layout="contiguous", progress=lambda *now: seen.append(now))
+    audit(plain(sampler=iter(range(N))), 3, cost=COSTS, epochs=2, progress=lambda *now: seen.append(now))
     assert seen == [(done, 8) for done in range(1, 9)]
 
 
@@ -301,7 +301,6 @@ CANNOT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a factory": (setups.uneven, {"cost": np.ones(97)}, "factory"),
     "as it stands": (plain(), {"patch": False, "allow": ["not_sharded"]}, "patch=False"),
     "one rank": (plain(), {"world_size": 1}, "One rank"),
-    "runs": (plain(), {"layout": "contiguous"}, "layout='contiguous'"),
     "an iterator": (plain(sampler=iter(range(N))), {}, "range_iterator"),
     "padded parts": (plain(batch_size=4), {"share": "within_batches", "cost": Cost(COSTS, of="padded")}, "of='padded'"),
     "iterable": (DataLoader(setups.Stream()), {"cost": cost_of_index}, "iterable dataset"),

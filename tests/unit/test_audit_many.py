@@ -14,16 +14,12 @@ from ddp_patch.auditing.cut import Cut
 from ddp_patch.auditing.ranks import Rank
 
 CUT = "shares are cut"
-RUNS = {"layout": "contiguous"}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"uneven": "drop"},
     {"uneven": "keep"},
     {"share": "batches"},
     {"share": "batches", "uneven": "drop"},
-    RUNS,
-    {**RUNS, "uneven": "drop"},
-    {**RUNS, "uneven": "keep"},
 ]
 
 

@@ -87,7 +87,6 @@ OPTIONS: dict[str, list[Any]] = {
     "num_replicas": [0, -1, None, *WHOLES],
     "timeout": [0, *SECONDS],
     "uneven": [None, 3, ["pad"], "padd"],
-    "layout": [None, b"interleaved"],
     "order": [None, True, "x"],
 }
 

@@ -444,7 +444,6 @@ def test_in_a_single_process_nothing_changes() -> None:
         (loader, {"window": 0}, "window=0", ()),
         (loader, {"window": 2.5}, "window=2.5", ()),
         (loader, {"of": "max"}, "of='max'", "'padded'"),
-        (loader, {"layout": "contiguous"}, "layout='contiguous'", "interleaved"),
         (loader, {"of": "padded", "share": "within_batches"}, "share='within_batches'", "'sum'"),
         (lambda: DataLoader(Source(9), 2), {}, "Source", "__getitem__"),
         (lambda: loader(2, sampler=iter(range(9))), {}, "iterator", "list"),

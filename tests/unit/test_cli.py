@@ -220,8 +220,8 @@ def test_every_parameter_has_its_option() -> None:
         ),
         (["--share", "batches"], {"share": "batches"}),
         (
-            ["--layout", "contiguous", "--seed", "4", "--uneven", "drop"],
-            {"layout": "contiguous", "seed": 4, "uneven": "drop"},
+            ["--seed", "4", "--uneven", "drop"],
+            {"seed": 4, "uneven": "drop"},
         ),
         (
             ["--max-items", "9", "--epochs", "3", "--processes", "--epochs-differ"],

@@ -14,7 +14,7 @@ from trying import SEED, WORLDS, over, over_in_turn
 from zoo import ALL_KINDS, BY_NAME, STEPS, Kind, N, draw_ambient, loader, seed_ambient, units
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.errors import ExhaustedSamplerError, InvalidOptionError, NoStepsError, StreamLengthWarning
+from ddp_patch.errors import ExhaustedSamplerError, NoStepsError, StreamLengthWarning
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
 
@@ -76,21 +76,6 @@ def test_the_last_round_is_dropped_or_kept(kind: Kind, uneven: Uneven) -> None:
             continue
         shares = epochs_of(kind, rank, num_replicas, uneven=uneven)
         assert shares == [kind.of_rank(stream, Plan(rank, num_replicas, uneven)) for stream in streams]
-
-
-@over([kind for kind in WHOLE if kind.sized])
-def test_contiguous_shares_are_runs_of_the_same_stream(kind: Kind) -> None:
-    streams = epochs_of(kind, 0, 1)
-    for rank in range(3):
-        plan = Plan(rank, 3, layout="contiguous")
-        shares = epochs_of(kind, rank, 3, layout="contiguous")
-        assert shares == [kind.of_rank(stream, plan) for stream in streams]
-
-
-@over([BY_NAME[name] for name in ("a sampler without len", "token-budget batches without len", "iterable")])
-def test_contiguous_shares_of_an_unknown_length_are_refused_at_the_patch(kind: Kind) -> None:
-    with raises(InvalidOptionError, ("layout='contiguous'", "2 ranks", "len()"), "layout='interleaved'"):
-        patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=2, layout="contiguous")
 
 
 @over([kind for kind in ALL_KINDS if kind.endless])

@@ -31,7 +31,6 @@ CASES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
     (of(batch_size=8), {}, "shard 1 of 3, samples, 5 steps of 8"),
     (of(3), {}, "shard 1 of 3, samples, 1 step of 1"),
     (of(8000), {"uneven": "keep", "seed": 5}, "shard 1 of 3, samples, 2,667 steps of 1, uneven='keep', seed=5"),
-    (of(batch_size=8), {"layout": "contiguous"}, "shard 1 of 3, samples, 5 steps of 8, layout='contiguous'"),
     (of(batch_size=8, shuffle=True), {"order": "scalable"}, "shard 1 of 3, samples, 5 steps of 8, order='scalable'"),
     (of(batch_size=8), {"share": "batches"}, "shard 1 of 3, whole batches, 5 steps of 8"),
     (of(batch_size=8), {"share": "within_batches"}, "shard 1 of 3, a part of each batch of 8, 13 steps"),

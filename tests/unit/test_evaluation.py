@@ -50,7 +50,7 @@ from ddp_patch.errors import (
     WorldError,
 )
 from ddp_patch.evaluation.row_order import RowOrder, keys_of
-from ddp_patch.options import Layout, Uneven
+from ddp_patch.options import Uneven
 from ddp_patch.plan import Batching, Part, Plan, Schedule
 from ddp_patch.ranks.packing import packed
 
@@ -124,19 +124,15 @@ def comparable_batch(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["shuffle=True", "aspect-ratio batches", "batch_size=None", "iterable, 2 workers"])
-@pytest.mark.parametrize(
-    ("uneven", "layout"), [("drop", "interleaved"), ("keep", "interleaved"), ("pad", "contiguous")]
-)
-def test_masks_of_other_ways_to_share(name: str, uneven: Uneven, layout: Layout) -> None:
+@pytest.mark.parametrize("uneven", ["drop", "keep"])
+def test_masks_of_other_ways_to_share(name: str, uneven: Uneven) -> None:
     kind = BY_NAME[name]
-    if "iterable" in name and layout == "contiguous":
-        kind = BY_NAME["iterable with len and set_epoch"]
     ranks = 3 if kind.make().num_workers else 5
     lengths = lengths_of(kind)
     for rank in range(ranks):
-        given = patched(kind, rank, ranks, uneven=uneven, layout=layout)
+        given = patched(kind, rank, ranks, uneven=uneven)
         for n in lengths:
-            expected = list(padding(kind, n, Plan(rank, ranks, uneven, layout)))
+            expected = list(padding(kind, n, Plan(rank, ranks, uneven)))
             assert_false_on_padding_alone(given, masked(kind, given), expected, kind.batches)
 
 
@@ -317,12 +313,11 @@ def test_loaders_wrapped_by_hand(wrapper: Any) -> None:
 # Places.
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layout) -> None:
+def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven) -> None:
     """For any length, world and place where the pass began, and any batch size with drop_last."""
     for n, world_size, skip, dropped in product(range(24), range(1, 6), (0, 1, 2), (1, 2, 3)):
-        plans = [Plan(rank, world_size, uneven, layout) for rank in range(world_size)]
+        plans = [Plan(rank, world_size, uneven) for rank in range(world_size)]
         given, keys = [], []
         for plan in plans:
             taken = plan.share(n)[skip:]
@@ -338,13 +333,12 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven, layout: Layo
         assert result == in_order, (n, world_size, skip, dropped)
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-def test_rows_in_a_regular_order_need_no_memory_of_their_own(uneven: Uneven, layout: Layout) -> None:
+def test_rows_in_a_regular_order_need_no_memory_of_their_own(uneven: Uneven) -> None:
     """A million rows of each rank have one run of keys."""
     keys = []
     for rank in range(3):
-        schedule = Schedule(Plan(rank, 3, uneven, layout), Batching(10_000, drop_last=False), [Part(0, 3_000_001)])
+        schedule = Schedule(Plan(rank, 3, uneven), Batching(10_000, drop_last=False), [Part(0, 3_000_001)])
         keys.append(keys_of(schedule.keys(schedule.records())))
     assert [type(run) for run in keys] == [range] * 3
     assert [len(places) for places in RowOrder(keys).places(5, 10)] == [5] * 3

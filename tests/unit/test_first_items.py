@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_patch.loaders.rows import row_hashes
+from ddp_patch.loaders.overlap import row_hashes
 from ddp_patch.ranks.first_items import bits_against_chance, common_items
 
 BITS = 10

@@ -84,11 +84,10 @@ def test_every_form_comes_as_one_process_has_it(name: str) -> None:
 BATCHES = [[0, 1, 2], [3], [], [4, 5], [6, 7, 8, 9], [10]]
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "keep"])
-def test_whole_batches_have_rows_of_samples_or_of_batches(uneven: Any, layout: Any) -> None:
+def test_whole_batches_have_rows_of_samples_or_of_batches(uneven: Any) -> None:
     for world_size in (1, 2, 4, 5, 7):
-        loaders = shares(world_size, batch_sampler=BATCHES, uneven=uneven, layout=layout)
+        loaders = shares(world_size, batch_sampler=BATCHES, uneven=uneven)
         batches = [list(given) for given in loaders]
         samples = [
             torch.tensor([item for batch in of_rank for item in batch], dtype=torch.int64) for of_rank in batches

@@ -18,7 +18,7 @@ N = 23
 
 def test_each_step_has_the_samples_of_all_ranks_once() -> None:
     costs = {"cost": [*range(1, N + 1)]}
-    ways: list[dict[str, Any]] = [{}, {"layout": "contiguous"}, {"share": "within_batches"}, {"share": "batches"}]
+    ways: list[dict[str, Any]] = [{}, {"share": "within_batches"}, {"share": "batches"}]
     ways += [costs, {"share": "within_batches", **costs}, {"share": "batches", **costs}, {"uneven": "drop"}]
     for way, world_size in product(ways, (1, 2, 3, 5)):
         loaders = shares(world_size, **way)
@@ -29,7 +29,7 @@ def test_each_step_has_the_samples_of_all_ranks_once() -> None:
             assert rows == tensor.tolist()
             assert rows == sorted(rows) or "cost" in way
             seen += rows
-        in_order = way.get("layout") is None and "cost" not in way
+        in_order = "cost" not in way
         left_out = N % world_size if way.get("uneven") == "drop" else 0  # of samples
         assert (seen if in_order else sorted(seen)) == list(range(N - left_out)), (way, world_size)
 

@@ -29,11 +29,10 @@ def share_of(sampler: Any, world_size: int, **options: Any) -> DDPSamplerWrapper
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("n", SIZES)
 def test_a_plan_costs_the_same_for_any_n_and_world(n: int, world_size: int) -> None:
-    for layout in ("interleaved", "contiguous"):
-        plan = Plan(world_size - 1, world_size, layout=layout)
-        real, repeated = plan.own_and_repeated(n)
-        assert len(real) + len(repeated) == len(plan.share(n)) == -(-n // world_size)
-        assert all(isinstance(part, range) for part in (real, repeated))  # and never a list
+    plan = Plan(world_size - 1, world_size)
+    real, repeated = plan.own_and_repeated(n)
+    assert len(real) + len(repeated) == len(plan.share(n)) == -(-n // world_size)
+    assert all(isinstance(part, range) for part in (real, repeated))  # and never a list
 
 
 class Source(Sampler[int]):

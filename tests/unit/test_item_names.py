@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.streams.item_names import name_of
+from ddp_patch.streams.stream_marks import name_of
 
 
 class Kind(Enum):
@@ -136,7 +136,7 @@ def test_what_holds_itself_has_no_name() -> None:
 def test_it_is_the_same_in_every_process(hash_seed: str) -> None:
     item = {key: [key, 1, None] for key in {"some", "names", "of", "fields"}}
     code = (
-        "from ddp_patch.streams.item_names import name_of\n"
+        "from ddp_patch.streams.stream_marks import name_of\n"
         "print(name_of({key: [key, 1, None] for key in {'some', 'names', 'of', 'fields'}}))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

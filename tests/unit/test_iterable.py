@@ -22,12 +22,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
 from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
-from ddp_patch.orders.random_states import GlobalState, Seed
-from ddp_patch.plan import Batching, Plan
-from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.streams.shared_state import SharedWorkerState
-from ddp_patch.streams.worker import StreamWorker
+from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.orders.random_states import GlobalState
 
 
 def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: Any) -> list[Any]:
@@ -244,16 +240,6 @@ def test_a_dataset_that_worker_init_fn_changes_unasked_is_in_parts() -> None:
     assert Counter(ranks) == Counter([*range(5), 0, *range(10, 16)])
 
 
-def test_runs_of_a_dataset_in_parts_are_refused() -> None:
-    class Sized(Source):
-        def __len__(self) -> int:
-            return N
-
-    assert batches(Sized(splits=False), 1, 2, layout="contiguous")[0] == [12, 13, 14]
-    with raises(InvalidOptionError, ("contiguous", "Sized", "num_workers=2"), ("interleaved", "num_workers=0")):
-        batches(Sized(splits=True), 1, 2, layout="contiguous")
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_after_it(workers: int) -> None:
     class Drawing(IterableDataset[float]):
@@ -442,15 +428,13 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_leave_word_of_how_much_a_pass_has_drawn(workers: int) -> None:
-    seed = Seed(1, is_chosen=True)
-    plan, batching, shared = Plan(1, 2), Batching(3, drop_last=False), SharedWorkerState(max(1, workers))
-    sharded = ShardedIterable(StreamWorker(Source(), plan, seed, batching, shared))
-    loader: DataLoader[Any] = DataLoader(sharded, batch_size=3, num_workers=workers, collate_fn=as_it_is)
+    given: DataLoader[Any] = DataLoader(Source(), batch_size=3, num_workers=workers, collate_fn=as_it_is)
+    loader: Any = patch_dataloader_to_ddp(given, rank=1, num_replicas=2)
+    shared = loader.sampler.rank_passes.worker.shared
     for number in (1, 2):
-        sharded.shared.begin(number, epoch=0)
-        assert set(sharded.shared.lengths(number)) == {None}
+        assert set(shared.lengths(number)) == {None}
         assert sum(map(len, loader)) == 12
-        assert set(sharded.shared.lengths(number)) == {N}
+        assert set(shared.lengths(number)) == {N}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])  # noqa: S301 - ours

@@ -34,7 +34,6 @@ PAIR = ("rank=", "num_replicas=")
 WHOLE = ("int", "None", "torch.initial_seed()")
 OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"uneven": "padd"}, "uneven='padd'", ("'pad'", "'drop'", "'keep'")),
-    ({"layout": None}, "layout=None", ("'interleaved'", "'contiguous'")),
     ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'leader'", "'scalable'")),
     ({"seed": -1}, ("seed=-1", "0"), WHOLE),
     ({"seed": True}, ("seed=True", "0"), WHOLE),
@@ -84,18 +83,6 @@ class Stream(IterableDataset[int]):
     [
         (
             0,
-            {"layout": "contiguous"},
-            ("layout='contiguous'", "2 ranks", "Stream", "len()"),
-            ("__len__", "layout='interleaved'"),
-        ),
-        (
-            0,
-            {"layout": "contiguous", "share": "by_worker"},
-            ("layout='contiguous'", "share='by_worker'", "Stream"),
-            "one",
-        ),
-        (
-            0,
             {"uneven": "drop", "share": "by_worker"},
             ("uneven='drop'", "share='by_worker'", "Stream", "rank=", "unequal steps"),
             ("uneven='keep'", "torch.distributed.init_process_group()"),
@@ -123,19 +110,6 @@ def test_a_dataset_that_was_split_by_node() -> None:
 class LyingStream(Stream):
     def __len__(self) -> int:
         return 5
-
-
-def test_a_wrong_length_of_an_iterable_dataset_with_contiguous_runs() -> None:
-    patched = patch_dataloader_to_ddp(DataLoader(LyingStream()), layout="contiguous", **EXPLICIT)
-    facts = ("LyingStream", "0 items", "len()", "5", "layout='contiguous'")
-    with raises(StreamLengthError, facts, ("dataset's __len__", "layout='interleaved'")):
-        list(patched)
-
-
-def test_a_sampler_without_length_cut_into_runs() -> None:
-    facts = ("layout='contiguous'", "2 ranks", "list_iterator", "len()")
-    with raises(InvalidOptionError, facts, ("__len__", "layout='interleaved'")):
-        DDPSamplerWrapper(iter([1, 2]), False, layout="contiguous", **EXPLICIT)
 
 
 class MultiEpochsDataLoader(DataLoader[Any]):
@@ -284,13 +258,6 @@ class Liar(list[int]):
 
     def __len__(self) -> int:
         return 12
-
-
-def test_a_wrong_length_with_contiguous_runs() -> None:
-    sampler = DDPSamplerWrapper(Liar(range(10)), False, layout="contiguous", **EXPLICIT)
-    facts = ("sampler", "10 items", "len()", "12", "layout='contiguous'")
-    with raises(StreamLengthError, facts, ("sampler's __len__", "layout='interleaved'")):
-        list(sampler)
 
 
 class Stops(Indices):

@@ -158,14 +158,13 @@ def test_only_exactly_torchs_samplers_and_random_access_have_an_order() -> None:
 @pytest.mark.parametrize(
     ("world_size", "uneven"), [*itertools.product([1, 2, 3, 8], ["pad", "drop", "keep"]), (200, "pad"), (200, "keep")]
 )
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
-def test_each_rank_reads_its_part(world_size: int, uneven: Any, layout: Any) -> None:
+def test_each_rank_reads_its_part(world_size: int, uneven: Any) -> None:
     torch.manual_seed(epoch_seed(5, epoch=0))
     stream = list(RandomSampler(range(103)))
     for rank in range(world_size):
-        options: Any = {"num_replicas": world_size, "rank": rank, "uneven": uneven, "layout": layout, "seed": 5}
+        options: Any = {"num_replicas": world_size, "rank": rank, "uneven": uneven, "seed": 5}
         wrapper = DDPSamplerWrapper(RandomSampler(range(103)), False, **options)
-        positions = Plan(rank, world_size, uneven, layout).share(103)
+        positions = Plan(rank, world_size, uneven).share(103)
         assert list(wrapper) == [stream[position % 103] for position in positions]
         assert len(wrapper) == len(positions)
 
@@ -250,19 +249,18 @@ def test_random_access_to_nothing_asks_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("n", [10, 10**9, 2**63 - 1])
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("world_size", [1, 7, 100_003])
-def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, layout: Any, world_size: int) -> None:
+def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, world_size: int) -> None:
     sampler = LookedUp(n)
     for rank in (0, world_size // 2, world_size - 1):
-        options: Any = {"num_replicas": world_size, "rank": rank, "layout": layout, "order": "seeded"}
+        options: Any = {"num_replicas": world_size, "rank": rank, "order": "seeded"}
         wrapper = DDPSamplerWrapper(sampler, False, **options)
         wrapper.set_epoch(3)
-        share = Plan(rank, world_size, layout=layout).share(n)
+        share = Plan(rank, world_size).share(n)
         sampler.asked = 0
         for position, item in zip(share[:100], wrapper, strict=False):
             assert item == n - 1 - position % n
-        padding = len(Plan(rank, world_size, layout=layout).padding(n))  # is looked up first
+        padding = len(Plan(rank, world_size).padding(n))  # is looked up first
         assert sampler.asked <= padding + 64 + 128
         assert len(wrapper) == len(share)
     assert sampler.epochs == {3}
@@ -493,10 +491,9 @@ def batches_of_four(n: int) -> list[list[int]]:
     return [Counted(range(start, start + 4)) for start in range(0, 4 * n, 4)]
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "contiguous"}])
-def test_a_rank_copies_what_it_keeps(options: Any) -> None:
+def test_a_rank_copies_what_it_keeps() -> None:
     n = 8000
-    wrapper = DDPBatchSamplerWrapper(batches_of_four(n), False, num_replicas=8, rank=3, seed=0, **options)
+    wrapper = DDPBatchSamplerWrapper(batches_of_four(n), False, num_replicas=8, rank=3, seed=0)
     Counted.copied = 0
     assert sum(1 for _ in wrapper) == n // 8
     looked_at = 8 * 15  # a round of each chunk, and each is twice as long as the one before
@@ -504,15 +501,12 @@ def test_a_rank_copies_what_it_keeps(options: Any) -> None:
 
 
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("n", [0, 3, 4, 7, 300, 301, 5000])
-def test_what_is_left_out_of_chunks_is_other_ranks(n: int, layout: Any, uneven: Any) -> None:
+def test_what_is_left_out_of_chunks_is_other_ranks(n: int, uneven: Any) -> None:
     for stream in (list(range(n)), batches_of_four(n)):
         for rank in range(3):
-            wrapper: Any = DDPBatchSamplerWrapper(
-                stream, False, num_replicas=3, rank=rank, seed=0, uneven=uneven, layout=layout
-            )
-            plan = Plan(rank, 3, uneven, layout)
+            wrapper: Any = DDPBatchSamplerWrapper(stream, False, num_replicas=3, rank=rank, seed=0, uneven=uneven)
+            plan = Plan(rank, 3, uneven)
             assert list(wrapper) == [stream[position % n] for position in plan.share(n)]
 
 

@@ -31,7 +31,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 from zoo import Source
 
 from ddp_patch import audit, patch_dataloader_to_ddp
-from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
+from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.options import Uneven
 
 THREE: Any = {"lengths": (2, 14, 7)}
@@ -194,19 +194,6 @@ def test_a_dataset_that_asks_after_its_first_item_is_refused(world_size: int, it
 
 def test_a_main_process_may_ask_at_any_time() -> None:
     assert_parts_are_shared(partial(AsksLate, 3), 0, 2, "pad")
-
-
-def test_contiguous_shares_of_parts_are_refused() -> None:
-    """Because len() tells how long the whole is, and nobody how long a part."""
-    with raises(InvalidOptionError, ("layout='contiguous'", "SizedShards", "num_workers=2"), "layout='interleaved'"):
-        ranks(lambda: loader_of(SizedShards(), 2), 2, layout="contiguous")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_contiguous_shares_of_one_part_are_runs_of_it(workers: int) -> None:
-    reads = ranks(lambda: loader_of(SizedShards(), workers), 2, layout="contiguous")
-    stream = list(SizedShards())
-    assert [read.items for read in reads] == [stream[:12], [*stream[12:], stream[0]]]
 
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")  # torch's warning that there are more batches

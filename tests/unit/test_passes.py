@@ -19,7 +19,7 @@ from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.records import State
-from ddp_patch.sharding import item_sources
+from ddp_patch.sharding import sampler_passes
 
 
 def patched(sampler: Any, **options: Any) -> Any:
@@ -72,8 +72,8 @@ def an_exception(loader: Any) -> None:
 def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: State) -> None:
     loader = patched(sampler)
     kept = do(loader)
-    assert loader.sampler.latest.drawn is state
-    assert loader.sampler.latest.is_over is (state in {State.ENDED, State.LEFT})
+    assert loader.sampler.rank_passes.latest.drawn is state
+    assert loader.sampler.rank_passes.latest.is_over is (state in {State.ENDED, State.LEFT})
     del kept
 
 
@@ -82,12 +82,12 @@ def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch
     drawn: list[weakref.ref[torch.Tensor]] = []
 
     def watched(sampler: Any, epoch: int, private_generator: Any) -> EpochOrder:
-        order = order_of(sampler, epoch, private_generator)  # not that of ``sources``, which this replaces
+        order = order_of(sampler, epoch, private_generator)  # not that of ``sampler_passes``, which this replaces
         at: Any = order.at
         drawn.append(weakref.ref(at.args[0]))
         return order
 
-    monkeypatch.setattr(item_sources, "order_of", watched)
+    monkeypatch.setattr(sampler_passes, "order_of", watched)
     loader = patched(RandomSampler(Indices()))
     for number in range(1, 3):
         do(loader)
@@ -165,7 +165,7 @@ def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes
     train: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
     batches = iter(train)
     next(batches)
-    one = train.sampler.latest
+    one = train.sampler.rank_passes.latest
     assert one.progress() == Progress(1, 1)
     dataset.may_end.set()
     while one.source.lengths_found() == [None]:  # the test's time limit ends it
@@ -183,7 +183,7 @@ def test_who_asks_for_a_state_changes_nothing() -> None:
     loader = DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is)
     batches = iter(loader)
     next(batches)
-    latest: Any = sampler.latest
+    latest: Any = sampler.rank_passes.latest
     before = latest.progress()
     assert loader_state(loader, batches_done=1)["parts"] == [[[2, 3]]]
     assert latest.progress() == before

@@ -41,6 +41,7 @@ from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, Un
 from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
+from ddp_patch.sharding.saved_position import position_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -228,10 +229,10 @@ def test_a_stream_without_length_is_over_once_the_loop_has_seen_its_end(workers:
     running = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     batches = len(list(islice(running, 4)))
     deadline = time.monotonic() + 30
-    while None in running.sampler.latest.source.lengths_found() and time.monotonic() < deadline:
+    while None in running.sampler.rank_passes.latest.source.lengths_found() and time.monotonic() < deadline:
         time.sleep(0.01)  # its workers find the end
     state = loader_state(running)
-    assert (batches, state["epoch"], None in running.sampler.latest.source.lengths_found()) == (4, 0, False)
+    assert (batches, state["epoch"], None in running.sampler.rank_passes.latest.source.lengths_found()) == (4, 0, False)
     restored = start(DataLoader(Source(10, splits=workers > 1), 3, num_workers=workers))
     restore_loader(restored, state)
     assert [len(list(restored)), len(list(restored)), loader_state(restored)["epoch"]] == [0, 4, 2]
@@ -247,7 +248,6 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
             "sampler": "RandomSampler",
             "sampler length": N,
             "uneven": "pad",
-            "layout": "interleaved",
             "order": "drawn",
         },
         "epoch": 0,
@@ -492,7 +492,6 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sampler: RandomSampler in the state; SequentialSampler here", {"shuffle": False}, {}),
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
-    ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
     ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
     ("shared by: DDPSamplerWrapper in the state; DDPBatchSamplerWrapper here", {"batch_sampler": PKBatches()}, {}),
@@ -926,18 +925,15 @@ def test_a_batch_that_drop_last_leaves_out_is_none_that_is_done() -> None:
     assert loader_state(running, batches_done=6)["epoch"] == 1
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "contiguous"])
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(
-    uneven: Any, layout: Any
-) -> None:
+def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(uneven: Any) -> None:
     for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
-        if Batching(size, drop_last).leaves_rank_without_step(Plan(0, world, uneven, layout), n):
+        if Batching(size, drop_last).leaves_rank_without_step(Plan(0, world, uneven), n):
             continue  # refused
         states = []
         for rank in range(world):
             given = DataLoader(Numbers(n), size, sampler=Shuffled(n), drop_last=drop_last)
-            running = start(given, rank, world, uneven=uneven, layout=layout)
+            running = start(given, rank, world, uneven=uneven)
             for number, _ in enumerate(running, 1):
                 if number == len(running):
                     states.append(loader_state(running, batches_done=number))
@@ -991,7 +987,7 @@ def test_a_rank_that_took_an_item_more_than_others_leaves_nothing_to_take() -> N
     taken = list(wrapper)
     resumed: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
     state = {**wrapper.state_dict(), "epoch": 0, "parts": [[[2, len(taken)]]], "turn": 0}
-    resumed.resume_at(resumed.read(state), counts_rest=True)
+    resumed.rank_passes.resume_at(position_in(resumed.rank_passes, state), counts_rest=True)
     assert (len(taken), len(resumed), resumed.total_size) == (3, 0, 0)
 
 

@@ -915,24 +915,6 @@ def test_shuffled_windows_are_the_same_ones_in_another_order() -> None:
         assert one.tolist() != other.tolist()
 
 
-@pytest.mark.parametrize("world_size", range(1, 5))
-def test_contiguous_ranks_get_runs_of_windows(world_size: int) -> None:
-    ranks = []
-    for rank in range(world_size):
-        given = DataLoader(
-            WindowDataset(np.arange(100), 10),
-            2,
-            sampler=WindowSampler(100, 10, shuffle=False, seed=1),
-            collate_fn=as_it_is,
-        )
-        patched = patch_dataloader_to_ddp(given, rank=rank, num_replicas=world_size, layout="contiguous", uneven="keep")
-        ranks.append([window for batch in patched for window in batch])
-    for windows in ranks:
-        points = np.concatenate(windows)
-        assert (np.diff(points) % 100 == 1).all()  # one run, whole windows
-    assert sorted(np.concatenate([window for windows in ranks for window in windows])) == list(range(100))
-
-
 def test_windows_that_do_not_wrap_are_views() -> None:
     rows: npt.NDArray[Any] = np.arange(20).reshape(10, 2)
     assert np.shares_memory(WindowDataset(rows, 3)[7], rows)

@@ -71,7 +71,7 @@ USERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "shuffle=True": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is)),
     "order='scalable'": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is), order="scalable"),
     "a length that follows from the seed": patched(
-        lambda: DataLoader(Indices(), 3, sampler=OfRandomLength(), collate_fn=as_it_is), layout="contiguous"
+        lambda: DataLoader(Indices(), 3, sampler=OfRandomLength(), collate_fn=as_it_is), order="seeded"
     ),
     "iterable": patched(iterable),
     "iterable, workers": patched(lambda: iterable(2)),

@@ -202,7 +202,7 @@ def test_batches_of_an_iterator_go_on_after_a_break() -> None:
     assert list(islice(mine, 1)) + list(islice(mine, 1)) == [[0, 1, 2, 3], [8, 9, 10, 11]]
 
 
-@pytest.mark.parametrize("options", [{"uneven": "drop"}, {"uneven": "keep"}, {"layout": "contiguous"}])
+@pytest.mark.parametrize("options", [{"uneven": "drop"}, {"uneven": "keep"}])
 def test_uneven_and_layout_count_batches(options: Any) -> None:
     """23 samples are six batches of four, the last one shorter."""
     batches = list(loader())
@@ -239,9 +239,9 @@ def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -
     for rank in range(2):
         mine, other = patched(given(BatchSampler), 2, rank, share="batches"), patched(given(Unknown), 2, rank)
         assert [list(mine), list(mine)] == [list(other), list(other)]
-        latest: Pass[Any] = mine.sampler.latest
+        latest: Pass[Any] = mine.sampler.rank_passes.latest
         assert isinstance(latest.source, Indexed)
-        assert not isinstance(other.sampler.latest.source, Indexed)
+        assert not isinstance(other.sampler.rank_passes.latest.source, Indexed)
 
 
 def test_a_scalable_shuffle_is_shared_in_batches() -> None:

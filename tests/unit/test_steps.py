@@ -14,15 +14,15 @@ from zoo import Bare, PKBatches, Source, as_it_is, loader
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import NoStepsError, message_of
-from ddp_patch.options import Layout, Uneven
+from ddp_patch.options import Uneven
 from ddp_patch.plan import Batching, Plan
 
 
 def test_a_rank_is_lost_where_no_batch_of_its_share_is_full() -> None:
     """As brute force has it, for every share."""
     for n, ranks, size, drop_last in product(range(12), range(1, 5), (1, 2, 3, 5), (False, True)):
-        for uneven, layout in product(get_args(Uneven), get_args(Layout)):
-            plans, batching = [Plan(rank, ranks, uneven, layout) for rank in range(ranks)], Batching(size, drop_last)
+        for uneven in get_args(Uneven):
+            plans, batching = [Plan(rank, ranks, uneven) for rank in range(ranks)], Batching(size, drop_last)
             assert plans[0].smallest_share(n) == min(len(plan.share(n)) for plan in plans)
             is_stepless = any(batching.count(len(plan.share(n))) == 0 for plan in plans)
             is_asked_for = uneven == "keep" and not drop_last

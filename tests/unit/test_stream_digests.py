@@ -192,7 +192,7 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     patched.sampler.worker.is_compared = True
     for _ in patched:
         pass
-    digest = patched.sampler.latest.source.digest
+    digest = patched.sampler.rank_passes.latest.source.digest
     assert digest.latest == read(range(30)).latest
 
 
@@ -202,7 +202,7 @@ def test_another_reader_of_the_same_pass_marks_nothing() -> None:
     patched.sampler.worker.is_compared = True
     first = iter(patched)
     next(first)
-    digest = patched.sampler.latest.source.digest
+    digest = patched.sampler.rank_passes.latest.source.digest
     marks = digest.marks
     assert len(list(patched.dataset)) == 15
     assert digest.marks == marks

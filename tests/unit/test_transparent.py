@@ -345,17 +345,17 @@ class Reads(Curriculum):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read = "linear"
+        self.of = "linear"
 
 
 def test_what_is_called_as_a_method_of_the_wrapper_is_refused() -> None:
     for share in ("samples", "batches"):
         loader = sharded(sampler=Reads, batch_size=2, share=share)[0]
-        with raises(InvalidOptionError, ("read", "Reads", "'sampler'"), "Set it there"):
-            loader.sampler.read = "cosine"
-        with raises(InvalidOptionError, ("read", "Reads", "'sampler'"), "Set it there"):
-            del loader.sampler.read
-        loader.sampler.sampler.read = "cosine"
+        with raises(InvalidOptionError, ("of", "Reads", "'sampler'"), "Set it there"):
+            loader.sampler.of = "cosine"
+        with raises(InvalidOptionError, ("of", "Reads", "'sampler'"), "Set it there"):
+            del loader.sampler.of
+        loader.sampler.sampler.of = "cosine"
         assert len([*loader]) == len(loader)
 
 

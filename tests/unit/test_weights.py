@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from messages import raises
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from trying import over_in_turn
 from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
@@ -20,11 +20,7 @@ from ddp_patch.sharding.passes import Pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
-WAYS: list[dict[str, Any]] = [
-    {"uneven": uneven, "layout": layout}
-    for uneven in ("pad", "drop", "keep")
-    for layout in ("interleaved", "contiguous")
-]
+WAYS: list[dict[str, Any]] = [{"uneven": uneven} for uneven in ("pad", "drop", "keep")]
 
 
 def patched(given: Any, world_size: int, rank: int, **options: Any) -> Any:
@@ -66,11 +62,7 @@ def assert_weigh_the_mean(kind: Kind, world_size: int, **options: Any) -> None:
                 )
 
 
-def suits(kind: Kind, way: dict[str, Any]) -> bool:
-    return way["layout"] == "interleaved" or not (kind.batches or not kind.sized or kind.endless)
-
-
-@over_in_turn(ALL_KINDS, "way", WAYS, suits=suits)
+@over_in_turn(ALL_KINDS, "way", WAYS)
 def test_a_real_sample_weighs_the_ranks_over_the_real_samples_of_its_step(kind: Kind, way: dict[str, Any]) -> None:
     with suppress(NoStepsError):  # uneven="drop" of one item
         assert_weigh_the_mean(kind, 2 if kind.make().num_workers else 3, **way)  # starting workers takes long
@@ -79,7 +71,7 @@ def test_a_real_sample_weighs_the_ranks_over_the_real_samples_of_its_step(kind: 
 DIVISIBLE = [kind for kind in ALL_KINDS if kind.make().batch_sampler is not None and not kind.make().num_workers]
 
 
-@over_in_turn(DIVISIBLE, "options", [{}, {"uneven": "keep"}, {"layout": "contiguous"}])
+@over_in_turn(DIVISIBLE, "options", [{}, {"uneven": "keep"}])
 def test_the_weights_of_a_divided_batch_are_its_mean(kind: Kind, options: dict[str, Any]) -> None:
     """Whatever has it: the weights of a sample, of all ranks together, are ranks / samples of the batch."""
     alone = weighed(kind, 1, 0)
@@ -183,11 +175,7 @@ def test_what_is_no_function_is_refused_at_the_call() -> None:
 
 
 def test_a_world_given_by_hand_cannot_sum() -> None:
-    class Batches(BatchSampler):
-        """Its batches may have any size."""
-
-    runs = patched(loader(batch_sampler=Batches(range(8), 2, False)), 2, 0, layout="contiguous")
-    ways: list[tuple[Any, dict[str, Any]]] = [(runs, {}), (patched(loader(), 2, 0), {"weight_of": ones})]
+    ways: list[tuple[Any, dict[str, Any]]] = [(patched(loader(), 2, 0), {"weight_of": ones})]
     for given, options in ways:
         with raises(WorldError, ("iter_with_weights", "2 ranks"), "process group"):
             next(iter_with_weights(given, **options))
@@ -210,19 +198,6 @@ def test_a_pass_of_which_nothing_is_left_needs_no_sums() -> None:
     list(ended)
     resumed.sampler.load_state_dict(ended.sampler.state_dict())
     assert [len(list(iter_with_weights(resumed))) for _ in range(2)] == [0, 1]
-
-
-def test_runs_of_torchs_batches_have_known_sizes() -> None:
-    found = [
-        [
-            weights.tolist()
-            for _, weights in iter_with_weights(patched(loader(), 2, rank, share="batches", layout="contiguous"))
-        ]
-        for rank in range(2)
-    ]
-    assert [step[0] for step in found[0]] == pytest.approx([2 / 8, 2 / 8, 2 / 7])
-    assert found[0][2] == pytest.approx([2 / 7] * 4)
-    assert found[1][2] == pytest.approx([2 / 7] * 3)
 
 
 def test_loaders_of_which_samples_are_unknown_are_refused() -> None:

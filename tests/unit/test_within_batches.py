@@ -36,15 +36,13 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.plan import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
 DIVISIBLE = [replace(kind, batches=True) for kind in ALL_KINDS if kind.make().batch_sampler is not None]
-WAYS: list[dict[str, Any]] = [
-    {"uneven": uneven, "layout": layout} for uneven in ("pad", "keep") for layout in ("interleaved", "contiguous")
-]
+WAYS: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep"}]
 
 
 def divided(given: DataLoader[Any], world_size: int = 2, rank: int = 0, **options: Any) -> Any:
@@ -210,13 +208,6 @@ def test_a_stream_resumes_after_whole_batches(workers: int) -> None:
             resumed = divided(make(), 3, rank)
             restore_loader(resumed, state)
             assert list(resumed) == [part(batch, Plan(rank, 3)) for batch in whole[batches:]]
-
-
-def test_states_of_runs_are_not_those_of_whole_batches() -> None:
-    stopped = divided(loader(), share="batches", layout="contiguous")
-    next(iter(stopped))
-    with raises(StateError, ("layout", "contiguous", "interleaved"), "Build"):
-        restore_loader(divided(loader()), loader_state(stopped, batches_done=1))
 
 
 def test_a_pass_that_was_left_is_followed_by_the_next_epoch() -> None:

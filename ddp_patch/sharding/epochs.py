@@ -1,0 +1,290 @@
+"""The passes over one loader: which epoch comes next, which pass is the latest, where the next one resumes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.orders.chunks import State
+from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
+from ddp_patch.plan import Batching, Consumed, Plan
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.saved_position import Position, States, split_consumed
+
+if TYPE_CHECKING:
+    from ddp_patch.sharding.passes import Pass
+
+__all__ = ["Passes"]
+
+
+T = TypeVar("T")
+
+
+class Passes(Generic[T]):
+    """The passes over one loader, and what they have in common. It is the base of those over samplers and datasets.
+
+    Args:
+        name: The class of the sampler or dataset that is drawn.
+        wrapper: The class of the sampler that shards it, by which errors call the loader until that is known.
+        agreed: What the ranks agreed on.
+        batching: How the loader makes batches of its items.
+        sampler_states: The objects whose generators are drawn from.
+        facts: What identifies what is sharded, for a state.
+
+    Attributes:
+        plan: Which positions of the stream are this rank's.
+        batch_plan: The rank's share of each batch, where batches are divided; otherwise None.
+        monitor: Compares the passes with the other ranks'.
+        batches_ahead: How many batches the loader's workers fetch before they are taken.
+        epochs: Which epoch comes next.
+        latest: The latest pass, if there was one since an epoch was set.
+        position: Where the next pass resumes, if a state was loaded for it.
+        counts_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
+        has_one_iterator: Whether the loader has one iterator for all epochs, which continues after a ``break``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wrapper: str,
+        agreed: Agreed,
+        batching: Batching,
+        sampler_states: SamplerStates,
+        facts: Mapping[str, object],
+    ) -> None:
+        self.name: str = name
+        self.agreed, self.batching, self.sampler_states = agreed, batching, sampler_states
+        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.batch_plan: Plan | None = agreed.batch_plan
+        self.monitor: PassMonitor = PassMonitor(agreed.peers, slack=int(self.plan.uneven == "keep"))
+        self.batches_ahead: int = 0
+        self.epochs: EpochCounter = EpochCounter()
+        self.latest: Pass[T] | None = None
+        self.position: Position | None = None
+        self.counts_rest: bool = True
+        self.has_one_iterator: bool = False
+        self.keeps_sizes: bool = False
+        self._loader_name = wrapper
+        self._choices = self._last_choice_applied = 0  # of an epoch; the last one is that whose states were put back
+        self._was_chosen = False  # and none has begun since
+        self._states_prepared = self._persistent_iterator_draws = False
+        self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
+        options = agreed.options
+        self._facts = {
+            **facts,
+            "uneven": options.uneven,
+            "order": "scalable" if options.is_scalable else "drawn",
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A running pass cannot be copied.
+        return {**self.__dict__, "latest": None}
+
+    # ---- what is drawn; samplers and datasets answer differently ----
+
+    def stream_length(self, epoch: int) -> int:
+        """Return how many items the stream has; if unknown, raise TypeError or what the user's code raises."""
+        raise NotImplementedError
+
+    def snapshot(self) -> States:
+        """Return what the samplers hold now: generators, states and counters."""
+        return self.sampler_states.snapshot()
+
+    def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
+        """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
+        return self._facts
+
+    def require_fits(self, position: Position) -> None:
+        """Raise StateError if what is drawn cannot have such a position."""
+
+    def note_length(self, current: Pass[T], length: int) -> None:
+        """Record how many items all ranks share in a pass, when it has found that."""
+
+    # ---- the loader ----
+
+    def note_loader(self, name: str, batches_ahead: int, readers: int) -> None:
+        """Record which loader this is put into, before its first pass.
+
+        Args:
+            name: The loader's class.
+            batches_ahead: How many batches its workers fetch before they are taken.
+            readers: How many workers may each read a part, of which one rank may get an item more than another.
+        """
+        self._loader_name, self.batches_ahead = name, batches_ahead
+        self.monitor.name_loader(f"{name} {self.agreed.place}".rstrip(), readers)
+
+    def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
+        """Return what to enter while a loader makes an iterator, for which it draws a number from its generator.
+
+        The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
+        generator, another thread's sampler may not have put private states there.
+
+        Raises:
+            StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
+        """
+        self.require_no_failure()
+        if not self.sampler_states.holds(loader.generator):
+            # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
+            return one_at_a_time() if self.agreed.leader is None else nullcontext()
+        if loader.persistent_workers:
+            self._persistent_iterator_draws = True
+        else:
+            # An iterator that was never used does not count.
+            self._states_prepared, self._iterator_generator = False, None
+            self._begin_sampler_states()
+            self._states_prepared, self._iterator_generator = True, loader.generator
+        return self.sampler_states.drawing()
+
+    def require_no_failure(self) -> None:
+        """Raise StateError if the latest pass ended by an error, so that this rank alone would leave out its rest."""
+        current = self.latest
+        if current is not None and current.state is State.FAILED and self.position is None and self.monitor.is_on:
+            raise StateError(  # no RuntimeError, which a script may catch because of torch's workers
+                f"Iterating the {self._loader_name} again: its pass over epoch {current.epoch} ended by an error, "
+                f"raised in place of batch {current.batches_delivered or 0} (from 0). The script caught it, and a "
+                "new pass would begin on this rank alone: the rest of its shard of that epoch would be lost, and "
+                "the ranks' steps would not match. Correct what raised the error, and let it end the training: all "
+                "ranks then resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) "
+                "with the same N on every rank, which leaves out the rest of the epoch."
+            )
+
+    def _begin_sampler_states(self) -> None:
+        """Put back what the samplers draw from, for the upcoming pass."""
+        if self._persistent_iterator_draws:  # once, and any pass may be another rank's first
+            self.sampler_states.begin_from_here()
+            self._persistent_iterator_draws = False
+        if not self._states_prepared:
+            # Only once per choice: torchdata iterates the sampler twice for one pass.
+            is_new = self._was_chosen and self._last_choice_applied != self._choices
+            self._last_choice_applied = self._choices
+            self.sampler_states.begin(self.epochs.upcoming if is_new else None)
+            if is_new and self._iterator_generator is not None:
+                # The iterator was made before the epoch was chosen, and drew its number from what was there.
+                with self.sampler_states.drawing():
+                    torch.empty((), dtype=torch.int64).random_(generator=self._iterator_generator)
+        self._states_prepared, self._iterator_generator = False, None
+
+    # ---- epochs and passes ----
+
+    def choose(self, epoch: int) -> None:
+        """Make ``epoch`` the next one. If it already is, a position that was loaded stays."""
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise InvalidOptionError(
+                f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived "
+                "from it. Pass the number of the epoch that comes next."
+            )
+        if number != self.epochs.upcoming:
+            self.position = None
+        self._finish_latest()
+        self.latest = None
+        self._choices, self._was_chosen, self._states_prepared = self._choices + 1, True, False
+        self.monitor.choose_epoch()
+        self.epochs.set(number)
+
+    def _finish_latest(self) -> None:
+        """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
+
+    def _note_begun(self, current: Pass[T], *, takes_position: bool) -> None:
+        """Record a pass that begins, and whether it takes the position that was loaded."""
+        self.latest = current
+        if takes_position:
+            self.position = None
+
+    def note_running(self, current: Pass[T]) -> None:
+        """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
+
+        Lightning starts an epoch's workers before it says which epoch it is.
+        """
+        if self.position is None:
+            self.latest = current
+
+    @property
+    def current(self) -> Pass[T] | None:
+        """The latest pass, unless a state was restored since."""
+        return self.latest if self.position is None else None
+
+    @property
+    def batches_into_pass(self) -> int:
+        """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
+        current = self.latest if self.has_one_iterator else None
+        return 0 if current is None or current.state is State.ENDED else current.batches(self.batching)
+
+    @contextmanager
+    def keeping_sizes(self) -> Iterator[None]:
+        """While entered, let passes that begin record how many samples their items have, and those of all ranks."""
+        self.keeps_sizes = True
+        try:
+            yield
+        finally:
+            self.keeps_sizes = False
+
+    # ---- lengths ----
+
+    def length_if_any(self, epoch: int) -> int | None:
+        """Return how many items the stream has; None if that is not known."""
+        try:
+            return self.stream_length(epoch)
+        except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
+            return None
+
+    def batches_in_epoch(self) -> int | None:
+        """Return how many batches this rank's share of the upcoming epoch has; None if that is not known."""
+        length = self.length_if_any(self.epochs.upcoming)
+        return None if length is None else self.batching.count(len(self.plan.share(length)))
+
+    def items_left(self, position: Position) -> int | None:
+        """Return how many items of this rank's share are left at a position; None if the length is not known."""
+        length = self.length_if_any(position.epoch)
+        consumed = split_consumed(position.consumed, self.plan.num_replicas)
+        return None if length is None else self.plan.remaining(length, *consumed)
+
+    def counted_by_len(self) -> tuple[int, Consumed, int]:
+        """Return what ``len()`` counts: an epoch, what other numbers of ranks took of it, what each rank took since.
+
+        If a position was loaded, this is about the next pass, which resumes there; otherwise about the running one.
+        """
+        current, skip = self.latest, 0
+        before: Consumed = ()
+        if self.position is not None:
+            epoch = self.position.epoch
+            before, skip = split_consumed(self.position.consumed, self.plan.num_replicas)
+        elif current is None or current.is_over:
+            epoch = self.epochs.current
+        else:
+            epoch, before, skip = current.epoch, current.consumed_before, current.skip
+        return (epoch, before, skip) if self.counts_rest else (epoch, (), 0)
+
+    # ---- positions ----
+
+    def position_now(self) -> Position:
+        """Return where the next pass would go on, as callers of torch's Stateful protocol count."""
+        if self.position is not None:
+            return self.position
+        if self.latest is None:
+            return Position(self.epochs.upcoming, states=self.snapshot())
+        if self.latest.is_ended:
+            return self.latest.position_at_end(self.snapshot())
+        return self.latest.position(self.latest.items_taken)
+
+    def resume_at(self, position: Position, *, counts_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``counts_rest``."""
+        if position.seed is not None:
+            self.agreed.seed.adopt(position.seed)
+        self.latest = None
+        self.monitor.restore()
+        # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
+        self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
+        self.choose(position.epoch)  # also on samplers whose own state has the epoch before
+        self.position, self.counts_rest = position, counts_rest

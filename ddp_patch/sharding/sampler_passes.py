@@ -1,0 +1,397 @@
+"""The passes over a sampler that is shared: what each draws, from which states, and how long it is."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ddp_patch.errors import ExhaustedSamplerError, InvalidOptionError, StateError, StreamLengthWarning
+from ddp_patch.loaders.facts import StreamFacts
+from ddp_patch.loaders.samples import NestedEpochs
+from ddp_patch.orders.chunks import copy_item, start_iterating
+from ddp_patch.orders.digest import Digest
+from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators
+from ddp_patch.orders.orders import (
+    EpochOrder,
+    has_computed_order,
+    has_order,
+    is_always_alike,
+    is_torch_sampler,
+    order_of,
+)
+from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, epoch_seed, look
+from ddp_patch.plan import Batching, Consumed, Plan, Sizes, rest_of
+from ddp_patch.ranks.agreement import Agreed
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
+from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
+from ddp_patch.sharding.epochs import Passes
+from ddp_patch.sharding.item_sources import Drawing, FromLeader, Indexed, ItemSource, Streamed
+from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.sampler_states import SamplerStates
+from ddp_patch.sharding.saved_position import Position, States, split_consumed
+
+__all__ = ["SamplerPasses"]
+
+
+T = TypeVar("T")
+
+
+class SamplerPasses(Passes[T]):
+    """The passes over a sampler.
+
+    Args:
+        wrapper: The class of the sampler that shares it.
+        stream: The sampler.
+        shuffles: Whether the whole epoch is permuted once more.
+        agreed: What the ranks agreed on.
+        batching: How the loader makes batches of its items.
+        are_batches: Whether each item is a batch.
+    """
+
+    def __init__(
+        self,
+        wrapper: str,
+        stream: StreamFacts,
+        shuffles: bool,
+        agreed: Agreed,
+        batching: Batching,
+        *,
+        are_batches: bool,
+    ) -> None:
+        balancer = Balancer.of(agreed, batching, are_batches=are_batches)
+        facts = {
+            "shared by": wrapper,
+            "shuffle_samples_between_gpus": shuffles,
+            **stream.described,
+            **({} if balancer is None else balancer.described),
+        }
+        states = SamplerStates(stream.samplers, stream.counted)
+        super().__init__(stream.name, wrapper, agreed, batching, states, facts)
+        self.sampler: Iterable[T] = stream.source
+        self.shuffles: bool = shuffles
+        self._are_batches, self._balancer = are_batches, balancer
+        if not shuffles and balancer is None and is_always_alike(self.sampler):
+            self.monitor.let_epochs_be_alike()
+        self._is_one_shot = stream.is_one_shot
+        self.monitor.why_orders_differ = partial(_why_orders_differ, self.name)
+        if (held := stream.held_data) is not None:
+            self.monitor.compare_held(held)
+        self._order_is_drawn = has_order(self.sampler) and not has_computed_order(self.sampler)
+        self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
+        self._nested_epochs = NestedEpochs(self.sampler, stream.counts_epochs)
+        self._torchs_generators = self._generators_of_torchs()
+        self._warned_of_length = False
+        self._restored_length: int | None = None  # of the stream, when a position was restored
+
+    # ---- what is drawn ----
+
+    def stream_length(self, epoch: int) -> int:
+        """Return the sampler's length, or its own TypeError; some samplers draw to find it."""
+        with self._counting(epoch, partial(random_generators, self.sampler_states.holders)):
+            return len(cast(Any, self.sampler))
+
+    @contextmanager
+    def _counting(self, epoch: int, drawn_from: Callable[[], Sequence[RandomGenerator]] = tuple) -> Iterator[None]:
+        """While entered, let samplers count their data, which may draw, guarded.
+
+        Once it was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is chosen.
+
+        Args:
+            epoch: In which epoch.
+            drawn_from: Tells which generators to put back, besides the global ones.
+        """
+        now = (epoch, self._choices, self.epochs.passes, None if self.latest is None else self.latest.drawn)
+        if self._draws_nothing_at == now:
+            yield
+            return
+        with look(drawn_from(), seed=self.agreed.seed.value, epoch=epoch) as was_moved:
+            yield
+            draws_nothing = not was_moved()
+        if draws_nothing:
+            self._draws_nothing_at = now
+
+    def note_changed(self) -> None:
+        """Record that the user has set an attribute of the sampler: it may be another dataset."""
+        self._draws_nothing_at = ()
+
+    def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
+        """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
+        if not self._order_is_drawn:
+            return self._facts
+        # Rows may have been added since the patch. A pass that has begun has those that were there then.
+        if latest is None or latest.is_ended:
+            length = None
+        else:
+            length = self._restored_length if latest.start.is_within_pass else latest.source.length
+        return {
+            **self._facts,
+            "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length,
+        }
+
+    def require_fits(self, position: Position) -> None:
+        """Raise StateError if more was taken than there is."""
+        seed = self.agreed.seed
+        with seed.tried(seed.value if position.seed is None else position.seed):  # a length may follow from it
+            length = self._sure_length(position.epoch)
+        for number, (ranks, taken) in enumerate(position.consumed if length is not None else ()):
+            left = len(rest_of(length or 0, position.consumed[:number]))
+            if taken > Plan(0, ranks, self.plan.uneven).largest_share(left):
+                raise StateError(
+                    f"The state is damaged: {ranks} ranks took {taken} items each in it, and only {left} items were "
+                    "left for them. Pass what loader_state(), or state_dict(), returned, as it was saved."
+                )
+
+    def _sure_length(self, epoch: int) -> int | None:
+        """Return how many items the stream has, or None if that is not certain."""
+        if not self._is_looked_up():
+            return None
+        with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
+            return self.stream_length(epoch)
+
+    def resume_at(self, position: Position, *, counts_rest: bool) -> None:
+        """Make the next pass resume at a position; see the attribute ``counts_rest``."""
+        super().resume_at(position, counts_rest=counts_rest)
+        self._restored_length = self.stream_length(position.epoch) if self._order_is_drawn else None
+
+    def snapshot(self) -> States:
+        """Return what the samplers hold now: generators, states and counters."""
+        if self._is_one_shot and self.epochs.passes:
+            why = (
+                "the sampler is an iterator, which can be used only once, and nobody knows how many items earlier "
+                "epochs took. Give the loader something that can be iterated again"
+            )
+            return States(unknown=why)
+        return super().snapshot()
+
+    # ---- passes ----
+
+    def choose(self, epoch: int) -> None:
+        """Make ``epoch`` the next one; tell every nested sampler that has a ``set_epoch``."""
+        super().choose(epoch)
+        self._nested_epochs.tell(self.epochs.upcoming)
+
+    def runs(self) -> Iterator[Iterator[T]]:
+        """Return this rank's items of the upcoming epoch, in runs."""
+        self.require_no_failure()
+        # Somebody may have set the epoch of a nested sampler, past the one that wraps it.
+        if (epoch := self._nested_epochs.set_by_user()) is not None:
+            self.choose(epoch)
+        return self._runs(self._take_up_pass(), self._choices)
+
+    def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
+        """Yield this rank's items in runs, from when the first is asked for."""
+        is_other = current.epoch != self.epochs.upcoming or choices != self._choices
+        if not current.is_ended and (is_other or self._note_new_generators()):
+            # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
+            # sampler of torch's looks at its generator now.
+            current = self._take_up_pass()
+        if current.is_ended:
+            return
+        self.epochs.begin(current.epoch)
+        self._note_begun(current, takes_position=True)
+        self._was_chosen = False
+        yield from current.runs()
+
+    def _take_up_pass(self) -> Pass[T]:
+        """Make a pass over the upcoming epoch the latest one, and return it.
+
+        If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
+        drawn from this one.
+        """
+        number, start = self.epochs.upcoming, self.position
+        if start is None or not start.is_within_pass:
+            self._begin_sampler_states()
+        with self.sampler_states.generators_in_place():  # a sampler's set_epoch may seed its generator
+            self._nested_epochs.tell(number)
+        if start is not None and start.is_within_pass:
+            # Others may have drawn from the generators since it was loaded.
+            self.sampler_states.restore_states(start.states)
+        else:
+            start = Position(number, states=self.snapshot())
+        # Under a leader one rank draws for all, so there is nothing to compare.
+        digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
+        source = self._chosen_source(start, digest)
+        costs = self.agreed.options.costs
+        current = Pass(
+            start,
+            self,
+            source,
+            digest,
+            sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
+            divide=None if self.batch_plan is None else BatchDivider(self.batch_plan, self.name, costs),
+        )
+        self._note_begun(current, takes_position=start.is_ended)
+        if start.is_ended:
+            current.end()
+            self.epochs.begin(number)
+        return current
+
+    def _generators_of_torchs(self) -> list[torch.Generator]:
+        return torch_generators(holder for holder in self.sampler_states.holders if is_torch_sampler(holder))
+
+    def _note_new_generators(self) -> bool:
+        """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
+
+        Other samplers may make their own generators at any time, alike on every rank.
+        """
+        before, now = self._torchs_generators, self._generators_of_torchs()
+        if list(map(id, now)) == list(map(id, before)):
+            return False
+        if now and self.agreed.world.share_of_rank is not None and self.agreed.leader is None:
+            raise InvalidOptionError(
+                f"A {self.name} was given a generator after it was patched. Its state may differ "
+                "between ranks, because they agreed only on the generators that were there. Give the sampler its "
+                "generator first and patch the loader then, or use order='leader'."
+            )
+        self._torchs_generators = now
+        return True
+
+    def _finish_latest(self) -> None:
+        """Draw to its end a pass whose every batch was given: a loop that takes ``len()`` batches asks for no end.
+
+        What workers fetch ahead was not: ranks that looked at another pass since would have fetched less of that.
+        """
+        current = self.latest
+        if current is None or current.is_ended or (length := current.likely_length) is None:
+            return
+        count, share = self.batching.count, self.plan.smallest_share(length)
+        if not current.items_taken or current.batches(self.batching) < count(max(0, share - current.skip)):
+            return
+        if current.draw_rest(self.batching.size):
+            self.sampler_states.end(current.epoch)
+
+    # ---- how a pass gets its items ----
+
+    def _chosen_source(self, start: Position, digest: Digest | None) -> ItemSource[T]:
+        """Choose how a pass gets its items."""
+        if start.is_ended:
+            nothing = ItemSource[T]()
+            nothing.sizes = Sizes()  # those of no item are all known
+            return nothing
+        epoch, seed, keeps_sizes = start.epoch, self.agreed.seed.value, self.keeps_sizes and self.batch_plan is None
+        before = [pair for pair in split_consumed(start.consumed, self.plan.num_replicas)[0] if pair[1]]
+        taken = sum(ranks * each for ranks, each in before)
+        # It draws what the global one would draw from these states, and nobody else can draw from it.
+        private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+        order = partial(order_of, self.sampler, epoch, private_generator)
+        random_context = partial(self._drawing, epoch, PrivateRNG(seed, epoch))
+        if self._is_looked_up() and (self._balancer is None or not taken):
+            balanced = None
+            if self._balancer is not None:
+                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch)
+            return Indexed(
+                order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
+            )
+        begin, rest = self._begun_by(order, epoch), self._rest_by(before, taken, epoch)
+        drawing = Drawing(begin, rest, random_context, draws_ahead=not self._is_one_shot, digest=digest)
+        if self.agreed.leader is not None:
+            return self._led(drawing, start, self.agreed.leader)
+        known = start.states.streams[0].first if start.states.streams else None
+        return Streamed(drawing, self.plan, self.name, known, keeps_sizes=keeps_sizes)
+
+    def _begun_by(self, order: Callable[[], EpochOrder], epoch: int) -> Callable[[], Iterator[T]]:
+        """Return what begins to yield an epoch's items."""
+        begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
+        # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
+        if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
+            begin = partial(_in_order, order)
+        return partial(_permuted, begin, self.agreed.seed.value, epoch) if self.shuffles else begin
+
+    def _rest_by(self, before: Consumed, taken: int, epoch: int) -> Callable[[Iterator[T]], Iterator[T]]:
+        """Return what leaves out the items that other numbers of ranks have taken."""
+        if self._balancer is None:
+            return partial(_left, taken)
+        return partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
+
+    def _led(self, drawing: Drawing[T], start: Position, leader: Leader) -> ItemSource[T]:
+        """Return what gets this rank's items from the leader."""
+        plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
+        has_length = leader.is_leader and self.length_if_any(start.epoch) is not None
+        first_piece = LARGEST_PIECE if has_length else FIRST_PIECE
+        facts = partial(self._pass_facts, start.epoch)
+        return FromLeader(drawing, leader, facts, plans, start.states, self.snapshot, first_piece=first_piece)
+
+    @contextmanager
+    def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
+        """While entered, let the samplers draw an epoch: from these states, unless its order is drawn here."""
+        with self._counting(epoch) if self._order_is_drawn else states, self.sampler_states.drawing():
+            yield
+
+    def _pass_facts(self, epoch: int) -> dict[str, object]:
+        """Return which pass is being made, to be compared between the ranks."""
+        return {"patched as": f"number {self.agreed.number}", "epoch": epoch, "pass": self.epochs.passes}
+
+    def _is_looked_up(self) -> bool:
+        """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
+        return self.agreed.leader is None and not self.shuffles and has_order(self.sampler)
+
+    def note_length(self, current: Pass[T], length: int) -> None:
+        """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
+
+        Args:
+            current: A pass whose end was found.
+            length: How many items all ranks share in it.
+
+        Raises:
+            ExhaustedSamplerError: There is nothing, because the sampler is an iterator.
+            StateError: More was done in the state that is resumed.
+        """
+        if self._is_one_shot and not length and self.epochs.passes > 1:
+            raise ExhaustedSamplerError(
+                f"Nothing is left for epoch {current.epoch}: the sampler is an iterator, which can be used only once. "
+                "Give the loader something that can be iterated again (a list, or a sampler whose __iter__ starts "
+                "again)."
+            )
+        if current.skip > self.plan.largest_share(length):
+            raise StateError(
+                f"The pass cannot resume from the state: {current.skip} items of each rank's share were done in it, "
+                f"and the sampler ended after {length} items of all ranks. Restore the state of a loader with this "
+                "sampler."
+            )
+        if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(current.epoch)) is None:
+            return
+        if told != (drawn := length + sum(ranks * each for ranks, each in current.consumed_before)):
+            self._warned_of_length = True
+            warnings.warn(
+                f"{self.name} yielded {drawn} items and its len() says {told}. All {drawn} were "
+                "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
+                "are schedules and progress bars that use it. Correct the sampler's __len__.",
+                StreamLengthWarning,
+                stacklevel=2,
+            )
+
+
+def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
+    """Draw an order, and yield its items."""
+    return order().items()
+
+
+def _permuted(begin: Callable[[], Iterator[T]], seed: int, epoch: int) -> Iterator[T]:
+    """Begin a sampler, and yield its epoch in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
+    return _in_permutation(begin(), seed, epoch)
+
+
+def _in_permutation(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
+    items = [copy_item(item) for item in stream]
+    for position in distributed_permutation(len(items), seed, epoch).tolist():
+        yield items[position]
+
+
+def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:
+    """Leave out what was taken of a stream."""
+    return islice(stream, taken, None) if taken else stream
+
+
+def _why_orders_differ(name: str) -> str:
+    """Return what may cause that ranks draw different orders, and what to do."""
+    return (
+        f"{name} gave each its own, and each rank keeps its shard of what should be one order, so samples would be "
+        "lost. Make the order the same on every rank: if the sampler learns from its rank's losses, let every rank "
+        "learn from all ranks' (see \"Samplers that learn\" in docs/samplers.md); if it draws from the system's "
+        "entropy, or another thread draws meanwhile, give it a generator of its own that is seeded alike; or patch "
+        "with order='leader', and rank 0 draws for all."
+    )
