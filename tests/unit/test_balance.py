@@ -13,7 +13,7 @@ import pytest
 import torch
 from costed import costed
 from messages import raises
-from test_resume import as_saved
+from resumed import as_saved
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from trying import over_in_turn
 from zoo import (
