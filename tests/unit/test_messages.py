@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from messages import Words, assert_tells, raises
+from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from zoo import Indices, N, as_it_is, loader
 
@@ -138,30 +139,6 @@ def test_a_sampler_without_length_cut_into_runs() -> None:
         DDPSamplerWrapper(iter([1, 2]), False, layout="contiguous", **EXPLICIT)
 
 
-class MultiEpochsDataLoader(DataLoader[Any]):
-    """As timm has it: one iterator, begun by the constructor, over a batch sampler that is repeated for ever."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        vars(self)["batch_sampler"] = Repeated(self.batch_sampler)
-        self.iterator = super().__iter__()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]  # the repeated one
-
-    def __iter__(self) -> Any:
-        return (next(self.iterator) for _ in range(len(self)))
-
-
-class Repeated:
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Any:
-        while True:
-            yield from self.sampler
-
-
 class BegunWhenMade(DataLoader[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -202,7 +179,7 @@ def test_the_remedy_for_it_works() -> None:
     epochs = []
     for rank in range(2):
         sampler = DDPSamplerWrapper(RandomSampler(Indices()), False, rank=rank, num_replicas=2, seed=3)
-        sharded = MultiEpochsDataLoader(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
+        sharded = MultiEpochs(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
         assert check_loaders_is_patched(sharded)
         epochs.append([[item for batch in sharded for item in batch] for _ in range(2)])
     for first, second in zip(*epochs, strict=True):

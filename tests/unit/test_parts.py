@@ -28,7 +28,7 @@ from parts import assert_nothing_is_lost, assert_parts_are_shared, epoch, loader
 from quick import in_turn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
-from zoo import Source
+from zoo import EpochSource, Source
 
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
@@ -192,8 +192,9 @@ def test_a_dataset_that_asks_after_its_first_item_is_refused(world_size: int, it
         ranks(lambda: loader_of(AsksLate(items), 2), world_size)
 
 
-def test_a_main_process_may_ask_at_any_time() -> None:
-    assert_parts_are_shared(partial(AsksLate, 3), 0, 2, "pad")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_there_is_one_reader_a_dataset_may_ask_at_any_time(workers: int) -> None:
+    assert_parts_are_shared(partial(AsksLate, 3), workers, 2, "pad")
 
 
 def test_contiguous_shares_of_parts_are_refused() -> None:
@@ -202,10 +203,10 @@ def test_contiguous_shares_of_parts_are_refused() -> None:
         ranks(lambda: loader_of(SizedShards(), 2), 2, layout="contiguous")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_contiguous_shares_of_one_part_are_runs_of_it(workers: int) -> None:
-    reads = ranks(lambda: loader_of(SizedShards(), workers), 2, layout="contiguous")
-    stream = list(SizedShards())
+@pytest.mark.parametrize(("kind", "workers"), [(SizedShards, 0), (SizedShards, 1), (EpochSource, 2)])
+def test_contiguous_shares_of_one_part_are_runs_of_it(kind: Any, workers: int) -> None:
+    reads = ranks(lambda: loader_of(kind(), workers), 2, layout="contiguous")
+    stream = list(kind())
     assert [read.items for read in reads] == [stream[:12], [*stream[12:], stream[0]]]
 
 

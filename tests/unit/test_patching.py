@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from messages import assert_tells, raises
+from messages import raises
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 from zoo import NEWER, Drawn, EpochSeeded, Indices, N, PKBatches, Reversed, as_it_is, by_torch, loader, seeded_generator
 
@@ -330,13 +330,6 @@ def test_a_distributed_sampler_anywhere_is_left_as_it_is(empty: bool) -> None:
         assert patch_dataloader_to_ddp(given, **WORLD) is given
 
 
-def test_the_guard_walks_nests() -> None:
-    patched = patch_dataloader_to_ddp(loader(), **WORLD)
-    assert check_loaders_is_patched({"train": patched, "val": [patched, (patched,)]})
-    assert not check_loaders_is_patched({"train": patched, "val": [patched, (loader(),)]})
-    assert_loaders_patched([patched, {"val": patched}])
-
-
 class Wrapping:
     """As Lightning Fabric's wrapper, which is no DataLoader and has its attributes."""
 
@@ -391,16 +384,6 @@ def test_a_scheduler_is_recognised_as_torch_recognises_it(scheduler: str, monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     with raises(ddp_patch.errors.WorldError, "WORLD_SIZE=4", "torch.distributed.init_process_group()"):
         patch_dataloader_to_ddp(given)
-
-
-def test_one_process_gets_its_loader_back_with_one_warning() -> None:
-    given = loader()
-    with pytest.warns(ddp_patch.errors.NotDistributedWarning) as caught:
-        assert patch_dataloader_to_ddp(given) is given
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    facts = ("patch_dataloader_to_ddp", "process group", "environment", "all data")
-    assert_tells(str(caught[0].message), facts, "torch.distributed.init_process_group()")
 
 
 def test_an_explicit_world_of_one_is_a_world() -> None:
