@@ -623,7 +623,8 @@ def test_no_random_state_moves_and_a_generator_stays() -> None:
 )
 def test_what_torch_does_not_shuffle_is_refused(loader: Callable[[], DataLoader[Any]], found: tuple[str, ...]) -> None:
     remedy = ("shuffle=True", "order", "items_at(positions, epoch)")
-    for world in ({"rank": 0, "num_replicas": 2}, {}):  # and in one process
+    worlds: list[dict[str, Any]] = [{"rank": 0, "num_replicas": 2}, {}]
+    for world in worlds:  # and in one process
         with raises(InvalidOptionError, ("order='scalable'", *found), remedy):
             patch_dataloader_to_ddp(loader(), order="scalable", **world)
     if loader().batch_sampler is None or type(loader().batch_sampler) is BatchSampler:
