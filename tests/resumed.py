@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from zoo import Bare, Indices, Kind, N, Source, as_it_is, loader, seeded_generat
 
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
 
-__all__ = ["RESUMED", "ByClass", "Counter", "Fetched", "Lazily", "Parts", "Shuffled", "as_saved", "of"]
+__all__ = ["RESUMED", "BeginsAnew", "ByClass", "Counter", "Fetched", "Lazily", "Parts", "Shuffled", "as_saved", "of"]
 
 
 def as_saved(state: dict[str, Any]) -> Any:
@@ -113,6 +114,28 @@ class Lazily(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return (1000 * index + int(torch.randint(1000, (), generator=self.own)) for index in range(self.n))
+
+
+class BeginsAnew(Sampler[int]):
+    """As each of lhotse's samplers: iter() goes back to the beginning of the epoch and returns the sampler itself."""
+
+    def __init__(self, n: int = 300, shuffle: bool = True) -> None:
+        self.n, self.shuffle, self.epoch = n, shuffle, 0
+        self.left: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = list(range(self.n))
+        if self.shuffle:
+            random.Random(self.epoch).shuffle(self.left)
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
 
 
 class Reversing(Sampler[int]):
@@ -205,6 +228,7 @@ RESUMED = [
     Kind("a generator shared with the dataset, worker", lambda: permuted(1)),
     Kind("a counter", lambda: loader(sampler=Counter())),
     Kind("a state of the sampler's own", lambda: loader(batch_sampler=SavedCounter()), batches=True),
+    Kind("its own iterator, which begins anew", lambda: loader(sampler=BeginsAnew(N)), sized=False),
     Kind("one by one, and a length that is too small", lambda: loader(1, sampler=Lazily(20)), sized=False),
     Kind("a length that is too small, endless", lambda: loader(sampler=Lazily(10**9)), sized=False, endless=True),
     # Epochs of other numbers of batches.
