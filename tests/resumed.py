@@ -162,6 +162,19 @@ class Permuted(IterableDataset[int]):
         return iter(torch.randperm(N, generator=self.own).tolist())
 
 
+class Reseeded(IterableDataset[int]):
+    """Has a generator of its own, which ``set_epoch`` seeds."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(50 + epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(N, generator=self.generator).tolist()
+
+
 class Parts(IterableDataset[int]):
     """Split over its workers, which read unequally much."""
 
@@ -226,6 +239,8 @@ RESUMED = [
     Kind("a generator shared, whole batches, workers", lambda: sharing_a_generator(True, 2), batches=True),
     Kind("a generator shared with the dataset", lambda: permuted(0)),
     Kind("a generator shared with the dataset, worker", lambda: permuted(1)),
+    Kind("seeds its generator in set_epoch", of(Reseeded()), sized=False),
+    Kind("seeds its generator in set_epoch, workers", of(Reseeded(), num_workers=2), sized=False),
     Kind("a counter", lambda: loader(sampler=Counter())),
     Kind("a state of the sampler's own", lambda: loader(batch_sampler=SavedCounter()), batches=True),
     Kind("its own iterator, which begins anew", lambda: loader(sampler=BeginsAnew(N)), sized=False),

@@ -26,6 +26,7 @@ WITH_WORKERS = {
     "one iterator for all, workers",
     "a generator shared with the sampler, workers",
     "a generator shared with the dataset, worker",
+    "seeds its generator in set_epoch, workers",
 }
 
 

@@ -116,9 +116,17 @@ class SplitStream(Stream):
     _distributed = "rank 0 of 2"
 
 
-def test_a_dataset_that_was_split_by_node() -> None:
-    with raises(UnsupportedLoaderError, ("SplitStream", "split_dataset_by_node()"), "whole dataset"):
-        patch_dataloader_to_ddp(DataLoader(SplitStream()), **EXPLICIT)
+class AwareOver(Stream):
+    is_ddp_aware = True
+
+    def __init__(self) -> None:
+        self.dataset = SplitStream()
+
+
+@pytest.mark.parametrize("kind", [SplitStream, AwareOver])  # also inside one that shards itself
+def test_a_dataset_that_was_split_by_node(kind: type[Stream]) -> None:
+    with raises(UnsupportedLoaderError, (kind.__name__, "split_dataset_by_node()"), "whole dataset"):
+        patch_dataloader_to_ddp(DataLoader(kind()), **EXPLICIT)
 
 
 class LyingStream(Stream):
