@@ -34,6 +34,15 @@ def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, **options: Any)
     return testing.run_ranks(_on_rank, world_size, fn, address, *args, start_method="forkserver", **options)
 
 
+def run_each(world_size: int, *functions: Callable[[int, int], Any], **options: Any) -> list[list[Any]]:
+    """Run functions one after the other on the same ranks, and return for each what it returned on every rank."""
+    return [list(results) for results in zip(*run_ranks(_each, world_size, functions, **options), strict=True)]
+
+
+def _each(rank: int, world_size: int, functions: Sequence[Callable[[int, int], Any]]) -> list[Any]:
+    return [function(rank, world_size) for function in functions]
+
+
 def _on_rank(rank: int, world_size: int, fn: Callable[..., R], address: str, *args: Any) -> R:
     """Call ``fn`` on a rank whose workers are forked from the process that the rank was forked from itself.
 

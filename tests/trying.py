@@ -19,6 +19,14 @@ WITH_WORKERS = {
     "iterable, endless",
     "iterable with set_epoch, persistent workers",
     "persistent workers",
+    # Of ``resumed``, one of each sort.
+    "workers",
+    "whole batches",
+    "single items of parts",
+    "one iterator for all, workers",
+    "a generator shared with the sampler, workers",
+    "a generator shared with the dataset, worker",
+    "seeds its generator in set_epoch, workers",
 }
 
 

@@ -210,12 +210,6 @@ def test_resumed_twice_with_workers(make: Make) -> None:
     test_resumed_twice(partial(make, num_workers=2))
 
 
-@with_and_without_workers
-def test_an_iterable_dataset_is_resumed_in_its_epoch(num_workers: int) -> None:
-    run = Run(lambda: StatefulDataLoader(Source(shuffles=True), 3, collate_fn=as_it_is, num_workers=num_workers))
-    assert_resumes_anywhere(run)
-
-
 class Stood(Source):
     """Goes on by its own state."""
 
@@ -313,74 +307,6 @@ def test_a_dataset_that_would_go_on_where_it_was_read_is_refused() -> None:
     resumed = run.start(2, stopped.state_dict())
     with raises(StateError, ("Once", "items differ"), "rebuild"):
         list(resumed)
-
-
-class GoesOn(Source):
-    """Its own iterator: ``iter()`` does not start it again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        if self.at == N:
-            raise StopIteration
-        self.at += 1
-        return self.at - 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-class CountsEpochs(GoesOn):
-    """Each epoch has other items, and it counts the epochs itself."""
-
-    epoch = 0
-    begins_at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.at, self.begins_at = self.begins_at, 0
-        while self.at < N:
-            self.at += 1
-            yield 100 * self.epoch + self.at - 1
-        self.epoch += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begins_at, self.epoch = state["at"], state["epoch"]
-
-
-@pytest.mark.parametrize("is_new", [True, False], ids=["a new one", "the same one"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("make", [GoesOn, CountsEpochs])
-def test_a_dataset_with_a_state_goes_on_at_each_of_its_first_batches(
-    make: Callable[[], Any], num_replicas: int, num_workers: int, is_new: bool
-) -> None:
-    """It may have been read to its end since, in this process, as torchdata's own tests do."""
-
-    def loader_of() -> Any:
-        stream = StatefulDataLoader(make(), batch_size=2, num_workers=num_workers, collate_fn=as_it_is)
-        return patch_dataloader_to_ddp(stream, rank=0, num_replicas=num_replicas)
-
-    for batches in range(3):
-        stopped = loader_of()
-        running = iter(stopped)
-        list(islice(running, batches))
-        state = stopped.state_dict()
-        rest = list(running)
-        resumed = loader_of() if is_new else stopped
-        resumed.load_state_dict(state)
-        assert rest
-        assert list(resumed) == rest
 
 
 @with_and_without_workers

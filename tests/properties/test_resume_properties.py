@@ -20,12 +20,12 @@ from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 class Lazily(Sampler[int]):
     """Draws its items one by one; an epoch has between n - 3 and n of them, and tells no length."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, n: int, own: torch.Generator | None = None) -> None:
+        self.n, self.own = n, own
 
     def __iter__(self) -> Iterator[int]:
-        for index in range(max(0, self.n - int(torch.randint(4, ())))):
-            yield index + 100 * int(torch.randint(9, ()))
+        for index in range(max(0, self.n - int(torch.randint(4, (), generator=self.own)))):
+            yield index + 100 * int(torch.randint(9, (), generator=self.own))
 
 
 class Batches(Sampler[list[int]]):
@@ -105,6 +105,7 @@ SAMPLES: dict[str, Make] = {
     ),
     "weighted": lambda n, size: indices(n, size, sampler=WeightedRandomSampler([1.0] * (n + 1), n) if n else []),
     "without length": lambda n, size: indices(n, size, sampler=Lazily(n)),
+    "without length, by a generator": lambda n, size: indices(n, size, sampler=Lazily(n, generator())),
     "bare": lambda n, size: indices(n, size, sampler=Bare(range(n))),
     "iterable": lambda n, size: DataLoader(Items(n), size, collate_fn=as_it_is),
     "iterable with a state": lambda n, size: DataLoader(Standing(n), size, collate_fn=as_it_is),
@@ -114,7 +115,7 @@ BATCHES: dict[str, Make] = {
     "batches without collation": lambda n, _: DataLoader(Anything(n), batch_size=None, sampler=Batches(n)),
 }
 MOST_RANKS = 6
-WITHOUT_LENGTH = {"without length", "bare", "iterable with a state"}
+WITHOUT_LENGTH = {"without length", "without length, by a generator", "bare", "iterable with a state"}
 
 
 class Resuming(RuleBasedStateMachine):

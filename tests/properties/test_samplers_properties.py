@@ -27,6 +27,9 @@ def test_any_number_of_batches_has_all_labels_alike_often(
             assert times in {k // size, -(-k // size)}
     of_each = np.bincount(labels[np.concatenate(batches)], minlength=len(sizes)) // k
     assert of_each.max() - of_each.min() <= 1
+    rounds = [label for batch in batches for label in dict.fromkeys(labels[batch].tolist())]
+    for start in range(0, len(rounds) - len(sizes) + 1, len(sizes)):
+        assert len({*rounds[start : start + len(sizes)]}) == len(sizes)
     positions = data.draw(st.lists(st.integers(0, number - 1), max_size=5))
     assert sampler.items_at(np.array(positions, np.int64), epoch).tolist() == [batches[at] for at in positions]
     done = data.draw(st.integers(0, number))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from costed import costed
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_each, run_ranks
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 from zoo import Indices, as_it_is, loader, seed_ambient
 
@@ -120,8 +120,9 @@ def refusing(rank: int, world_size: int) -> list[str]:
     return heard
 
 
-def test_costs_that_differ_are_told_at_the_patch() -> None:
-    for rank, heard in enumerate(run_ranks(refusing, 2)):
+def test_costs_that_differ_are_told_at_the_patch_and_found_in_the_pass() -> None:
+    at_the_patch, in_the_pass, looked = run_each(2, refusing, disagreeing, peeking)
+    for rank, heard in enumerate(at_the_patch):
         same, wrong, missing, window, cost_of, function, nan = heard
         for text in (same, missing, window, cost_of, function):
             assert text.startswith("RankMismatchError"), text
@@ -131,6 +132,10 @@ def test_costs_that_differ_are_told_at_the_patch() -> None:
         assert "nan" in nan
         assert nan.startswith("InvalidOptionError" if rank else "RankMismatchError")
     assert_tells(window, ("cost_window", "2", "3"))
+    for text in chain(*in_the_pass):
+        assert text.startswith("RankMismatchError"), text
+        assert "order" in text
+    assert "RankMismatchError" in looked  # in order, and each epoch is dealt in another
 
 
 def disagreeing(rank: int, world_size: int) -> list[str]:
@@ -152,13 +157,6 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
     return heard
 
 
-def test_costs_that_differ_later_are_found_in_the_pass() -> None:
-    for heard in run_ranks(disagreeing, 2):
-        for text in heard:
-            assert text.startswith("RankMismatchError"), text
-            assert "order" in text
-
-
 def peeking(rank: int, world_size: int) -> str:
     """One rank alone looks at a batch of a loader in order, whose epochs are dealt in other orders."""
     seed_ambient(rank)
@@ -169,10 +167,6 @@ def peeking(rank: int, world_size: int) -> str:
         return str(len([item for batch in one for item in batch]))
     except DDPPatchError as error:
         return type(error).__name__
-
-
-def test_ranks_in_other_epochs_of_a_loader_in_order_are_found() -> None:
-    assert "RankMismatchError" in run_ranks(peeking, 2)
 
 
 def weighing(rank: int, world_size: int) -> list[float]:

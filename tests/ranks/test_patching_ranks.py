@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import run_ranks, soaked
+from quick import run_each, run_ranks, soaked
 from torch.utils.data import DataLoader, DistributedSampler
 from zoo import (
     ALL_KINDS,
@@ -99,29 +99,11 @@ def with_workers(rank: int, world_size: int) -> list[list[Any]]:
     return [[item for batch in InStep(patched, rank) for item in batch] for _ in range(2)]
 
 
-def test_spawned_persistent_workers() -> None:
-    ranks = run_ranks(with_workers, 2)
-    for epoch in range(2):
-        together = Counter(ranks[0][epoch] + ranks[1][epoch])
-        assert set(together) == set(range(23))
-        assert together.total() == 24
-    assert ranks[0][0] != ranks[0][1]
-
-
 def with_generators_of_their_own(rank: int, world_size: int) -> list[list[Any]]:
     """The user seeds a generator by rank and hands it to a loader whose stream must be rank 0's."""
     generator = torch.Generator().manual_seed(11 + rank)
     patched = patch_dataloader_to_ddp(loader(shuffle=True, generator=generator))
     return [[item for batch in patched for item in batch] for _ in range(3)]
-
-
-def test_a_generator_gives_rank_0s_stream_bit_for_bit() -> None:
-    first, second = run_ranks(with_generators_of_their_own, 2)
-    unpatched = loader(shuffle=True, generator=seeded_generator())
-    for epoch in range(3):
-        stream = [item for batch in unpatched for item in batch]
-        together = [item for pair in zip(first[epoch], second[epoch], strict=True) for item in pair]
-        assert together == [*stream, stream[0]]
 
 
 def in_two_groups(rank: int, world_size: int) -> Any:
@@ -150,14 +132,23 @@ def standing_alone(rank: int, world_size: int) -> Any:
     return list(wrapper), list(wrapper), wrapper.seed
 
 
-def test_wrappers_find_the_group_and_agree_on_the_seed() -> None:
-    first, second = run_ranks(standing_alone, 2)
-    seed = first[2]
-    assert seed == second[2]
+def test_two_ranks_share_what_spawned_workers_read_a_generators_stream_and_a_wrappers() -> None:
+    read, led, by_wrapper = run_each(2, with_workers, with_generators_of_their_own, standing_alone)
+    for epoch in range(2):
+        together = Counter(read[0][epoch] + read[1][epoch])
+        assert set(together) == set(range(23))
+        assert together.total() == 24
+    assert read[0][0] != read[0][1]
+    unpatched = loader(shuffle=True, generator=seeded_generator())
+    for shares in zip(*led, strict=True):
+        stream = [item for batch in unpatched for item in batch]
+        assert [item for pair in zip(*shares, strict=True) for item in pair] == [*stream, stream[0]]  # rank 0's
+    seed = by_wrapper[0][2]
+    assert seed == by_wrapper[1][2]
     alone = DDPSamplerWrapper(BY_NAME["numpy's global state, lazily"].make().sampler, num_replicas=1, rank=0, seed=seed)
     for epoch in range(2):
-        together = [item for pair in zip(first[epoch], second[epoch], strict=True) for item in pair]
-        assert together[:23] == list(alone)
+        together_in_turn = [item for pair in zip(*(rank[epoch] for rank in by_wrapper), strict=True) for item in pair]
+        assert together_in_turn[:23] == list(alone)
 
 
 def world_of_one(rank: int, world_size: int) -> bool:

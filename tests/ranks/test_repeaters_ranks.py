@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick import run_ranks
+from quick import run_each
 from repeaters import Infinite
 from zoo import Indices
 
@@ -21,7 +21,11 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def epochs(rank: int, world_size: int, options: dict[str, Any], workers: int) -> list[list[int]]:
+def of_all_ways(rank: int, world_size: int) -> dict[str, list[list[int]]]:
+    return {name: epochs(rank, *way) for name, way in WAYS.items()}
+
+
+def epochs(rank: int, options: dict[str, Any], workers: int) -> list[list[int]]:
     torch.manual_seed(rank)
     given = Infinite(Indices(N), 4, shuffle=True, num_workers=workers)
     loader = patch_dataloader_to_ddp(given, **options)
@@ -41,14 +45,11 @@ def under_the_guard(rank: int, world_size: int) -> int:
         return sum(len(batch) for batch in patch_dataloader_to_ddp(given))
 
 
-def test_the_guard_lets_one_be_made_and_patched() -> None:
-    assert run_ranks(under_the_guard, 2) == [11, 11]
-
-
-@pytest.mark.parametrize(("options", "workers"), WAYS.values(), ids=WAYS)
-def test_every_epoch_is_shared_once(options: dict[str, Any], workers: int) -> None:
-    first, second = run_ranks(epochs, 2, options, workers)
-    for one, other in zip(first, second, strict=True):
-        assert set(one) | set(other) == set(range(N))
-        assert len(one) + len(other) == (N if "uneven" in options else N + 1)
-    assert len({tuple(epoch) for epoch in first}) == 4
+def test_every_epoch_is_shared_once_and_the_guard_lets_one_be_made_and_patched() -> None:
+    (first, second), under_guard = run_each(2, of_all_ways, under_the_guard)
+    for name in WAYS:
+        for one, other in zip(first[name], second[name], strict=True):
+            assert set(one) | set(other) == set(range(N)), name
+            assert len(one) + len(other) == (N if name == "kept" else N + 1), name
+        assert len({tuple(epoch) for epoch in first[name]}) == 4, name
+    assert under_guard == [11, 11]

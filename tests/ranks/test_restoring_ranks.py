@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_each
 from zoo import BY_NAME, comparable, loader, seed_ambient
 
 from ddp_patch import (
@@ -49,11 +49,6 @@ def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
     return states
 
 
-def test_states_are_the_same_on_every_rank_and_restore_what_would_have_followed() -> None:
-    first, *others = run_ranks(resumed, 3)
-    assert all(other == first for other in others)
-
-
 def refused(rank: int, world_size: int) -> list[str]:
     """What each rank is told where they restore different states, or one of them cannot."""
     told = []
@@ -74,8 +69,10 @@ def refused(rank: int, world_size: int) -> list[str]:
     return told
 
 
-def test_ranks_that_restore_different_states_are_all_told() -> None:
-    for rank, (epochs, done, versions) in enumerate(run_ranks(refused, 3)):
+def test_all_ranks_have_one_state_and_are_told_where_they_restore_others() -> None:
+    (first, *others), told = run_each(3, resumed, refused)
+    assert all(other == first for other in others)
+    for rank, (epochs, done, versions) in enumerate(told):
         mismatch = ("RankMismatchError", "Restoring a loader's state")
         table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_each, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from zoo import Indices, N, as_it_is, seed_ambient
@@ -158,11 +158,6 @@ def restoring_others(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_restore_states_of_different_seeds_are_told() -> None:
-    for message in run_ranks(restoring_others, 2):
-        assert_tells(message, ("Restoring a loader's state", "seed: 1 on rank 0; 2 on rank 1"), "same on every rank")
-
-
 def given_a_generator(rank: int, world_size: int) -> str:
     """A sampler gets a generator after the ranks agreed; a leader draws for all, whatever the others have."""
     sampler, led = RandomSampler(Indices()), RandomSampler(Indices())
@@ -186,6 +181,9 @@ def given_a_generator(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_a_generator_that_the_ranks_did_not_agree_on_is_refused() -> None:
-    for message in run_ranks(given_a_generator, 2):
+def test_seeds_and_generators_that_the_ranks_did_not_agree_on_are_refused() -> None:
+    seeds, generators = run_each(2, restoring_others, given_a_generator)
+    for message in seeds:
+        assert_tells(message, ("Restoring a loader's state", "seed: 1 on rank 0; 2 on rank 1"), "same on every rank")
+    for message in generators:
         assert_tells(message, ("RandomSampler", "generator", "after it was patched"), ("generator first", "'leader'"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_each, run_ranks
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -225,11 +225,6 @@ def looked_at(rank: int, ranks: int) -> list[list[int]]:
     return taken
 
 
-def test_a_look_of_one_rank_is_no_pass_and_its_samples_are_not_compared() -> None:
-    for first, second in zip(*run_ranks(looked_at, 2), strict=True):
-        assert len({*first, *second}) == len(first + second) in {24, 48}
-
-
 def astray(rank: int, ranks: int) -> str:
     """Rank 1's sampler is in another epoch, once; rank 0 is an epoch ahead by then."""
     sampler = Turning(rank, ranks)
@@ -244,10 +239,6 @@ def astray(rank: int, ranks: int) -> str:
     except DDPPatchError as error:
         return str(error)
     return ""
-
-
-def test_samples_that_another_rank_was_given_in_the_epoch_before_its_latest_are_told() -> None:
-    assert any("are also rank" in told for told in run_ranks(astray, 2))
 
 
 class PartOfStream(IterableDataset[int]):
@@ -288,17 +279,6 @@ def left_early(rank: int, ranks: int) -> tuple[str, list[str]]:
     return in_parts(rank, shorter=0, leaves_after=3)
 
 
-def test_parts_on_purpose_that_are_unequal_are_a_warning() -> None:
-    ranks = run_ranks(unequal_parts, 2)
-    assert not any(told for told, _ in ranks)
-    assert "StreamLengthWarning" in {name for _, names in ranks for name in names}
-
-
-def test_no_rank_may_leave_a_part_on_purpose_alone() -> None:
-    told = [told for told, _ in run_ranks(left_early, 2)]
-    assert any("RankMismatchError" in text and "rank 1 left epoch 0 after 3" in text for text in told)
-
-
 class Underestimated(PartOfStream):
     def __len__(self) -> int:
         return len(self.data) - 1
@@ -315,5 +295,14 @@ def watched_with_a_low_estimate(rank: int, ranks: int) -> list[str]:
     return [str(one.message) for one in caught if "Length of IterableDataset" in str(one.message)]
 
 
-def test_torch_does_not_warn_of_a_length_that_only_the_watching_asked_for() -> None:
-    assert run_ranks(watched_with_a_low_estimate, 2) == [[], []]
+def test_ranks_with_parts_of_their_own_make_alike_passes_or_are_told() -> None:
+    looks, unequal, estimated, left, strayed = run_each(
+        2, looked_at, unequal_parts, watched_with_a_low_estimate, left_early, astray
+    )
+    for first, second in zip(*looks, strict=True):  # a look is no pass, and its samples are not compared
+        assert len({*first, *second}) == len(first + second) in {24, 48}
+    assert not any(told for told, _ in unequal)
+    assert "StreamLengthWarning" in {name for _, names in unequal for name in names}
+    assert estimated == [[], []]  # only the watching asked for that length
+    assert any("RankMismatchError" in told and "rank 1 left epoch 0 after 3" in told for told, _ in left)
+    assert any("are also rank" in told for told in strayed)

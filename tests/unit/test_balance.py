@@ -13,7 +13,7 @@ import pytest
 import torch
 from costed import costed
 from messages import raises
-from test_resume import as_saved
+from resumed import as_saved
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from trying import over_in_turn
 from zoo import (
@@ -183,26 +183,6 @@ def test_in_other_worlds_each_sample_comes_once(worlds: tuple[int, ...], whole: 
         assert is_last or len({str(loader_state(one, batches_done=len(batches))) for one, batches in ranks}) == 1
         state = as_saved(loader_state(ranks[0][0], batches_done=len(ranks[0][1]))) if not is_last else None
     assert seen == Counter(range(n))
-
-
-def test_a_place_that_was_left_at_once_is_no_stage() -> None:
-    """A world that took nothing is not in the state, so the order must not follow from it."""
-    first = balanced(of(40, 2), 3)
-    iterator = iter(first)
-    next(iterator)
-    state = loader_state(first, batches_done=0)
-    ranks = [balanced(of(40, 2), 2, rank) for rank in range(2)]
-    for one in ranks:
-        restore_loader(one, state)
-    whole = [list(one) for one in ranks]
-    again = [balanced(of(40, 2), 2, rank) for rank in range(2)]
-    for one in again:
-        restore_loader(one, state)
-        left = iter(one)
-        list(islice(left, 4))
-        resumed = balanced(of(40, 2), 2, one.sampler.rank)
-        restore_loader(resumed, loader_state(one, batches_done=4))
-        assert list(resumed) == whole[one.sampler.rank][4:]
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,17 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import hashed
 import pytest
-import torch
+from hashed import KINDS, digest_of
 
 from ddp_patch.orders.digest import END, Digest, mark_counts, next_mark
 
 
 class Opaque:
     """Has no value that is the same in every process."""
-
-
-def digest_of(items: Sequence[Any], *parts: int) -> Digest:
-    """Return the digest of items that come in parts of these sizes, and then the rest."""
-    digest, start = Digest(), 0
-    for part in parts:
-        digest.add(items[start : start + part])
-        start += part
-    digest.add(items[start:])
-    digest.end()
-    return digest
 
 
 def test_any_two_neighbours_that_change_places_show_at_the_next_mark() -> None:
@@ -60,53 +48,17 @@ def test_one_item_more_shows_at_the_end() -> None:
     assert one.marks[END] != other.marks[END]
 
 
-# Items that are alike on every rank, and how they come there: each has a digest of its own.
-KINDS: dict[str, list[Any]] = {
-    "indices": [3, 1, 2],
-    "other indices": [3, 2, 1],
-    "batches": [[3, 1], [2]],
-    "other batches": [[3], [1, 2]],
-    "an empty batch": [[], [3, 1, 2]],
-    "pairs": [(3, 1), (2, 0)],
-    "names": ["a", "b", "c"],
-    "indices and names": [(3, "a"), (1, "b")],
-    "a name among indices": [3, "a", 2],
-    # The first items are hashed one by one, later ones many at once.
-    "a name among many indices": [*range(200), "a", *range(20)],
-    "nothing among many indices": [*range(200), None, *range(20)],
-    "a name among many pairs": [*((at, 0) for at in range(200)), (1, "a"), *((at, 0) for at in range(20))],
-    "a float among many indices": [*range(200), 0.5, *range(20)],
-    "a tensor among many indices": [*range(200), torch.tensor(1), *range(20)],
-    "large numpy's": [np.int64(2**62)] * 200,
-    "large": [2**70, -(2**70)],
-    "floats": [0.5, 1.5],
-    "tensors": [torch.tensor(3), torch.tensor(1)],
-    "other tensors": [torch.tensor(1), torch.tensor(3)],
-    "arrays": [np.array([3, 1]), np.array([2])],
-    "other arrays": [np.array([1, 3]), np.array([2])],
-    "numpy's": [np.int64(3), np.int64(1)],
-    "keys": [{"index": 3}, {"index": 1}],
-    "sets": [{"b", "a"}, {"c"}],
-    "nothing": [None, None],
-}
-PRINT = (
-    "import test_digest; print({name: test_digest.digest_of(items).marks for name, items in test_digest.KINDS.items()})"
-)
-
-
 def test_each_kind_of_items_has_a_digest_of_its_own() -> None:
     found = [str(digest_of(items).marks) for items in KINDS.values()]
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "77"])
-def test_digests_are_the_same_in_every_process(hash_seed: str) -> None:
-    here = str({name: digest_of(items).marks for name, items in KINDS.items()})
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
-    command = [sys.executable, "-c", PRINT]
+def test_every_process_says_the_same_whatever_its_hash_seed() -> None:
+    """Of digests, of fingerprints of orders, and of items' names."""
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "import hashed; print(hashed.told())"]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)  # noqa: S603 - ours
-    assert told.stdout.strip() == here
+    assert told.stdout.strip() == str(hashed.told())
 
 
 @pytest.mark.parametrize("items", [list(range(100)), [[at, at + 1] for at in range(100)]])

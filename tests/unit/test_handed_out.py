@@ -1,88 +1,31 @@
-"""A patched loader counts what it hands out: where a loop stands is known without the loop's counting."""
+"""A patched loader counts what it hands out, and tells where it stands as torch's Stateful protocol has it."""
 
 import copy
 import gc
+import json
 import multiprocessing
 import pickle
+import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import quick  # noqa: F401 - so the fork server's workers find imported what they need
 import torch
 from messages import raises
-from repeaters import Infinite, MultiEpochs
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
-from zoo import Bare, Indices, as_it_is
+from resumed import RESUMED, of
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from zoo import Indices, N, Source, as_it_is, out_of_order
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.errors import StateError
+from ddp_patch.streams import stream_source
 
-N = 23
-
-
-class Stream(IterableDataset[int]):
-    """Asks for no worker, so all workers read the same."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(N))
-
-
-class Parts(IterableDataset[int]):
-    """Split over its workers, which read unequally much."""
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(number * 11, 11 if number + 1 < workers else N))
-
-
-def of(dataset: Any = None, batch_size: int | None = 2, **options: Any) -> Callable[[], DataLoader[Any]]:
-    data: Any = Indices(N) if dataset is None else dataset
-    return lambda: DataLoader(data, batch_size, collate_fn=as_it_is, **options)
-
-
-KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "plain": of(),
-    "shuffled": of(shuffle=True),
-    "last batch dropped": of(shuffle=True, drop_last=True),
-    "a worker": of(shuffle=True, num_workers=1),
-    "workers": of(shuffle=True, num_workers=2, prefetch_factor=4),
-    "persistent workers": of(shuffle=True, num_workers=2, persistent_workers=True),
-    "pickled": of(num_workers=1, multiprocessing_context="forkserver"),
-    "weighted": of(sampler=WeightedRandomSampler([1.0] * N, N), num_workers=2),
-    "without length": of(sampler=Bare(range(N)), num_workers=2),
-    "single items": of(batch_size=None, shuffle=True),
-    "whole batches": lambda: DataLoader(
-        Indices(N),
-        batch_sampler=ByClass(RandomSampler(range(N)), 2, drop_last=False),
-        collate_fn=as_it_is,
-        num_workers=2,
-    ),
-    "stream": of(Stream()),
-    "stream of workers": of(Stream(), num_workers=2),
-    "stream, persistent": of(Stream(), num_workers=2, persistent_workers=True),
-    "parts": of(Parts(), num_workers=2),
-    "single items of parts": of(Parts(), None, num_workers=2),
-    "one iterator for all": lambda: MultiEpochs(Indices(N), 2, shuffle=True, collate_fn=as_it_is),
-    "one iterator for all, workers": lambda: Infinite(Indices(N), 2, num_workers=2, collate_fn=as_it_is),
-}
-
-
-class ByClass(BatchSampler):
-    """A batch sampler of the user's own, which is shared in whole batches."""
-
-
-every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+BY_NAME = {kind.name: kind.make for kind in RESUMED}
 
 
 def patched(make: Callable[[], DataLoader[Any]], rank: int = 0, ranks: int = 2, **options: Any) -> Any:
@@ -93,59 +36,6 @@ def handed_out(loader: Any) -> int:
     """How many batches a state says were done, as the loop's own count would say it."""
     state = loader_state(loader)
     return next(k for k in range(99) if loader_state(loader, batches_done=k) == state)
-
-
-@every_kind
-def test_it_counts_as_the_loop_does(make: Callable[[], DataLoader[Any]]) -> None:
-    loader = patched(make)
-    assert loader_state(loader)["parts"] == [[]]
-    for _ in range(2):
-        for step, _ in enumerate(loader, 1):
-            assert loader_state(loader) == loader_state(loader, batches_done=step)
-        # After a whole pass it is at the next epoch's beginning.
-        assert loader_state(loader) == loader_state(loader, batches_done=step)
-    assert (loader_state(loader)["epoch"], loader_state(loader)["parts"]) == (2, [[]])
-
-
-@every_kind
-def test_after_a_whole_pass_ranks_with_unequal_shares_say_the_same(make: Callable[[], DataLoader[Any]]) -> None:
-    states = []
-    for rank in (0, 2):  # of three ranks, the last has an item, or a batch, less
-        loader = patched(make, rank, 3, uneven="keep")
-        for _ in loader:
-            pass
-        states.append(loader_state(loader))
-    assert states[0] == states[1]
-    assert (states[0]["epoch"], states[0]["parts"]) == (1, [[]])
-
-
-# Starting workers takes long, and a later stop has more of what they fetch ahead.
-@pytest.mark.parametrize(
-    ("make", "stop"),
-    [
-        pytest.param(make, stop, id=f"{name}-{stop}")
-        for name, make in KINDS.items()
-        for stop in ((1, 3) if not make().num_workers else (3,))
-    ],
-)
-def test_a_pass_that_was_left_is_resumed(make: Callable[[], DataLoader[Any]], stop: int) -> None:
-    """The iterator, and its workers, are gone when the state is taken; in the pass before, nothing was counted."""
-    whole = patched(make)
-    epochs = [list(whole) for _ in range(3)]
-    stopped, resumed = patched(make), patched(make)
-    list(stopped)
-    for step, _ in enumerate(stopped, 1):
-        if step == stop:
-            break
-    restore_loader(resumed, loader_state(stopped))
-    assert loader_state(resumed) == loader_state(stopped)  # restored, and not yet iterated
-    assert list(resumed) == epochs[1][stop:]
-    assert list(resumed) == epochs[2]
-    # A resumed pass is counted from its own beginning, as a loop over it counts.
-    restore_loader(resumed, loader_state(stopped))
-    one = iter(resumed)
-    next(one)
-    assert loader_state(resumed) == loader_state(resumed, batches_done=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["no workers", "worker"])
@@ -160,18 +50,6 @@ def test_of_several_iterators_the_latest_pass_counts(options: Any) -> None:
     assert handed_out(loader) == 1
     next(second)
     assert (handed_out(loader), loader_state(loader)["epoch"]) == (2, 1)
-
-
-def test_before_the_first_batch_nothing_is_handed_out() -> None:
-    for options in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}):
-        loader = patched(of(shuffle=True, **options))
-        for epoch in range(2):
-            iterator = iter(loader)
-            assert loader_state(loader)["epoch"] == epoch
-            assert sum(taken for part in loader_state(loader)["parts"] for _, taken in part) == 0
-            next(iterator)
-            list(iterator)
-            assert loader_state(loader)["epoch"] == epoch + 1
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["no workers", "worker"])
@@ -223,13 +101,6 @@ def test_a_batch_that_failed_was_not_handed_out(options: Any) -> None:
         list(patched(of(Broken(-1), **options)))
         loader.set_epoch(1)
         assert loader_state(loader)["epoch"] == 1
-
-
-def test_more_than_was_handed_out_is_refused() -> None:
-    loader = patched(of(num_workers=2))
-    next(iter(loader))
-    with raises(InvalidOptionError, ("batches_done=2", "given 1"), "batches"):
-        loader_state(loader, batches_done=2)  # though the workers fetched it
 
 
 class OwnIteration(DataLoader[Any]):
@@ -318,9 +189,9 @@ def pickled(loader: Any) -> Any:
     return pickle.loads(pickle.dumps(loader))  # noqa: S301 - pickled just now
 
 
-@pytest.mark.parametrize("name", ["workers", "stream", "one iterator for all, workers"])
+@pytest.mark.parametrize("name", ["workers", "stream, persistent", "one iterator for all, workers"])
 def test_deep_copies_and_pickled_ones_count_for_themselves(name: str) -> None:
-    given = patched(KINDS[name])
+    given = patched(BY_NAME[name])
     running = iter(given)
     if "one iterator" in name:
         running = iter(())  # torch's cannot be copied while it is held
@@ -375,11 +246,11 @@ def workers() -> int:
     return len(multiprocessing.active_children())
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "pickled"])
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "pickled"])
 def test_no_cycle_keeps_a_loader_or_its_workers_alive(name: str) -> None:
     gc.collect()  # which may end workers of other tests
     before = workers()
-    loader = patched(KINDS[name])
+    loader = patched(BY_NAME[name])
     gc.disable()
     try:
         for _ in loader:
@@ -404,12 +275,6 @@ def test_a_running_iterator_counts_as_torchs_and_outlives_its_loader(kind: Any) 
     assert len(list(counted)) == 6
 
 
-def test_batches_of_a_closed_world_by_worker_are_counted() -> None:
-    loader = patched(of(Parts(), num_workers=2), share="by_worker", uneven="keep")
-    for step, _ in enumerate(loader, 1):
-        assert loader_state(loader) == loader_state(loader, batches_done=step)
-
-
 def test_nothing_is_counted_in_workers() -> None:
     """A loader is not sent to them, nor what counts."""
     given = of(num_workers=1, multiprocessing_context="spawn", worker_init_fn=no_methods)()
@@ -420,3 +285,113 @@ def no_methods(worker: int) -> None:
     info = torch.utils.data.get_worker_info()
     assert info is not None
     assert not hasattr(info.dataset, "state_dict")
+
+
+# torch's Stateful protocol, by which frameworks save and restore a loader's place.
+
+
+def follows_the_protocol(loader: object) -> bool:
+    from torch.distributed.checkpoint.stateful import Stateful  # which imports much: see tests/frozen.py
+
+    return isinstance(loader, Stateful)
+
+
+def refusal(loader: Any) -> str:
+    """Why a state cannot be told; and that it cannot be loaded."""
+    state = json.loads(json.dumps(loader.state_dict()))
+    (why,) = state.values()
+    for restore in (loader.load_state_dict, lambda state: restore_loader(loader, state)):
+        with pytest.raises(StateError, match=re.escape(why)):
+            restore(state)
+    return str(why)
+
+
+def test_a_checkpoint_can_be_taken_of_what_cannot_be_resumed() -> None:
+    unsized = patched(of(Source()))
+    iterator = iter(unsized)
+    assert "version" in unsized.state_dict()
+    next(iterator)
+    assert "has no len()" in refusal(unsized)
+    assert loader_state(unsized)["parts"] == [[[2, 2]]]  # which a loop of the user's own may rely on
+    list(iterator)
+    assert unsized.state_dict()["epoch"] == 1  # nobody can be ahead of the end
+
+    class Holds(Source):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = np.random.default_rng(0)
+
+    assert "random generator" in refusal(patched(of(Holds(), num_workers=1, persistent_workers=True)))
+    one_shot = patched(of(sampler=iter(range(N))), uneven="keep")
+    list(one_shot)
+    assert "iterator" in refusal(one_shot)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: out_of_order(of(num_workers=1)()), lambda: OwnIteration(Indices(N), 2)],
+    ids=["not in order", "own iteration"],
+)
+def test_whose_place_is_never_known_does_not_claim_to_tell_it(make: Callable[[], Any]) -> None:
+    """So a framework warns by itself, as Lightning does."""
+    loader = patched(make)
+    assert not follows_the_protocol(loader)
+    assert len(list(loader)) == 6
+
+
+class OwnState(DataLoader[Any]):
+    """Tells its place in a way of its own."""
+
+    def state_dict(self) -> Any:
+        return "its own"
+
+
+def test_a_state_of_the_loaders_own_stays() -> None:
+    loader = patched(lambda: OwnState(Indices(N), 2, collate_fn=as_it_is))
+    assert loader.state_dict() == "its own"
+    assert not hasattr(loader, "load_state_dict")
+    next(iter(loader))
+    assert loader_state(loader)["parts"] == [[[2, 2]]]
+
+
+class EndsLater(IterableDataset[int]):
+    """Knows its length, and is read in parts. The last worker ends its part when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_end = multiprocessing.Event()
+        self.may_end.set()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from range(number, 24, workers)
+        if number == workers - 1:
+            self.may_end.wait(60)
+
+
+def test_the_last_batch_is_not_followed_by_a_rest_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework that counts as many batches as len() says would take a rest of no batches for the next epoch."""
+    dataset = EndsLater()
+    dataset.may_end.clear()
+    loader = patched(of(dataset, num_workers=2))
+    iterator = iter(loader)
+    list(islice(iterator, 5))
+    assert loader.state_dict() == loader_state(loader)
+    next(iterator)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_source, "_ENDS_S", 0.01)
+        assert "6 batches" in refusal_of_now(loader)  # a worker has not said that it came to its end
+    threading.Timer(0.2, dataset.may_end.set).start()
+    assert loader.state_dict()["epoch"] == 1  # it waited
+    assert loader_state(loader)["epoch"] == 0  # as every rank says it, whatever it knows
+    resumed = patched(of(dataset, num_workers=2))
+    resumed.load_state_dict(loader.state_dict())
+    assert len(list(resumed)) == 6
+
+
+def refusal_of_now(loader: Any) -> str:
+    (why,) = loader.state_dict().values()
+    return str(why)

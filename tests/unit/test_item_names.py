@@ -1,14 +1,10 @@
 """Of what of an item its name consists, so that ranks can tell which sample it is."""
 
-import os
-import subprocess
-import sys
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from datetime import date, timedelta
 from enum import Enum, IntEnum
 from pathlib import PurePosixPath
-from timeit import repeat
 from typing import Any
 from uuid import UUID
 
@@ -130,22 +126,3 @@ def test_what_holds_itself_has_no_name() -> None:
     item: list[Any] = []
     item.append(item)
     assert name_of(item) is None
-
-
-@pytest.mark.parametrize("hash_seed", ["0", "1"])
-def test_it_is_the_same_in_every_process(hash_seed: str) -> None:
-    item = {key: [key, 1, None] for key in {"some", "names", "of", "fields"}}
-    code = (
-        "from ddp_patch.streams.stream_marks import name_of\n"
-        "print(name_of({key: [key, 1, None] for key in {'some', 'names', 'of', 'fields'}}))"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    told = subprocess.run(  # noqa: S603 - our own code
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert told.stdout.strip() == str(name_of(item))
-
-
-def test_it_takes_few_microseconds() -> None:
-    for item in ({"id": 5, "name": "name 5", "label": 3}, (PICTURE, 5), 5, "5.png"):
-        assert min(repeat(lambda item=item: name_of(item), number=1000, repeat=5)) < 10e-3  # type: ignore[misc]

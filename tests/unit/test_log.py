@@ -77,7 +77,6 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
         Rule.LENGTH,
     ),
     "left on both": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3).takes(1, 5), None),
-    "left, and both are in the next": (Rank().takes(0, 3).takes(1, 2), Rank().all_of(0).takes(1, 2), Rule.LENGTH),
     "cut short": (Rank().takes(0, 3, State.LEFT), Rank().takes(0, 4), Rule.LENGTH),
     "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), Rule.LENGTH),
     "ended early on both": (Rank().all_of(0, 3), Rank().all_of(0, 3).takes(1, 2), None),
@@ -163,17 +162,8 @@ def test_what_contradicts_what(name: str) -> None:
     assert rules == (set() if rule is None else {rule})
 
 
-def test_a_rank_hears_that_others_left_the_pass_that_it_is_in() -> None:
-    behind, further = Rank().takes(0, 5), Rank().takes(0, 3).takes(1, 2)
-    found = difference(behind.log, further.log.record())
-    assert found is not None
-    assert found.theirs is not None
-    assert (found.rule, found.theirs.batches) == (Rule.LENGTH, 3)
-    assert difference(Rank().takes(0, 3).log, further.log.record()) is None
-
-
-def test_a_rank_hears_that_others_left_a_pass_and_the_next_ones_too() -> None:
-    further = Rank().takes(0, 3).takes(1, 2).takes(2, 2)
+@pytest.mark.parametrize("further", [Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3).takes(1, 2).takes(2, 2)])
+def test_a_rank_hears_that_others_left_the_pass_that_it_is_in(further: Rank) -> None:
     found = difference(Rank().takes(0, 5).log, further.log.record())
     assert found is not None
     assert found.theirs is not None

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from messages import Words, assert_tells, raises
+from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from zoo import Indices, N, as_it_is, loader
 
@@ -102,9 +103,17 @@ class SplitStream(Stream):
     _distributed = "rank 0 of 2"
 
 
-def test_a_dataset_that_was_split_by_node() -> None:
-    with raises(UnsupportedLoaderError, ("SplitStream", "split_dataset_by_node()"), "whole dataset"):
-        patch_dataloader_to_ddp(DataLoader(SplitStream()), **EXPLICIT)
+class AwareOver(Stream):
+    is_ddp_aware = True
+
+    def __init__(self) -> None:
+        self.dataset = SplitStream()
+
+
+@pytest.mark.parametrize("kind", [SplitStream, AwareOver])  # also inside one that shards itself
+def test_a_dataset_that_was_split_by_node(kind: type[Stream]) -> None:
+    with raises(UnsupportedLoaderError, (kind.__name__, "split_dataset_by_node()"), "whole dataset"):
+        patch_dataloader_to_ddp(DataLoader(kind()), **EXPLICIT)
 
 
 class LyingStream(Stream):
@@ -176,7 +185,7 @@ def test_the_remedy_for_it_works() -> None:
     epochs = []
     for rank in range(2):
         sampler = DDPSamplerWrapper(RandomSampler(Indices()), False, rank=rank, num_replicas=2, seed=3)
-        sharded = MultiEpochsDataLoader(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
+        sharded = MultiEpochs(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
         assert check_loaders_is_patched(sharded)
         epochs.append([[item for batch in sharded for item in batch] for _ in range(2)])
     for first, second in zip(*epochs, strict=True):
@@ -266,13 +275,12 @@ class Stops(Indices):
     def __getitem__(self, index: int) -> int:
         if index == N - 1:
             raise StopIteration
-        return super().__getitem__(index)
+        return index
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_ends_the_epoch(workers: int) -> None:
-    options = {"rank": (N - 1) % 2, "num_replicas": 2}
-    patched = patch_dataloader_to_ddp(DataLoader(Stops(), num_workers=workers), **options)
+    patched = patch_dataloader_to_ddp(DataLoader(Stops(), num_workers=workers), rank=(N - 1) % 2, num_replicas=2)
     given: list[Any] = []
     with raises(StreamLengthError, "StopIteration", ("raise another error", "__len__")):
         given += patched  # which keeps what came before the error

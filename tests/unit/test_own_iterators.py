@@ -5,37 +5,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from resumed import BeginsAnew
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from zoo import Indices
 
-from ddp_patch import DDPSamplerWrapper, audit, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import DDPSamplerWrapper, audit, patch_dataloader_to_ddp
 from ddp_patch.errors import ExhaustedSamplerError, StateError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.orders.chunks import start_iterating
 
 N = 300
-
-
-class BeginsAnew(Sampler[int]):
-    """As each of lhotse's samplers: iter() goes back to the beginning of the epoch and returns the sampler itself."""
-
-    def __init__(self, n: int = N, shuffle: bool = True) -> None:
-        self.n, self.shuffle, self.epoch = n, shuffle, 0
-        self.left: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        self.left = list(range(self.n))
-        if self.shuffle:
-            random.Random(self.epoch).shuffle(self.left)
-        return self
-
-    def __next__(self) -> int:
-        if not self.left:
-            raise StopIteration
-        return self.left.pop()
 
 
 class Once:
@@ -142,36 +121,6 @@ def test_a_batch_sampler_that_begins_anew() -> None:
         return patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
 
     assert {first for rank in range(2) for first, _ in patched(rank).batch_sampler} == set(range(N))
-
-
-def test_it_resumes_in_a_later_epoch() -> None:
-    def patched() -> DataLoader[Any]:
-        loader: DataLoader[Any] = DataLoader(Indices(N), batch_size=None, sampler=BeginsAnew())
-        return patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
-
-    whole = patched()
-    epochs = [[int(index) for index in whole] for _ in range(3)]
-    stopped = patched()
-    list(stopped)
-    batches = iter(stopped)
-    begun_with = [int(next(batches)) for _ in range(10)]
-    state = loader_state(stopped, batches_done=10)
-    resumed = patched()
-    restore_loader(resumed, state)
-    assert begun_with + [int(index) for index in resumed] == epochs[1]
-    assert [int(index) for index in resumed] == epochs[2]
-
-
-def test_in_another_world_it_goes_on_with_the_rest() -> None:
-    first = DDPSamplerWrapper(BeginsAnew(), False, rank=0, num_replicas=2)
-    indices = iter(first)
-    for _ in range(100):
-        next(indices)
-    rest = [DDPSamplerWrapper(BeginsAnew(), False, rank=rank, num_replicas=4) for rank in range(4)]
-    for rank in rest:
-        rank.load_state_dict(first.state_dict())
-    plain = list(BeginsAnew())
-    assert sorted(index for rank in rest for index in rank) == sorted(plain[200:])
 
 
 @pytest.mark.parametrize("make", [generated, Once, BegunLazily], ids=lambda make: make.__name__)

@@ -1,5 +1,6 @@
 """The pages: tests of their code blocks find what is wrong, they make up one site, and the job that they show runs."""
 
+import ast
 import inspect
 import os
 import re
@@ -7,12 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from documented import CHECKOUT, nox_sessions, regions_of, run_command
+from zoo import KINDS
 
 import ddp_patch
 from ddp_patch import samplers, testing
@@ -129,9 +133,19 @@ def test_the_sessions_are_read() -> None:
     assert "install" not in nox_sessions()
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
-def test_pages_name_sessions_that_exist(page: Path) -> None:
-    assert set(re.findall(r"nox -s (\w+)", page.read_text())) <= nox_sessions()
+WORKFLOWS = sorted((CHECKOUT / ".github" / "workflows").iterdir())
+
+
+@pytest.mark.parametrize("page", [*MARKDOWN, *WORKFLOWS], ids=lambda page: page.name)
+def test_pages_and_workflows_name_sessions_that_exist(page: Path) -> None:
+    commands = re.findall(r"nox -s ((?:[a-z_]+ ?)+)", page.read_text())
+    named = {name for command in commands for name in command.split()}
+    assert named | set(re.findall(r"session: (\w+)", page.read_text())) <= nox_sessions()
+
+
+def test_the_page_for_contributors_has_every_session_once() -> None:
+    named = re.findall(r"^\| `(\w+)`", (DOCS / "contributing.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(nox_sessions())
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:
@@ -228,6 +242,36 @@ def test_every_option_is_in_the_table_with_its_default_in_the_order_of_the_signa
         name if default is None else f"{name}={default!r}".replace("'", '"') for name, default in defaults.items()
     ]
     assert told == expected
+
+
+# No test runs the benchmarks: what they import is there, and where they write.
+
+BENCHMARKS = sorted((CHECKOUT / "benchmarks").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda script: script.stem)
+def test_what_a_benchmark_imports_is_there_and_what_it_writes_has_its_place(script: Path) -> None:
+    text = script.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in {"ddp_patch", "zoo"}:
+            module = str(node.module)
+            for name in (alias.name for alias in node.names):
+                assert hasattr(import_module(module), name) or find_spec(f"{module}.{name}"), f"{module} has no {name}"
+    tables = re.findall(r'\b(?:show_and_)?put\(\s*PAGE,\s*"([\w-]+)"', text)
+    page = re.search(r'^PAGE = .*"([\w-]+\.md)"$', text, re.MULTILINE)
+    shown = (DOCS / page[1]).read_text() if page else ""
+    for name in tables if page else ():
+        assert [shown.count(f"<!-- {name}: {mark} -->") for mark in ("begin", "end")] == [1, 1]
+    assert script.stem != "balance" or "figures" in tables  # that they are found
+
+
+def test_the_page_of_loaders_has_every_kind_once_and_each_is_handled_here() -> None:
+    _, _, generated = (DOCS / "loaders.md").read_text().partition("<!-- peers: begin -->")
+    _, _, *lines, _ = generated.strip().partition("\n\n")[0].splitlines()  # a head, and totals
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert sorted(name for names, *_ in rows for name in names.split("; ")) == sorted(kind.name for kind in KINDS)
+    assert [names for names, ours, *_ in rows if ours != "yes"] == []
+    assert f"all {len(KINDS)} kinds of loader" in (DOCS / "index.md").read_text()
 
 
 # The job of docs/audit.md is a file whose steps run: here, in a copy of its project.

@@ -192,8 +192,9 @@ def test_a_dataset_that_asks_after_its_first_item_is_refused(world_size: int, it
         ranks(lambda: loader_of(AsksLate(items), 2), world_size)
 
 
-def test_a_main_process_may_ask_at_any_time() -> None:
-    assert_parts_are_shared(partial(AsksLate, 3), 0, 2, "pad")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_there_is_one_reader_a_dataset_may_ask_at_any_time(workers: int) -> None:
+    assert_parts_are_shared(partial(AsksLate, 3), workers, 2, "pad")
 
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")  # torch's warning that there are more batches

@@ -14,7 +14,7 @@ from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zoo import Indices, N, as_it_is
 
-from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress
@@ -111,39 +111,6 @@ def test_an_iterator_that_another_pass_has_drained() -> None:
     loader.set_epoch(0)
     with raises(ExhaustedSamplerError, ("epoch 0", "iterator"), "iterated again"):
         next(second)
-
-
-class Reseeded(IterableDataset[int]):
-    """Has a generator of its own, which ``set_epoch`` seeds."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.generator.manual_seed(50 + epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(N, generator=self.generator).tolist()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("done", [0, 2])
-def test_an_iterable_dataset_that_seeds_its_generator_each_epoch_resumes(workers: int, done: int) -> None:
-    def start() -> Any:
-        loader: DataLoader[Any] = DataLoader(Reseeded(), 3, num_workers=workers, collate_fn=as_it_is)
-        return patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
-
-    whole, stopped, again = start(), start(), start()
-    epochs = [list(whole) for _ in range(3)]
-    list(stopped)
-    iterator = iter(stopped)
-    for _ in range(max(1, done)):  # with none, the pass would not have begun
-        next(iterator)
-    state = loader_state(stopped, batches_done=done)
-    del iterator
-    restore_loader(again, state)
-    assert [list(again), list(again)] == [epochs[1][done:], epochs[2]]
-    assert epochs[0] != epochs[1]
 
 
 class Held(IterableDataset[int]):

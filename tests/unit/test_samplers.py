@@ -250,22 +250,6 @@ def test_a_state_with_values_that_cannot_be_is_refused_and_changes_nothing(make:
     assert again.state_dict() == state
 
 
-@every_sampler
-@pytest.mark.parametrize("world_size", range(1, 6))
-def test_every_rank_gets_whole_items_of_the_one_stream(make: Callable[..., Any], world_size: int) -> None:
-    alone = make(seed=5)
-    streams = [list(alone) for _ in range(2)]
-    for epoch in range(2):
-        shares = []
-        for rank in range(world_size):
-            wrapper: Any = DDPBatchSamplerWrapper(make(seed=5), False, num_replicas=world_size, rank=rank)
-            wrapper.set_epoch(epoch)
-            shares.append(list(wrapper))
-        together = list(chain.from_iterable(zip(*shares, strict=True)))
-        assert together[: len(streams[epoch])] == streams[epoch]
-        assert together[len(streams[epoch]) :] == streams[epoch][: len(together) - len(streams[epoch])]
-
-
 # Class-balanced.
 
 
@@ -446,22 +430,6 @@ def test_instances_are_drawn_uniformly(size: int, k: int, most_compared: int, mo
         both = k * (k - 1) / size / (size - 1)  # the chance of any two to come together
         off = pairs[~np.eye(size, dtype=bool)]
         assert (abs(off - rows * both) <= BOUND * np.sqrt(rows * both * (1 - both))).all()
-
-
-@pytest.mark.parametrize("number", [1, 3, 4, 5, 30])
-def test_as_many_batches_as_were_asked_for_have_labels_alike_often(number: int) -> None:
-    """A round has two batches and a half."""
-    labels = np.repeat(np.arange(10), 7)
-    sampler = PKBatchSampler(labels, 4, 3, num_batches=number, seed=0)
-    assert len(sampler) == sampler.num_batches == number
-    epochs = [np.array(list(sampler)) for _ in range(2)]
-    assert epochs[0].shape == (number, 12)
-    assert (epochs[0] != epochs[1]).any()
-    times = np.bincount(labels[epochs[0].ravel()], minlength=10) / 3
-    assert times.max() - times.min() <= 1
-    rounds = labels[epochs[0]][:, ::3].ravel()  # three of a label stand together
-    for start in range(0, number * 4 - 9, 10):
-        assert set(rounds[start : start + 10]) == set(range(10))
 
 
 @pytest.mark.parametrize(("labels", "p", "in_one_epoch"), [(10, 4, 1), (10, 5, 1), (9, 4, 1), (12, 8, 1), (10, 3, 0)])

@@ -124,22 +124,6 @@ def test_load_state_dict_adopts_the_seed_too(user: str) -> None:
     assert list(again) == list(whole)
 
 
-def test_another_number_of_ranks_adopts_it() -> None:
-    start = USERS["shuffle=True"]
-    whole = [list(start(rank, 2, seed=SAVED)) for rank in range(2)]
-    stopped = start(0, 2, seed=SAVED)
-    next(iter(stopped))
-    state = loader_state(stopped, batches_done=1)
-    rest = []
-    for rank in range(3):
-        again = start(rank, 3)
-        restore_loader(again, state)
-        rest += [item for batch in again for item in batch]
-    first = [item for batches in whole for item in batches[0]]
-    assert set(first) | set(rest) == set(range(N))
-    assert len(first) + len(rest) in range(N, N + 3)
-
-
 @pytest.mark.parametrize("seed", [7, 0])
 def test_a_seed_that_was_chosen_is_kept_and_the_error_says_which_to_pass(seed: int) -> None:
     start = USERS["shuffle=True"]

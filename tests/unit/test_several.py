@@ -123,16 +123,16 @@ def test_what_is_sharded_already_stays_itself() -> None:
     assert check_loaders_is_patched(fresh)
 
 
-def test_one_process_gets_its_nest_back_with_one_warning() -> None:
-    given = [loader(), {"val": loader()}]
-    for options in ({}, {"order": "scalable", "seed": 1}):
-        if options:
-            given = [loader(shuffle=True)]
+def test_one_process_gets_what_it_gave_back_with_one_warning() -> None:
+    options: dict[str, Any] = {"order": "scalable", "seed": 1}
+    nests: list[tuple[Any, dict[str, Any]]] = [(loader(), {}), ([loader(), {"val": loader()}], {})]
+    for given, chosen in [*nests, ([loader(shuffle=True)], options)]:
         with pytest.warns(NotDistributedWarning) as caught:
-            assert patch_dataloader_to_ddp(given, **options) is given  # type: ignore[call-overload]  # of several types
+            assert patch_dataloader_to_ddp(given, **chosen) is given
         assert len(caught) == 1
         assert caught[0].filename == __file__
-        assert_tells(str(caught[0].message), ("patch_dataloader_to_ddp", "all data"), "init_process_group()")
+        facts = ("patch_dataloader_to_ddp", "process group", "environment", "all data")
+        assert_tells(str(caught[0].message), facts, "torch.distributed.init_process_group()")
 
 
 class Started(DataLoader[Any]):
