@@ -9,6 +9,7 @@ from ddp_patch.errors import InvalidOptionError
 from ddp_patch.validation import as_index, seconds
 
 __all__ = [
+    "Layout",
     "Options",
     "Order",
     "Share",
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
+Layout: TypeAlias = Literal["interleaved", "contiguous"]
 Order: TypeAlias = Literal["auto", "seeded", "leader", "scalable"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]
 
@@ -29,6 +31,10 @@ _CHOICES: Mapping[str, Mapping[str, str]] = {
         "pad": "repeats the first items to fill the last round",
         "drop": "leaves the last, incomplete round out",
         "keep": "gives some ranks one item less",
+    },
+    "layout": {
+        "interleaved": "gives rank r every num_replicas-th item",
+        "contiguous": "gives rank r the r-th run of items",
     },
     "order": {
         "auto": "is 'seeded', but 'leader' if the ranks would draw different orders",
@@ -64,6 +70,7 @@ class Options:
     seed: int | None = None
     cost: Cost | CostValues | None = None
     order: Order = "auto"
+    layout: Layout = "interleaved"
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -73,6 +80,12 @@ class Options:
             raise InvalidOptionError(
                 "uneven='drop' does not work with share='within_batches': a batch that cannot be divided evenly would "
                 "lose samples. Use uneven='pad', whose padding iter_with_weights() weighs 0, or uneven='keep'."
+            )
+        arranges = "cost=" if self.cost is not None else f"share={self.share!r}"
+        if self.gives_runs and (self.cost is not None or self.share in {"within_batches", "by_worker"}):
+            raise InvalidOptionError(
+                f"layout='contiguous' does not work with {arranges}, which decides itself which items a rank takes. "
+                "Use one or the other."
             )
         cost = self._checked_cost()
         seed = None if self.seed is None else as_index(self.seed)
@@ -117,6 +130,11 @@ class Options:
     def by_worker(self) -> bool:
         """Whether iterable datasets split themselves over the workers of all ranks."""
         return self.share == "by_worker"
+
+    @property
+    def gives_runs(self) -> bool:
+        """Whether each rank takes a run of an epoch's items."""
+        return self.layout == "contiguous"
 
     @property
     def is_scalable(self) -> bool:

@@ -24,7 +24,7 @@ from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.options import Options, Order, Share, Uneven
+from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
@@ -96,6 +96,7 @@ def patch_dataloader_to_ddp(
     cost: Cost | CostValues | None = None,
     device_mesh: DeviceMesh | None = None,
     order: Order = "auto",
+    layout: Layout = "interleaved",
     process_group: dist.ProcessGroup | None = None,
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
@@ -160,6 +161,9 @@ def patch_dataloader_to_ddp(
             (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
             computes only its share. The first batch then takes constant time and memory for any number of samples. The
             order differs from torch's.
+        layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
+            run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
+            beginning.
         process_group: The group whose ranks shard the data. Default: all ranks.
         rank: This rank, in ``range(num_replicas)``. It makes an explicit world, in which ranks never wait for each
             other.

@@ -11,7 +11,7 @@ from ddp_patch.compat.packages import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.recognition import samplers_within, shards_itself
-from ddp_patch.options import Options, Order, Uneven
+from ddp_patch.options import Layout, Options, Order, Uneven
 from ddp_patch.orders.orders import is_random_access
 from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
@@ -36,6 +36,7 @@ class SharingOptions(TypedDict, total=False):
     process_group: dist.ProcessGroup | None
     device_mesh: DeviceMesh | None
     uneven: Uneven
+    layout: Layout
     order: Order
     seed: int | None
     timeout: float | timedelta
@@ -57,7 +58,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
             memory. Pass False to keep the sampler's own order.
         pad_data_to_num_gpus: True means ``uneven="pad"``, False means ``uneven="drop"``.
         options: Keywords that mean the same as in ``patch_dataloader_to_ddp``: ``num_replicas`` and ``rank``,
-            ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``order``,
+            ``process_group``, ``device_mesh``, ``uneven`` (overrides ``pad_data_to_num_gpus``), ``layout``, ``order``,
             ``seed`` and ``timeout``.
 
     Raises:

@@ -188,7 +188,7 @@ def _agreed(world: World, options: Options, peers: Peers | None, decision: Repor
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
     """Return the options that must be alike, and which rank takes which share: of many ranks a fingerprint of it."""
     shares = ", ".join(f"rank {rank}: {share}" for rank, share in members.items())
-    return {name: getattr(options, name) for name in ("share", "uneven", "order")} | {
+    return {name: getattr(options, name) for name in ("share", "uneven", "order", "layout")} | {
         "seed": "default" if options.seed is None else options.seed,
         "shares": shares if len(members) <= FEW else fingerprint([shares]),
     }

@@ -82,6 +82,7 @@ class Passes(Generic[T]):
             **facts,
             "uneven": options.uneven,
             "order": "scalable" if options.is_scalable else "drawn",
+            "layout": options.layout,
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -306,6 +306,11 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None
             f"order='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
             "Use order='seeded'."
         )
+    if options.gives_runs:
+        raise InvalidOptionError(
+            f"layout='contiguous' does not work with {name}: each rank would have to read all of an iterable dataset "
+            "before its first item. Use layout='interleaved'."
+        )
 
 
 def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) -> None:

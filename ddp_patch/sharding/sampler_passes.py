@@ -286,20 +286,26 @@ class SamplerPasses(Passes[T]):
             return Indexed(
                 order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
             )
-        begin, rest = self._begun_by(order, epoch), self._rest_by(before, taken, epoch)
+        begin, rest = self._begun_by(order, start), self._rest_by(before, taken, epoch)
         drawing = Drawing(begin, rest, random_context, draws_ahead=not self._is_one_shot, digest=digest)
         if self.agreed.leader is not None:
             return self._led(drawing, start, self.agreed.leader)
         known = start.states.streams[0].first if start.states.streams else None
         return Streamed(drawing, self.plan, self.name, known, keeps_sizes=keeps_sizes)
 
-    def _begun_by(self, order: Callable[[], EpochOrder], epoch: int) -> Callable[[], Iterator[T]]:
+    def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
         begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
         # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
         if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
             begin = partial(_in_order, order)
-        return partial(_permuted, begin, self.agreed.seed.value, epoch) if self.shuffles else begin
+        if self.shuffles:
+            begin = partial(_permuted, begin, self.agreed.seed.value, start.epoch)
+        if self.agreed.options.gives_runs:
+            # Those that began the epoch.
+            ranks = next((ranks for ranks, each in start.consumed if each), self.plan.num_replicas)
+            begin = partial(_begun_in_runs, begin, ranks)
+        return begin
 
     def _rest_by(self, before: Consumed, taken: int, epoch: int) -> Callable[[Iterator[T]], Iterator[T]]:
         """Return what leaves out the items that other numbers of ranks have taken."""
@@ -327,7 +333,8 @@ class SamplerPasses(Passes[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        return self.agreed.leader is None and not self.shuffles and has_order(self.sampler)
+        is_as_it_comes = not (self.shuffles or self.agreed.options.gives_runs)
+        return self.agreed.leader is None and is_as_it_comes and has_order(self.sampler)
 
     def note_length(self, current: Pass[T], length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
@@ -379,6 +386,19 @@ def _in_permutation(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
     items = [copy_item(item) for item in stream]
     for position in distributed_permutation(len(items), seed, epoch).tolist():
         yield items[position]
+
+
+def _begun_in_runs(begin: Callable[[], Iterator[T]], ranks: int) -> Iterator[T]:
+    """Begin a sampler, and yield its epoch with each rank's run of items at the places that the rank takes."""
+    return _in_runs(begin(), ranks)
+
+
+def _in_runs(stream: Iterator[T], ranks: int) -> Iterator[T]:
+    items = [copy_item(item) for item in stream]
+    each, more = divmod(len(items), ranks)  # the first ranks have one more
+    starts = [rank * each + min(rank, more) for rank in range(ranks)]
+    for place in range(len(items)):
+        yield items[starts[place % ranks] + place // ranks]
 
 
 def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:
