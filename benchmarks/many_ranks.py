@@ -24,10 +24,8 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.evaluation.gather import expected_of_step
-from ddp_patch.evaluation.judging import report
-from ddp_patch.evaluation.sending import Sending, result_of
-from ddp_patch.evaluation.steps import require_one_stream
+from ddp_patch.evaluation.sending import OwnOutputs
+from ddp_patch.evaluation.shares import share_of_step
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import Digest
@@ -38,6 +36,7 @@ from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.mailbox import Peers
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World
+from ddp_patch.sharding.batches import batches_of
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 TIMEOUT_S = 120.0
@@ -161,17 +160,16 @@ def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
     numbers: Any = range(rows * world)
     given = patch_dataloader_to_ddp(DataLoader(numbers, rows), rank=0, num_replicas=world)
     batch = next(iter(given))
-    outputs, batches = batch[:, None].float().repeat(1, 10), require_one_stream("gather_step", given)
+    outputs, batches = batch[:, None].float().repeat(1, 10), batches_of("gather_step", given)
     spent = []
     for _ in range(steps):
         begun = process_time()
-        said, own = report(outputs, partial(expected_of_step, given, batches), None)
-        sending = Sending.of(said.preferred(range(world)), own, said.at, None)
+        own = OwnOutputs(outputs, partial(share_of_step, given, batches), None)
         spent.append(process_time() - begun)
-        headers = np.repeat(sending.header[None], world, 0)
+        headers = np.repeat(own.header[None], world, 0)
         headers[:, 3] = range(world)  # where the keys of each begin
         begun = process_time()
-        whole = result_of(sending, headers, lambda data, _: [data] * world)
+        whole = own.whole(headers, ([data] * world for data, _ in own.parts(headers)))
         spent[-1] += process_time() - begun
         if len(whole) != rows * world:
             raise RuntimeError(f"gathered {len(whole)} rows of {rows * world}")

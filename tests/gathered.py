@@ -1,21 +1,18 @@
-"""What the outputs of several ranks come to: each is a thread, and what they send goes from one to another."""
+"""What the outputs of several ranks come to, without sending anything."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Barrier
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.evaluation.gather import expected_of_pass, expected_of_step
-from ddp_patch.evaluation.judging import judge_outputs, report
-from ddp_patch.evaluation.sending import Sending, result_of
-from ddp_patch.evaluation.steps import require_one_stream
+from ddp_patch.evaluation.outputs import judge_outputs
+from ddp_patch.evaluation.sending import OwnOutputs, are_alike
+from ddp_patch.evaluation.shares import share_of_pass, share_of_step
+from ddp_patch.evaluation.steps import shared_batches
 
 __all__ = ["shares", "together"]
 
@@ -30,27 +27,18 @@ def shares(world_size: int, **options: Any) -> list[DataLoader[Any]]:
 
 def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, in_step: bool = False) -> Any:
     """As each rank would have it."""
-    operation, reports = "gather_step" if in_step else "gather_in_order", []
-    for own, given in zip(outputs, loaders, strict=True):
-        batches = require_one_stream(operation, given)
-        expect = partial(expected_of_step, given, batches) if in_step else partial(expected_of_pass, batches)
-        reports.append(report(own, expect, None))
-    agreement = judge_outputs(operation, {rank: said for rank, (said, _) in enumerate(reports)})
-    sendings = [Sending.of(agreement, own) for _, own in reports]
-    headers = np.stack([each.header for each in sendings])
-    everyone, sent = Barrier(len(loaders)), list[Any](loaders)
-
-    def on_rank(rank: int) -> Any:
-        def transport(data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-            assert len(data) == sizes[rank]
-            sent[rank] = data
-            everyone.wait(60)
-            came = [*sent]
-            everyone.wait(60)
-            return came
-
-        return result_of(sendings[rank], headers, transport)
-
-    with ThreadPoolExecutor(len(loaders)) as pool:
-        first, *_ = list(pool.map(on_rank, range(len(loaders))))
+    operation, given = "gather_step" if in_step else "gather_in_order", []
+    for own, shared in zip(outputs, loaders, strict=True):
+        batches = shared_batches(operation, shared)
+        assert batches is not None
+        share_of = partial(share_of_step, shared, batches) if in_step else partial(share_of_pass, batches)
+        given.append(OwnOutputs(own, share_of, None))
+    chosen = judge_outputs(operation, {rank: own.said() for rank, own in enumerate(given)})
+    if not are_alike(np.stack([own.header for own in given])):
+        for own in given:
+            own.choose(chosen)
+    headers = np.stack([own.header for own in given])
+    sent = [[*parts] for parts in zip(*(own.parts(headers) for own in given), strict=True)]
+    assert all([*sizes] == [len(data) for data, _ in parts] for parts in sent for _, sizes in parts)
+    first, *_ = [own.whole(headers, iter([[data for data, _ in parts] for parts in sent])) for own in given]
     return first

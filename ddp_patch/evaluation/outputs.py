@@ -1,366 +1,245 @@
-"""Outputs as users make them: nests of tensors, rows, and how they are read."""
+"""Outputs as users make them, nests of tensors, arrays and lists: how a rank reads its own, and how all read theirs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import StrEnum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-__all__ = [
-    "Form",
-    "Leaf",
-    "Misfit",
-    "Node",
-    "RankShare",
-    "Reading",
-    "RowKind",
-    "Structure",
-    "apart",
-    "at",
-    "cut",
-    "filled",
-    "form_of",
-    "nest_text",
-    "readings_of",
-    "room_for",
-    "wrong_leaf",
-]
+from ddp_patch.errors import InvalidOptionError, OutputsError
+from ddp_patch.evaluation.shares import Misfit, RankShare
+from ddp_patch.ranks.exchange import by_value, ranks_text
+
+__all__ = ["GATHERING", "Leaf", "Reading", "joined", "judge_outputs", "mapped", "row_bytes", "ways_to_read"]
+
+Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A dict, a tuple or a dataclass without its leaves.
-
-    Attributes:
-        kind: The class to make.
-        parts: What it holds, by key, place or field.
-    """
-
-    kind: type
-    parts: Mapping[Any, "Structure"]
-
-
-# What stands where: a node, the path of a leaf, or None where the user has None.
-Structure: TypeAlias = Node | str | None
-
-
-def at(path: str) -> str:
+def _at(path: str) -> str:
     """Return how a message says where a leaf stands; nothing where the outputs are that leaf."""
     return path and f" at {path}"
 
 
-def apart(value: Any, path: str = "") -> tuple[Structure, list[tuple[str, Any]]]:
-    """Return a nest with each leaf replaced by its path, and every leaf with its path; None is no leaf.
+def mapped(nest: Any, leaf_of: Callable[[str, Any], Any], path: str = "") -> Any:
+    """Return a nest of dicts, tuples and dataclasses with other leaves; None is no leaf.
+
+    Args:
+        nest: The nest.
+        leaf_of: Returns what stands for a leaf, of its path and the leaf.
+        path: Where the nest stands.
 
     Examples:
-        >>> apart({"logits": ([1], None, [2])})[1]
-        [("['logits'][0]", [1]), ("['logits'][2]", [2])]
+        >>> mapped({"logits": ([1], None, [2])}, lambda path, leaf: path)
+        {'logits': ("['logits'][0]", None, "['logits'][2]")}
     """
-    if value is None:
-        return None, []
-    kind = type(value)
-    parts: list[tuple[Any, str, Any]]
-    if is_dataclass(value) and not isinstance(value, type):  # models' outputs of transformers are dicts, too
-        parts = [(each.name, f".{each.name}", getattr(value, each.name)) for each in fields(value)]
-    elif isinstance(value, dict):
-        kind, parts = dict, [(key, f"[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        parts = [(name, f".{name}", getattr(value, name)) for name in value._fields]
-    elif isinstance(value, tuple):
-        kind, parts = tuple, [(place, f"[{place}]", part) for place, part in enumerate(value)]
-    else:
-        return path, [(path, value)]
-    found = [(key, *apart(part, path + step)) for key, step, part in parts]
-    return Node(kind, {key: nest for key, nest, _ in found}), [leaf for *_, leaves in found for leaf in leaves]
+    if is_dataclass(nest) and not isinstance(nest, type):  # models' outputs of transformers are dicts, too
+        names = {each.name: each.init for each in fields(nest)}
+        parts = {name: mapped(getattr(nest, name), leaf_of, f"{path}.{name}") for name in names}
+        made = type(nest)(**{name: part for name, part in parts.items() if names[name]})
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)  # a __post_init__ may have changed it
+        return made
+    if isinstance(nest, dict):
+        if len({*map(repr, nest)}) < len(nest):
+            raise Misfit("passed a dict whose keys look alike and are not equal")
+        return {key: mapped(part, leaf_of, f"{path}[{key!r}]") for key, part in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(mapped(getattr(nest, name), leaf_of, f"{path}.{name}") for name in nest._fields))
+    if isinstance(nest, tuple):
+        return tuple(mapped(part, leaf_of, f"{path}[{place}]") for place, part in enumerate(nest))
+    return None if nest is None else leaf_of(path, nest)
 
 
-def filled(nest: Structure, leaves: Mapping[str, Any]) -> Any:
-    """Return a nest with each path replaced by its leaf.
+def _leaves_of(nest: Any, path: str = "") -> dict[str, Any]:
+    """Return all leaves of a nest that can be built again, by path."""
+    found: dict[str, Any] = {}
+    mapped(nest, found.setdefault, path)
+    return found
 
-    Examples:
-        >>> nest, leaves = apart({"logits": (1.5, None)})
-        >>> filled(nest, dict(leaves))
-        {'logits': (1.5, None)}
-    """
-    if nest is None:
+
+def row_bytes(leaf: Leaf) -> int | None:
+    """Return how many bytes each row of a leaf has; None where they differ, so that rows are pickled."""
+    if isinstance(leaf, list) or (isinstance(leaf, np.ndarray) and (leaf.dtype.hasobject or leaf.dtype.kind in "US")):
         return None
-    if isinstance(nest, str):
-        return leaves[nest]
-    parts = {key: filled(part, leaves) for key, part in nest.parts.items()}
-    if nest.kind is dict:
-        return parts
-    if nest.kind is tuple:
-        return tuple(parts.values())
-    if not is_dataclass(nest.kind):  # a named tuple
-        return nest.kind(**parts)
-    made = nest.kind(**{each.name: parts[each.name] for each in fields(nest.kind) if each.init})
-    for name in parts:
-        object.__setattr__(made, name, parts[name])  # a __post_init__ may have changed it
-    return made
+    return int(leaf.dtype.itemsize) * math.prod(leaf.shape[1:])
 
 
-def nest_text(nest: Structure) -> str:
-    """Describe how a nest is built, alike for all that are built alike.
-
-    Examples:
-        >>> nest_text(apart({"b": 1, "a": (2, None)})[0])
-        "{'a': tuple(rows, None), 'b': rows}"
-    """
-    if not isinstance(nest, Node):
-        return "None" if nest is None else "rows"
-    texts = {key: nest_text(part) for key, part in nest.parts.items()}
-    if nest.kind is dict:
-        return "{" + ", ".join(sorted(f"{key!r}: {text}" for key, text in texts.items())) + "}"
-    if nest.kind is tuple:
-        return f"tuple({', '.join(texts.values())})"
-    return f"{nest.kind.__name__}({', '.join(f'{key}={text}' for key, text in texts.items())})"
-
-
-Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
-
-_STRINGS = {"U": "str", "S": "bytes"}
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What the rows of a tensor, an array or a list look like.
-
-    Attributes:
-        kind: "tensor", "array" or "list".
-        dtype: The dtype of a tensor or an array.
-        row: The shape of one row of a tensor or an array.
-        device: The type of a tensor's device.
-
-    Examples:
-        >>> print(Form("tensor", torch.float32, row=(3, 5)))
-        tensor torch.float32 (n, 3, 5)
-    """
-
-    kind: str
-    dtype: Any = None
-    row: tuple[int, ...] = ()
-    device: str = "cpu"
-
-    def __str__(self) -> str:
-        if self.kind == "list":
-            return "list"
-        # An array of strings is as wide as its widest.
-        dtype = _STRINGS.get(self.dtype.kind, self.dtype) if self.kind == "array" else self.dtype
-        return f"{self.kind} {dtype} ({', '.join(['n', *map(str, self.row)])}{'' if self.row else ','})"
-
-    @property
-    def row_bytes(self) -> int:
-        """How many bytes a row of a tensor or an array has."""
-        return int(self.dtype.itemsize) * math.prod(self.row)
-
-    @property
-    def is_pickled(self) -> bool:
-        """Whether rows are sent pickled, because they do not have a fixed number of bytes."""
-        if self.kind != "array":
-            return self.kind == "list"
-        return self.dtype.hasobject or self.dtype.kind in _STRINGS
-
-
-def form_of(leaf: Leaf) -> Form:
-    """Return the form of a leaf that is none of the wrong ones."""
+def _text_of(leaf: Leaf) -> str:
+    """Describe a leaf, but for how many rows it has."""
+    if isinstance(leaf, list):
+        return "list"
+    shape = ", ".join(["n", *map(str, leaf.shape[1:])])
     if isinstance(leaf, torch.Tensor):
-        return Form("tensor", leaf.dtype, tuple(leaf.shape[1:]), device=leaf.device.type)
-    if isinstance(leaf, np.ndarray):
-        return Form("array", leaf.dtype, leaf.shape[1:])
-    return Form("list")
+        return f"tensor {leaf.dtype} ({shape})"
+    return f"array {leaf.dtype.type.__name__ if leaf.dtype.kind in 'US' else leaf.dtype} ({shape})"
 
 
-def room_for(form: Form, rows: int) -> Leaf:
-    """Return room for rows of a form, on the CPU."""
-    if form.kind == "list":
-        return [None] * rows
-    if form.kind == "array":
-        return np.empty((rows, *form.row), form.dtype)
-    return torch.empty((rows, *form.row), dtype=form.dtype, device="cpu")
+def _why_no_rows(leaf: Any) -> str:
+    """Return what a leaf is that has no rows to send, or an empty string."""
+    if isinstance(leaf, list):
+        return ""
+    if not isinstance(leaf, torch.Tensor | np.ndarray):
+        return f"a {type(leaf).__name__}, which is no tensor, array or list"
+    is_odd = isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized)
+    if is_odd or hasattr(leaf, "full_tensor"):
+        return "a sparse, nested, quantized or distributed tensor, which has no rows to send"
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array, whose mask would be lost"
+    return "" if leaf.ndim else f"a {type(leaf).__name__} without dimensions, which has no rows"
 
 
-def _joined(leaves: Sequence[Any]) -> Any:
+def joined(leaves: Sequence[Any]) -> Any:
     """Return the rows of several leaves of one form as one leaf, on the first one's device."""
-    first = leaves[0]
-    if len(leaves) == 1:
+    first, *others = leaves
+    if not others:
         return first
     if isinstance(first, torch.Tensor):
         return torch.cat([leaf.detach().to(first.device) for leaf in leaves])
     return np.concatenate(leaves) if isinstance(first, np.ndarray) else list(chain.from_iterable(leaves))
 
 
-def wrong_leaf(leaf: Any) -> str:
-    """Return what a leaf is that has no rows to send, or an empty string."""
-    match leaf:
-        case torch.Tensor() if (
-            leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or hasattr(leaf, "full_tensor")
-        ):
-            return "a sparse, nested, quantized or distributed tensor, which has no rows to send"
-        case np.ma.MaskedArray():
-            return "a masked array, whose mask would be lost"
-        case torch.Tensor() | np.ndarray() if leaf.ndim:
-            return ""
-        case list():
-            return ""
-        case torch.Tensor() | np.ndarray():
-            return f"a {type(leaf).__name__} without dimensions, which has no rows"
-    return f"a {type(leaf).__name__}, which is no tensor, array or list"
+def _cut(leaf: Leaf, sizes: Sequence[int]) -> list[Leaf]:
+    """Return a leaf's rows in pieces of these sizes."""
+    return [leaf[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-class RowKind(StrEnum):
-    """What a tensor, an array or a list of the outputs has one of."""
-
-    SAMPLES = "one row per sample"
-    BATCHES = "one row per batch"
-    LIST = "a list of batches"
-
-
-class Misfit(Exception):  # noqa: N818 - it says what the outputs do not fit, and is no error to users
-    """Says why outputs cannot be those of a rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankShare:
-    """What a rank got, by which its outputs are read.
-
-    Attributes:
-        samples: How many samples, padding included; None where that is not known.
-        real_samples: Which of them are not padding.
-        sizes: How many samples each of its batches has; None where a list of the batches' outputs is not taken.
-        real_batches: Where one row for each batch is taken: which batches are not padding; else None.
-        batches: How many batches it got.
-        sample: What a sample is called.
-    """
-
-    samples: int | None
-    real_samples: Sequence[int]
-    batches: int
-    sizes: Sequence[int] | None = None
-    real_batches: Sequence[int] | None = None
-    sample: str = "sample"
-
-    def rows(self, kind: RowKind) -> Sequence[int]:
-        """Return which rows of a leaf are not padding."""
-        return self.real_batches or range(0) if kind is RowKind.BATCHES else self.real_samples
-
-    def expected(self) -> str:
-        """Say how many rows the outputs may have."""
-        if not self.batches:
-            return "none, since this rank got no batch"
-        ways = [] if self.real_batches is None else [f"{self.batches}, one per batch"]
-        if self.samples is not None:
-            ways.append(f"{self.samples}, one per {self.sample}")
-        if self.sizes is not None:
-            ways.append("a list with one entry per batch")
-        return ", or ".join(ways)
+def _taken(leaf: Leaf, share: RankShare) -> Leaf:
+    """Return the rows that are not padding; a view where these come first."""
+    real = share.real.tolist()
+    if real == list(range(len(real))):
+        return leaf[: len(real)]
+    return [leaf[row] for row in real] if isinstance(leaf, list) else leaf[real]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One way to read a leaf of the outputs.
+    """One way to read a tensor, an array or a list of the outputs.
 
     Attributes:
-        kind: What it has one of.
-        nest: What one entry of a list of batches looks like; else the leaf's path.
-        forms: What the rows of each column look like, by path. A leaf is one column; a list of batches has one for each
-            leaf of an entry.
-        leaves: The columns' rows, padding included: of a list of batches, each batch's.
+        text: What it is, but for how many rows it has: the same on all ranks that read alike.
+        columns: Rows that are not padding, by path.
+        entry: What an entry of a list of batches is without its rows; each leaf of it has a column. None if it is none.
+        pieces_of: What is sent in pieces, one for each batch, without its rows; None if rows are sent.
     """
 
-    kind: RowKind
-    nest: Structure
-    forms: Mapping[str, Form]
-    leaves: Mapping[str, Sequence[Leaf]] = field(repr=False, default_factory=dict)
+    text: str
+    columns: Mapping[str, Leaf]
+    entry: Any = None
+    pieces_of: Leaf | None = None
 
-    def column(self, path: str, share: RankShare) -> Leaf:
-        """Return the rows of a column that are not padding."""
-        leaf, rows = _joined(self.leaves[path]), share.rows(self.kind)
-        if isinstance(rows, range) and rows == range(len(rows)):
-            return leaf[: len(rows)]  # type: ignore[no-any-return]  # a view
-        return [leaf[row] for row in rows] if isinstance(leaf, list) else leaf[list(rows)]
+    def without_rows(self) -> "Reading":
+        """Return the same way to read, for a rank that got nothing."""
+        return replace(self, columns={path: rows[:0] for path, rows in self.columns.items()})
 
-    def text(self, path: str) -> str:
-        """Describe the rows, but for how many there are."""
-        if self.kind is RowKind.LIST:
-            return f"a list of batches of {_entry_text(self.nest, self.forms)}{at(path)}"
-        return f"{self.forms[path]}{at(path)}"
-
-
-def _entry_text(nest: Structure, forms: Mapping[str, Form]) -> str:
-    if len(forms) == 1 and isinstance(nest, str):
-        return str(forms[nest])
-    return f"{nest_text(nest)} with " + ", ".join(f"{path}: {form}" for path, form in sorted(forms.items()))
+    def leaf(self, rows: Mapping[str, Leaf], path: str, batch_sizes: Callable[[], Sequence[int]]) -> Any:
+        """Return the leaf that has these rows. The batches of all ranks have these sizes."""
+        if self.entry is not None:
+            sizes = batch_sizes()
+            pieces = {column: iter(_cut(rows[column], sizes)) for column in self.columns}
+            return [mapped(self.entry, lambda column, _: next(pieces[column]), f"{path}[i]") for _ in sizes]
+        return rows[path] if self.pieces_of is None else joined([self.pieces_of, *rows[path]])
 
 
-def readings_of(leaf: Any, path: str, share: RankShare) -> list[Reading]:
-    """Return all ways to read a leaf.
+def ways_to_read(outputs: Any, share: RankShare) -> dict[str, dict[str, Reading]]:
+    """Return all ways to read each leaf of a rank's outputs, by path and by text, the preferred one first.
+
+    A rank that got nothing has no rows to read.
 
     Raises:
-        Misfit: There is none.
+        Misfit: The outputs cannot be read as those of the rank.
     """
-    if wrong := wrong_leaf(leaf):
-        raise Misfit(f"passed {wrong}{at(path)}")
-    found = [Reading(kind, path, {path: form_of(leaf)}, {path: [leaf]}) for kind in _kinds(len(leaf), share)]
-    why = ""
-    if share.sizes and isinstance(leaf, list) and len(leaf) == len(share.sizes):
+    leaves = _leaves_of(outputs)
+    if not len(share.sizes) and not any(len(leaf) for leaf in leaves.values() if not _why_no_rows(leaf)):
+        return {}
+    if not leaves:
+        raise Misfit(f"passed {'None' if outputs is None else 'nothing'}; expected {share.expected()}")
+    return {path: {each.text: each for each in _readings_of(leaf, path, share)} for path, leaf in leaves.items()}
+
+
+def _readings_of(leaf: Any, path: str, share: RankShare) -> list[Reading]:
+    """Return all ways to read a leaf. A rank whose batches have one sample each means batches, as others."""
+    if why := _why_no_rows(leaf):
+        raise Misfit(f"passed {why}{_at(path)}")
+    found, form = [], _text_of(leaf)
+    if share.takes_lists and isinstance(leaf, list) and len(leaf) == len(share.sizes):
         try:
-            found.append(_read_list(leaf, path, share.sizes))
+            found.append(_read_list(leaf, f"{path}[i]", share))
         except Misfit as misfit:
             why = f"; read as one entry per batch, {misfit}"
-    if not found:
-        raise Misfit(f"passed {len(leaf)} rows{at(path)}; expected {share.expected()}{why}")
+    if not share.is_whole and len(leaf) == share.samples:
+        found.append(Reading(form, {path: _taken(leaf, share)}))
+    if share.is_whole:
+        for text, sizes in ((f"{form}, one per batch", [1] * len(share.sizes)), (form, share.sizes.tolist())):
+            if len(leaf) == sum(sizes):
+                found.append(Reading(text, {path: _taken(_cut(leaf, sizes), share)}, pieces_of=leaf[:0]))
+    if not found or not len(share.sizes):
+        raise Misfit(f"passed {len(leaf)} rows{_at(path)}; expected {share.expected()}{why}")
     return found
 
 
-def _kinds(rows: int, share: RankShare) -> Iterator[RowKind]:
-    if share.real_batches is not None and rows == share.batches:
-        yield RowKind.BATCHES
-    if rows == share.samples:
-        yield RowKind.SAMPLES
-
-
-def _read_list(entries: Sequence[Any], path: str, sizes: Sequence[int]) -> Reading:
+def _read_list(entries: Sequence[Any], base: str, share: RankShare) -> Reading:
     """Read a list with the outputs of each batch."""
-    base = f"{path}[i]"
-    nest, first = apart(entries[0], base)
-    columns: dict[str, list[Leaf]] = {column: [] for column, _ in first}
-    for number, (entry, size) in enumerate(zip(entries, sizes, strict=True)):
-        built, leaves = apart(entry, base)
-        if nest_text(built) != nest_text(nest):
-            raise Misfit(f"entry {number} is built otherwise than entry 0")
-        for column, leaf in leaves:
-            where = column.replace("[i]", f"[{number}]", 1)
-            if wrong := wrong_leaf(leaf):
-                raise Misfit(f"it has {wrong}, at {where}")
-            if len(leaf) != size:
-                raise Misfit(f"it has {len(leaf)} rows at {where} for a batch of {size}")
-            columns[column].append(leaf)
-    forms = {}
-    for column, of_entries in columns.items():
-        each = {f"{form}": form for form in map(form_of, of_entries)}
-        if len(each) > 1:
-            found = " and ".join(sorted(each)[:2])
-            raise Misfit(f"its entries have different dtypes or dimensions, {found}, at {column}")
-        forms[column] = form_of(of_entries[0])
-    if not forms:
-        raise Misfit("its entries are empty")
-    filled(nest, dict(first))  # raises if it cannot be built again
-    return Reading(RowKind.LIST, nest, forms, columns)
+    leaves = [_leaves_of(entry, base) for entry in entries]
+    texts = []
+    for number, (of_entry, size) in enumerate(zip(leaves, share.sizes.tolist(), strict=True)):
+        for path, leaf in of_entry.items():
+            if why := _why_no_rows(leaf) or ("" if len(leaf) == size else f"{len(leaf)} rows for a batch of {size}"):
+                raise Misfit(f"entry {number} has {why}{_at(path.removeprefix(base))}")
+        parts = [f"{_text_of(leaf)}{_at(path.removeprefix(base))}" for path, leaf in sorted(of_entry.items())]
+        texts.append(", ".join(parts) or "nothing")
+        if texts[number] != texts[0]:
+            raise Misfit(f"entry {number} is {texts[number]}, not {texts[0]}, as entry 0")
+    rows = {path: _taken(joined([of_entry[path] for of_entry in leaves]), share) for path in leaves[0]}
+    return Reading(f"a list of batches of {texts[0]}", rows, mapped(entries[0], lambda _, leaf: leaf[:0], base))
 
 
-def cut(nest: Structure, columns: Mapping[str, Leaf], sizes: Sequence[int]) -> list[Any]:
-    """Return a list of batches of which the columns have the rows, with so many rows each.
+GATHERING = "Gathering outputs"
 
-    Examples:
-        >>> cut("x", {"x": [1, 2, 3]}, [2, 1])
-        [[1, 2], [3]]
+_WHEN = {"gather_in_order": "after the loop over the loader", "gather_step": "in the same step of the loop"}
+
+
+def judge_outputs(operation: str, records: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """Return what each leaf is read as on all ranks, by path.
+
+    Args:
+        operation: What the user called.
+        records: What each rank that gathers says; see ``OwnOutputs.said``.
+
+    Raises:
+        OutputsError: The outputs are not those of the same pass or step, or differ in form.
+        InvalidOptionError: ``dst`` is none of the ranks.
     """
-    ends = list(accumulate(sizes))
-    return [
-        filled(nest, {path: rows[end - size : end] for path, rows in columns.items()})
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    for said in records.values():
+        if said["dst"] is not None and said["dst"] not in records:
+            raise InvalidOptionError(
+                f"dst={said['dst']!r} is none of the ranks {list(records)} that share the loader with this one. Pass "
+                "one of these, or leave it out."
+            )
+    if problems := {rank: said["problem"] for rank, said in records.items() if said["problem"]}:
+        raise _refusal(operation, problems)
+    for told in ("calls {at}", "passed dst={dst}"):
+        each = {rank: told.format(**said) for rank, said in records.items()}
+        if len(by_value(each)) > 1:
+            raise _refusal(operation, each)
+    chosen, with_rows = {}, {rank: said["ways"] for rank, said in records.items() if said["ways"]}
+    for path in dict.fromkeys(path for ways in with_rows.values() for path in ways):
+        ways = {rank: of_rank.get(path, ["nothing"]) for rank, of_rank in with_rows.items()}
+        common = [text for text in next(iter(ways.values())) if all(text in of_rank for of_rank in ways.values())]
+        if not common:
+            each = {rank: f"passed {' or '.join(of_rank)}{_at(path)}" for rank, of_rank in ways.items()}
+            raise _refusal(operation, each)
+        chosen[path] = common[0]
+    return chosen
+
+
+def _refusal(operation: str, problems: Mapping[int, str]) -> OutputsError:
+    """Return an error with a line for each thing that is told of some ranks."""
+    listed = "\n".join(f"  {ranks_text(ranks)} {what}" for what, ranks in by_value(problems).items())
+    return OutputsError(
+        f"{GATHERING}: the ranks' outputs do not fit.\n{listed}\nCall {operation}() on every rank {_WHEN[operation]}, "
+        "with one row per sample that the rank got, padding included, and outputs that are built alike on each. Where "
+        "rows differ in width, pad them, or pass each as an element of a list, as outputs.extend(rows) does."
+    )

@@ -1,188 +1,161 @@
-"""What a rank sends of its outputs, and what all ranks' come to."""
+"""What a rank sends of its outputs, and what all ranks' come to.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+First a header says how many rows a rank has, and where they go. Then come, where there are any: keys that are no run, a
+pickle of rows that have no fixed number of bytes, and all others, each row as its bytes in all tensors and arrays.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from itertools import count
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ddp_patch.evaluation.judging import Agreement, ExpectedRows, LocalOutputs
-from ddp_patch.evaluation.outputs import Form, Leaf, RowKind, cut, filled, room_for
-from ddp_patch.evaluation.row_order import Keys, RowOrder, SampleOrder, array_of
-from ddp_patch.evaluation.rows import Column, Transport, bytes_of_rows, kept, put, sent
-from ddp_patch.plan import Schedule
-from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.errors import message_of
+from ddp_patch.evaluation.outputs import Leaf, Reading, joined, mapped, row_bytes, ways_to_read
+from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, run_of
+from ddp_patch.ranks.exchange import digest
+from ddp_patch.ranks.packing import bytes_of, packed, unpacked
 
-__all__ = ["Sending", "batch_sizes", "result_of"]
+__all__ = ["OwnOutputs", "are_alike"]
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+# How many bytes of rows travel at once, all ranks' together, which are held in memory besides the result.
+_LARGEST_MESSAGE = 2**26
 
 
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """What a rank sends of its outputs.
+def are_alike(headers: Array) -> bool:
+    """Return whether all ranks call the same, and those that got something read alike."""
+    calls, forms, *_ = headers.T
+    return bool(calls.all()) and len({*calls.tolist()}) == 1 and len({*forms.tolist()} - {0}) <= 1
+
+
+class OwnOutputs:
+    """A rank's own outputs, and what it sends of them. Whatever is wrong is kept to be said, so that all ranks raise.
+
+    Args:
+        outputs: What the user passed.
+        share_of: Returns what this rank got.
+        dst: Which rank gets the result.
 
     Attributes:
-        agreement: How all ranks read theirs; None where that is not known yet.
-        own: This rank's; None where something is wrong with them.
-        columns: Its rows of each column, without padding, or what they are pickled.
-        pickled: Those that are pickled, together.
-        header: What all others learn first: a digest of what must be the same; how many rows there are, of batches
-            where whole ones are shared, and of samples; where their keys begin, and their step, which is 0 if the keys
-            are sent, too; and how many bytes are pickled.
+        header: Numbers that all others learn first. Of the call: 0 if something is wrong. Of the form: 0 if this rank
+            got nothing. How many rows there are; the first one's key, and the step from key to key, 0 if they are no
+            run. How many bytes a row has, and how many are pickled.
     """
 
-    agreement: Agreement | None
-    own: LocalOutputs | None
-    columns: Mapping[str, Leaf | bytes]
-    pickled: Array
-    header: Array
+    def __init__(self, outputs: Any, share_of: Callable[[], RankShare], dst: Any) -> None:
+        self.header: Array = np.zeros(7, np.int64)
+        self._given, self._dst, self._problem = outputs, dst, ""
+        self._ways: Mapping[str, Mapping[str, Reading]] = {}
+        try:
+            self._share = share_of()
+            self._ways = ways_to_read(outputs, self._share)
+            self.choose({path: next(iter(ways)) for path, ways in self._ways.items()})
+        except Exception as error:  # noqa: BLE001 - of the user's objects, too; all ranks get the error
+            self._problem = f"{error}" if type(error) is Misfit else f"met {type(error).__name__}: {message_of(error)}"
 
-    @classmethod
-    def of(cls, agreement: Agreement | None, own: LocalOutputs | None, *beside: object) -> "Sending":
-        """Return what this rank sends if all read so; ``beside`` must be the same on all, too."""
-        if agreement is None or own is None:
-            return cls(None, own, {}, np.empty(0, np.uint8), np.zeros(6, np.int64))
-        columns, keys = dict(own.columns(agreement)), own.expected.keys
-        objects = {name: rows for name, rows in columns.items() if isinstance(rows, bytes)}
-        pickled = np.frombuffer(bytearray(packed(objects) if objects else b""), np.uint8)
-        run = (keys.start, keys.step) if isinstance(keys, range) else (0, 0)
-        counts = map(own.expected.count, (RowKind.BATCHES, RowKind.SAMPLES))
-        header = np.array([agreement.digest(*beside), *counts, *run, len(pickled)], np.int64)
-        return cls(agreement, own, columns, pickled, header)
+    def said(self) -> dict[str, Any]:
+        """Return what the others may hear, as plain values: for each leaf the ways to read it, if there are rows."""
+        ways = {path: [*ways] for path, ways in self._ways.items()}
+        return {"at": "" if self._problem else self._share.at, "dst": self._dst, "problem": self._problem, "ways": ways}
 
+    def choose(self, chosen: Mapping[str, str]) -> None:
+        """Read each leaf in a way, and make ready what is sent."""
+        self._readings = {path: ways[chosen[path]] for path, ways in self._ways.items()}
+        (fixed, objects), keys = _columns(self._readings), self._share.keys
+        nest = mapped(self._given, lambda _, leaf: leaf[:0]) if self._readings else None
+        form = nest, {path: reading.without_rows() for path, reading in self._readings.items()}
+        self._pickled: Array = np.frombuffer(bytearray(packed((form, objects))), np.uint8)
+        matrices = map(_matrix, fixed.values())
+        self._rows: Array = np.concatenate([np.empty((len(keys), 0), np.uint8), *matrices], axis=1)
+        texts = [(path, reading.text) for path, reading in sorted(self._readings.items())]
+        self.header[:2] = _number((self._share.at, self._dst)), _number(texts) if texts else 0
+        self.header[2:] = len(keys), *run_of(keys), self._rows.shape[1], len(self._pickled)
 
-class _Layout:
-    """Where the rows of all shares go. It is known when its columns have come.
+    def parts(self, headers: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield what this rank sends, as bytes, and how many bytes each rank sends then."""
+        _, _, rows, _, steps, widths, pickled = headers.T
+        if not steps.all():
+            yield self._share.keys.view(np.uint8), 8 * rows
+        if self._are_pickled(headers):
+            yield self._pickled, pickled
+        at_once = _rows_at_once(headers)
+        for begin in range(0, rows.max() if widths.any() else 0, at_once):
+            yield self._rows[begin : begin + at_once].reshape(-1), np.clip(rows - begin, 0, at_once) * widths.max()
 
-    Args:
-        expected: What this rank got.
-        headers: All shares' headers.
+    def whole(self, headers: Array, came: Iterator[Sequence[Array]]) -> Any:
+        """Return all ranks' rows, put together.
 
-    Attributes:
-        columns: What is to be sent for it: keys that are no run, and sizes of whole batches.
-    """
+        Args:
+            headers: All ranks'.
+            came: All ranks' parts.
+        """
+        if not headers[:, 1].any():  # nobody got anything
+            return self._given
+        keys = [np.arange(first, first + rows * step, step) for rows, first, step in headers[:, 2:5].tolist() if step]
+        if len(keys) < len(headers):
+            keys = [block.view(np.int64) for block in next(came)]
+        nest, readings, pickled = self._given, self._readings, list[Any]()
+        if self._are_pickled(headers):
+            pickled = [unpacked(block.data) for block in next(came)]
+            nest, readings = (nest, readings) if readings else pickled[headers[:, 1].argmax()][0]
+        (fixed, objects), places = _columns(readings), places_of(keys)
+        rooms = [np.empty((sum(map(len, keys)), row_bytes(form) or 0), np.uint8) for form in fixed.values()]
+        _put(rooms, places, came, headers)
+        whole = dict(zip(fixed, map(_as_leaf, rooms, fixed.values()), strict=True))
+        for name, form in objects.items():
+            whole[name] = _in_order(form, [given.get(name, form[:0]) for _, given in pickled], places)
+        sizes = partial(self._share.batch_sizes, np.concatenate(keys))
+        return mapped(nest, lambda path, _: readings[path].leaf(whole, path, sizes))
 
-    def __init__(self, expected: ExpectedRows, headers: Array) -> None:
-        _, batches, samples, *_ = headers.T
-        self.columns: list[Column] = []
-        self._schedule = expected.schedule
-        self._counts = {RowKind.BATCHES: batches, RowKind.SAMPLES: samples, RowKind.LIST: samples}
-        self._orders: dict[RowKind, RowOrder | SampleOrder] = {}
-        self._sizes: Sequence[Array] | None = None
-        if headers[:, 4].all():
-            self._keys: Sequence[Keys] = [
-                range(first, first + count * step, step) for _, count, _, first, step, _ in headers.tolist()
-            ]
-        else:
-            column, self._keys = kept(batches, array_of(expected.keys))
-            self.columns.append(column)
-        if expected.sizes is not None:
-            column, self._sizes = kept(batches, np.array(expected.sizes, np.int64))
-            self.columns.append(column)
-
-    def counts(self, kind: RowKind) -> Array:
-        """Return how many rows of a kind each share has."""
-        of_shares: Array = self._counts[kind]
-        return of_shares
-
-    def order(self, kind: RowKind) -> RowOrder | SampleOrder:
-        """Return the order of rows of a kind."""
-        if kind not in self._orders:
-            order = RowOrder(self._keys)
-            is_of_units = self._sizes is None or kind is RowKind.BATCHES
-            self._orders[kind] = order if is_of_units else SampleOrder(order, self._sizes or ())
-        return self._orders[kind]
-
-    def places(self, kind: RowKind, begin: int, end: int) -> Sequence[Array]:
-        """Return where these rows of each share go."""
-        return self.order(kind).places(begin, end)
-
-    def batch_sizes(self) -> Sequence[int]:
-        """Return how many samples that are not padding each batch of the unpatched loader has."""
-        order = self.order(RowKind.LIST)
-        if isinstance(order, SampleOrder):
-            sizes: list[int] = order.sizes.tolist()
-            return sizes
-        return batch_sizes(self._schedule, self._keys, order.rows)
+    def _are_pickled(self, headers: Array) -> bool:
+        """Return whether pickles are sent: of rows, or of the form for a rank that got nothing."""
+        got = np.count_nonzero(headers[:, 1])
+        return bool(0 < got < len(headers) or _columns(self._readings)[1])
 
 
-def result_of(sending: Sending, headers: Array, transport: Transport, *, receives: bool = True) -> Any:
-    """Send and receive all rows, and return them put together; None on a rank that does not receive them.
-
-    Args:
-        sending: What this rank sends.
-        headers: All shares' headers.
-        transport: Moves bytes.
-        receives: Whether this rank gets the result.
-    """
-    agreement, own = cast(Agreement, sending.agreement), cast(LocalOutputs, sending.own)
-    layout = _Layout(own.expected, headers)
-    columns, rows = layout.columns, dict[str, Any]()
-    for read in agreement.leaves.values():
-        counts = layout.counts(read.kind)
-        for name, form in read.forms.items():
-            if not form.is_pickled:
-                rows[name] = room_for(form, int(counts.sum()) if receives else 0)
-                own_rows = bytes_of_rows(cast("Leaf | None", sending.columns.get(name)))
-                columns.append(
-                    Column(form.row_bytes, counts, own_rows, put(rows[name], partial(layout.places, read.kind)))
-                )
-    objects, came = kept(headers[:, 5], sending.pickled)
-    sent([*columns, objects], transport)
-    if not receives:
-        return None
-    of_shares = [unpacked(data.data) if len(data) else {} for data in came]
-    leaves = {}
-    for path, read in agreement.leaves.items():
-        for name, form in read.forms.items():
-            if form.is_pickled:
-                given = [unpacked(share[name]) if name in share else None for share in of_shares]
-                rows[name] = _objects(form, layout.order(read.kind), given)
-            elif form.kind == "tensor":
-                rows[name] = rows[name].to(_device_of(form, sending.columns.get(name)))
-        is_list = read.kind is RowKind.LIST
-        leaves[path] = (
-            cut(read.nest, {name: rows[name] for name in read.forms}, layout.batch_sizes()) if is_list else rows[path]
-        )
-    return filled(agreement.nest, leaves)
+def _number(value: object) -> int:
+    """Return a positive number for a value, the same on every rank."""
+    return int(digest(value), 16) >> 1 | 1
 
 
-def _objects(form: Form, order: RowOrder | SampleOrder, of_shares: Sequence[Any]) -> Leaf:
-    """Return rows that are objects, in order."""
-    given = [rows for rows in of_shares if rows is not None and len(rows)]
-    if form.kind == "array" and not form.dtype.hasobject and given:  # as wide as the widest string
-        form = replace(form, dtype=np.result_type(*(rows.dtype for rows in given)))
-    whole: Any = room_for(form, order.rows)
-    for places, rows in zip(order.places(), of_shares, strict=True):
-        if isinstance(whole, np.ndarray) and rows is not None:
-            whole[places] = rows
-        else:
-            for place, row in zip(places.tolist(), rows or (), strict=True):
-                whole[place] = row
-    return cast(Leaf, whole)
+def _rows_at_once(headers: Array) -> int:
+    return max(1, _LARGEST_MESSAGE // (len(headers) * max(1, int(headers[:, 5].max()))))
 
 
-def _device_of(form: Form, own: object) -> torch.device:
-    """Return where a result lies: where this rank's own rows do, or else on its current device of the rows' kind."""
-    return own.device if isinstance(own, torch.Tensor) else torch.device(form.device)
+def _columns(readings: Mapping[str, Reading]) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+    """Return the columns whose rows have a fixed number of bytes, and the others, in an order that all ranks have."""
+    columns = sorted((name, rows) for reading in readings.values() for name, rows in reading.columns.items())
+    fixed = {name: rows for name, rows in columns if row_bytes(rows) is not None}
+    return fixed, {name: rows for name, rows in columns if name not in fixed}
 
 
-def batch_sizes(schedule: Schedule, keys: Sequence[Keys], rows: int) -> Sequence[int]:
-    """Return how many samples that are not padding each batch of the unpatched loader has.
+def _matrix(leaf: Leaf) -> Array:
+    """Return the bytes of a tensor or an array, row by row: the same memory where it lies there in order."""
+    data = bytes_of(leaf).numpy() if isinstance(leaf, torch.Tensor) else np.ascontiguousarray(leaf).reshape(-1)
+    return cast(Array, data.view(np.uint8).reshape(len(leaf), cast(int, row_bytes(leaf))))
 
-    Args:
-        schedule: The batches of this rank.
-        keys: The keys of each share's rows.
-        rows: How many rows there are.
-    """
-    size = schedule.batching.size
-    if schedule.batch_plan is not None:
-        return [record.samples_of_all or 0 for record in schedule.records()]
-    if len(schedule.parts) > 1:
-        of_batches = np.concatenate([array_of(run) // size for run in keys])
-        counts: list[int] = np.unique(of_batches, return_counts=True)[1].tolist()
-        return counts
-    return [min(size, rows - at) for at in range(0, rows, size)]
+
+def _as_leaf(matrix: Array, form: Leaf) -> Leaf:
+    """Return the tensor or array that has these bytes."""
+    data, shape = matrix.reshape(-1), (len(matrix), *cast(Array, form).shape[1:])
+    if isinstance(form, torch.Tensor):
+        return torch.from_numpy(data).view(form.dtype).reshape(shape).to(form.device)
+    return data.view(cast(Array, form).dtype).reshape(shape)
+
+
+def _put(rooms: Sequence[Array], places: Sequence[Array], came: Iterator[Sequence[Array]], headers: Array) -> None:
+    """Put all ranks' rows into their places, as they come."""
+    at_once, ends = _rows_at_once(headers), np.cumsum([room.shape[1] for room in rooms])[:-1]
+    for begin, blocks in zip(count(0, at_once), came, strict=False):
+        where = np.concatenate([of_rank[begin : begin + at_once] for of_rank in places])
+        parts = np.split(np.concatenate(blocks).reshape(len(where), -1), ends, axis=1)
+        for room, part in zip(rooms, parts, strict=True):
+            room[where] = part
+
+
+def _in_order(form: Leaf, given: Sequence[Any], places: Sequence[Array]) -> Leaf:
+    """Return all ranks' rows that were pickled, in order."""
+    rows, order = joined([form[:0], *given]), np.argsort(np.concatenate(places))
+    return [rows[place] for place in order.tolist()] if isinstance(rows, list) else cast(Array, rows[order])

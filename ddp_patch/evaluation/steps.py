@@ -1,8 +1,8 @@
 """The step that a loop is in: its mask, its weight, and what all ranks have of it."""
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias, cast
@@ -21,27 +21,21 @@ from ddp_patch.ranks.channel import opened_sums
 from ddp_patch.ranks.group import closed_at_exit
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.walks import elements
 
-__all__ = [
-    "Steps",
-    "WeightOf",
-    "is_alone",
-    "iter_with_mask",
-    "iter_with_weights",
-    "require_one_stream",
-    "steps_alone",
-    "steps_of",
-]
+__all__ = ["Steps", "iter_with_mask", "iter_with_weights", "require_counted", "shared_batches", "steps_of"]
 
 
-def is_alone(operation: str, loader: DataLoader[Any]) -> bool:
-    """Return whether the loader is unpatched and this process the only one."""
+def shared_batches(operation: str, loader: DataLoader[Any]) -> Batches | None:
+    """Return how a loader makes batches of its share; None if it is unpatched and this process the only one.
+
+    Raises:
+        NotPatchedError: There are several processes, and the loader is not patched.
+        UnsupportedLoaderError: The ranks do not share one stream.
+    """
     require_loader(operation, loader)
-    return sharded_by(loader) is None and (not dist.is_initialized() or dist.get_world_size() == 1)
-
-
-def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
-    """Return how a loader makes batches of its share; raise if its ranks do not share one stream."""
+    if sharded_by(loader) is None and (not dist.is_initialized() or dist.get_world_size() == 1):
+        return None
     batches = batches_of(operation, loader)
     if batches.passes.agreed.options.by_worker and batches.unit is ShardedUnit.ITERABLE:
         raise UnsupportedLoaderError(
@@ -49,6 +43,16 @@ def require_one_stream(operation: str, loader: DataLoader[Any]) -> Batches:
             "reads, so there is no common order and no padding. Leave share out."
         )
     return batches
+
+
+def require_counted(operation: str, current: Pass[Any]) -> None:
+    """Refuse a pass of which the first batches were counted elsewhere."""
+    if current.resumed_elsewhere:
+        raise UnsupportedLoaderError(
+            f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() resumed within "
+            f"epoch {current.epoch}, so its first batches were counted elsewhere. Take the state with loader_state(), "
+            "and resume with restore_loader()."
+        )
 
 
 # Each batch with its record, or with an earlier one's that surely has the same numbers of samples.
@@ -79,24 +83,15 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
                 current = cast("Pass[Any]", passes.latest)
-                if current.resumed_elsewhere:
-                    raise UnsupportedLoaderError(
-                        f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() "
-                        f"resumed within epoch {current.epoch}, so its first batches were counted elsewhere. Take the "
-                        "state with loader_state(), and resume with restore_loader()."
-                    )
+                require_counted(operation, current)
             if number >= until:
                 schedule = current.schedule(batches)
                 record, until = schedule.record(number), schedule.same_size_until(number)
             yield batch, record
 
 
-def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
+def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     """Yield each batch of an unpatched loader in a single process, where nothing is padding."""
-    if loader.batch_sampler is None:
-        for item in loader:
-            yield item, _unshared(1)
-        return
     facts = look_at(loader)
     if facts.repeater is not None or facts.iterator_in is not None:
         raise UnsupportedLoaderError(
@@ -104,25 +99,23 @@ def steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
             f"{type(loader).__name__}, which a copy does not have. Patch it, in a single process with rank=0, "
             "num_replicas=1."
         )
-    # Count samples before they are collated: a collated batch may have any type.
-    record = _unshared(0)
-    for samples, batch in copy_loader(loader, collate_fn=partial(_numbered, loader.collate_fn)):
-        if samples != record.samples:
-            record = _unshared(samples)
-        yield batch, record
+    if loader.batch_sampler is None:
+        counted: Iterable[tuple[int, Any]] = ((1, item) for item in loader)
+    else:  # count samples before they are collated: a collated batch may have any type
+        counted = cast(Any, copy_loader(loader, collate_fn=partial(_counted, loader.collate_fn)))
+    for samples, batch in counted:
+        yield batch, BatchRecord(0, 0, samples, samples, samples, samples, samples)
 
 
-def _unshared(samples: int) -> BatchRecord:
-    """Return the record of a batch that one process has for itself."""
-    return BatchRecord(0, 0, samples, samples, samples, samples, samples)
-
-
-def _numbered(collate_fn: Callable[[Any], Any], samples: Any) -> tuple[int, Any]:
+def _counted(collate_fn: Callable[[Any], Any], samples: Any) -> tuple[int, Any]:
     """Return the number of samples, then what the user's ``collate_fn`` makes of them."""
     return len(samples), collate_fn(samples)
 
 
-_MASKING = "iter_with_mask"
+def _steps(operation: str, loader: DataLoader[Any]) -> tuple[Steps, Batches | None]:
+    """Return the batches of a pass, and how a patched loader makes them."""
+    batches = shared_batches(operation, loader)
+    return _steps_alone(operation, loader) if batches is None else steps_of(operation, loader, batches), batches
 
 
 def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -151,23 +144,21 @@ def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]
         [1, 3] [True, True]
         [0] [False]
     """
-    if is_alone(_MASKING, loader):
-        return _masked(steps_alone(_MASKING, loader), loader)
-    batches = require_one_stream(_MASKING, loader)
-    return _masked(steps_of(_MASKING, loader, batches), loader)
+    steps, _ = _steps("iter_with_mask", loader)
+    return (_masked(batch, record, loader) for batch, record in steps)
 
 
-def _masked(steps: Steps, loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    is_unbatched = loader.batch_sampler is None
-    for batch, record in steps:
-        mask = torch.arange(record.samples, device="cpu") < record.real_samples  # whatever is the default
-        if not is_unbatched and (rows := max(_rows_in(batch, record.samples), default=record.samples)) < record.samples:
-            raise UnsupportedLoaderError(
-                f"{_MASKING} cannot know which rows are padding: a batch of {record.samples} samples came with {rows} "
-                "rows, so collate_fn leaves some out. Let it keep a row for each sample, or leave these samples out of "
-                "the dataset."
-            )
-        yield batch, mask[0] if is_unbatched else mask
+def _masked(batch: Any, record: BatchRecord, loader: DataLoader[Any]) -> tuple[Any, torch.Tensor]:
+    samples = record.samples
+    mask = torch.arange(samples, device="cpu") < record.real_samples  # whatever is the default
+    if loader.batch_sampler is None:
+        return batch, mask[0]
+    if (rows := max(_rows_in(batch, samples), default=samples)) < samples:
+        raise UnsupportedLoaderError(
+            f"iter_with_mask cannot know which rows are padding: a batch of {samples} samples came with {rows} rows, "
+            "so collate_fn leaves some out. Let it keep a row for each sample, or leave these out of the dataset."
+        )
+    return batch, mask
 
 
 def _rows_in(batch: Any, samples: int) -> Iterator[int]:
@@ -176,15 +167,12 @@ def _rows_in(batch: Any, samples: int) -> Iterator[int]:
         yield from batch.shape[:1]
     elif isinstance(batch, list | tuple) and len(batch) == samples:
         yield samples
-    elif isinstance(batch, list | tuple | Mapping):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
+    else:
+        for part in elements(batch):
             yield from _rows_in(part, samples)
 
 
 WeightOf: TypeAlias = Callable[[Any], "torch.Tensor | Sequence[float] | float"]
-Weighed: TypeAlias = Iterator[tuple[Any, torch.Tensor]]
-
-_WEIGHING = "iter_with_weights"
 
 
 def iter_with_weights(
@@ -245,58 +233,39 @@ def iter_with_weights(
         raise InvalidOptionError(
             f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
         )
-    if is_alone(_WEIGHING, loader):
-        sum_of = None if weight_of is None else float
-        weighed = _weighed(steps_alone(_WEIGHING, loader), 1, dtype, weight_of, sum_of)
-    else:
-        batches = require_one_stream(_WEIGHING, loader)
-        weighed = closed_at_exit(_shared(steps_of(_WEIGHING, loader, batches), batches, dtype, weight_of))
+    steps, batches = _steps("iter_with_weights", loader)
+    weighed = closed_at_exit(_weighed(steps, batches, dtype, weight_of))
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
 
 
-def _shared(steps: Steps, batches: Batches, dtype: torch.dtype, weight_of: WeightOf | None) -> Generator[Any]:
-    """Yield the batches of a patched loader, with their weights."""
-    passes, world = batches.passes, batches.passes.agreed.world
-    ranks = world.num_replicas
-    with closing(steps):  # type: ignore[type-var]  # a generator, which has a close()
+def _weighed(
+    steps: Steps, batches: Batches | None, dtype: torch.dtype, weight_of: WeightOf | None
+) -> Generator[tuple[Any, torch.Tensor]]:
+    """Yield batches with their weights."""
+    ranks = 1 if batches is None else batches.passes.agreed.world.num_replicas
+    sum_of: Callable[[float], float] | None = float if ranks == 1 else None  # None where records tell
+    with closing(cast("Generator[Any]", steps)), ExitStack() as stack:
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
-        current, all_steps = passes.latest, chain(first, steps)
-        if weight_of is None and (current is None or current.schedule(batches).knows_totals):
-            yield from _weighed(all_steps, ranks, dtype, None, None)
-            return
-        if ranks == 1:
-            yield from _weighed(all_steps, ranks, dtype, weight_of, float)
-            return
-        members, agreed, facts = world.peer_ranks(_WEIGHING), passes.agreed, {"epoch": passes.epochs.current}
-        with opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout) as sums:
-            yield from _weighed(all_steps, ranks, dtype, weight_of, sums.sum_over_ranks)
+        if batches is not None and ranks > 1 and (weight_of is not None or not _knows_totals(batches)):
+            agreed, facts = batches.passes.agreed, {"epoch": batches.passes.epochs.current}
+            members = agreed.world.peer_ranks("iter_with_weights")
+            sums = opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout)
+            sum_of = stack.enter_context(sums).sum_over_ranks
+        for batch, record in chain(first, steps):
+            own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
+            total = record.samples_of_all if sum_of is None else sum_of(own)
+            weights = torch.full((record.samples,), ranks / total if total else 0.0, dtype=dtype, device="cpu")
+            weights[record.real_samples :] = 0
+            yield batch, weights
 
 
-def _weighed(
-    steps: Steps,
-    ranks: int,
-    dtype: torch.dtype,
-    weight_of: WeightOf | None,
-    sum_of: Callable[[float], float] | None,
-) -> Weighed:
-    """Yield batches with their weights.
-
-    Args:
-        steps: The batches.
-        ranks: How many ranks there are.
-        dtype: The weights'.
-        weight_of: What the samples of a batch count; None where each counts 1.
-        sum_of: Sums over the ranks how much a step's samples count; None where the records tell.
-    """
-    for batch, record in steps:
-        own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
-        total = record.samples_of_all if sum_of is None else sum_of(own)
-        weights = torch.full((record.samples,), ranks / total if total else 0.0, dtype=dtype, device="cpu")
-        weights[record.real_samples :] = 0
-        yield batch, weights
+def _knows_totals(batches: Batches) -> bool:
+    """Return whether this rank alone knows how many samples each step of its latest pass has."""
+    current = batches.passes.latest
+    return current is None or current.schedule(batches).knows_totals
 
 
 def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:
@@ -305,19 +274,17 @@ def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:
     try:
         each = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidOptionError(
-            f"weight_of returned a {type(given).__name__} that holds no numbers ({error}). Return a tensor or a list "
-            "with a number per sample."
-        ) from error
+        raise _wrong_counts(f"a {type(given).__name__} that holds no numbers ({error})") from error
     if len(each) != record.samples:
-        raise InvalidOptionError(
-            f"weight_of returned {len(each)} numbers for a batch of {record.samples} samples. Return one per sample, "
-            "in order, padding included."
-        )
+        raise _wrong_counts(f"{len(each)} numbers for a batch of {record.samples} samples")
     real = each[: record.real_samples]
-    if not bool(((real >= 0) & (real < math.inf)).all()):
-        raise InvalidOptionError(
-            f"weight_of returned {real[~((real >= 0) & (real < math.inf))][0].item()} for a sample. Return finite "
-            "numbers of at least 0."
-        )
+    if len(wrong := real[~((real >= 0) & (real < math.inf))]):
+        raise _wrong_counts(f"{wrong[0].item()} for a sample")
     return real.sum().item()
+
+
+def _wrong_counts(what: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"weight_of returned {what}. Return a tensor or a list with a finite number of at least 0 per sample, in "
+        "order, padding included."
+    )

@@ -1,13 +1,13 @@
 """The records of a rank's batches, and the keys of their items, against what is counted by hand."""
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from ddp_patch.evaluation.row_order import Keys, RowOrder, SampleOrder, keys_of
+from ddp_patch.evaluation.shares import places_of, run_of
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Batching, BatchRecord, Part, Plan, Schedule, Sizes, ready_in_turn
 
@@ -153,22 +153,22 @@ rows_of_ranks = st.sets(st.integers(0, 300)).flatmap(
 
 
 @given(rows_of_ranks, st.lists(st.booleans(), min_size=4, max_size=4), st.randoms(use_true_random=False))
-def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_arrays: list[bool], random: object) -> None:
-    """In runs, or in any order as an array."""
-    of_ranks: list[Keys] = []
-    for own, is_array in zip(keys, are_arrays, strict=True):
-        if is_array:
+def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_mixed: list[bool], random: object) -> None:
+    """In order, or in any other."""
+    for own, is_mixed in zip(keys, are_mixed, strict=True):
+        if is_mixed:
             random.shuffle(own)  # type: ignore[attr-defined]
-        of_ranks.append(np.array(own, np.int64) if is_array else keys_of(range(key, key + 1) for key in own))
-    in_order, found = sorted(chain.from_iterable(keys)), RowOrder(of_ranks)
-    assert found.rows == len(in_order)
-    for places, own in zip(found.places(), keys, strict=True):
+    in_order = sorted(chain.from_iterable(keys))
+    for places, own in zip(places_of([np.array(own, np.int64) for own in keys]), keys, strict=True):
         assert [in_order[place] for place in places] == own
-    samples = SampleOrder(found, [np.array([key % 5 for key in own], np.int64) for own in keys])
-    assert samples.sizes.tolist() == [key % 5 for key in in_order]
-    expected = list(chain.from_iterable([key] * (key % 5) for key in in_order))
-    for places, own in zip(samples.places(), keys, strict=True):
-        assert [expected[place] for place in places] == [key for key in own for _ in range(key % 5)]
+
+
+@given(st.lists(st.integers(0, 9), unique=True))
+def test_keys_that_are_a_run_follow_from_two_numbers(keys: list[int]) -> None:
+    first, step = run_of(np.array(keys, np.int64))
+    is_run = [*range(first, first + step * len(keys), step)] == keys if step else False
+    steps = {later - earlier for earlier, later in pairwise(keys)}
+    assert is_run == (len(steps) < 2 and min(steps, default=1) > 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5))

@@ -29,7 +29,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.errors import InvalidOptionError, MissingRanksError, message_of
-from ddp_patch.evaluation import rows, sending
+from ddp_patch.evaluation import sending
 from ddp_patch.plan import Plan
 
 SEED = 100
@@ -139,7 +139,7 @@ def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
 
 def every_form(rank: int, world_size: int) -> None:
     for most in (50, 2**26):  # bytes at once
-        rows._LARGEST_MESSAGE = most
+        sending._LARGEST_MESSAGE = most
         ways: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep"}]
         for n, way in product((0, 1, N), ways):
             given = patch_dataloader_to_ddp(loader(sampler=list(range(n))), **way)
@@ -360,14 +360,14 @@ SAID: dict[str, list[tuple[str, ...]]] = {
     "an epoch ahead": [("ranks 0, 2", "epoch 0", "23 items"), ("rank 1", "epoch 1", "23 items")],
     "too few": [("rank 1 passed 7 rows", "expected 8, one per sample")],
     "nothing": [("rank 1 passed None", "expected 8, one per sample")],
-    "another key": [("ranks 0, 2", "{'a': rows}"), ("rank 1", "{'b': rows}")],
-    "another dtype": [("ranks 0, 2", "tensor torch.int64 (n,)"), ("rank 1", "tensor torch.int8 (n,)")],
+    "another key": [("ranks 0, 2", "passed list at ['a']"), ("rank 1", "passed nothing at ['a']")],
+    "another dtype": [("ranks 0, 2", "tensor torch.int64 (n)"), ("rank 1", "tensor torch.int8 (n)")],
     "another shape": [("ranks 0, 2", "tensor torch.float32 (n, 2)"), ("rank 1", "tensor torch.float32 (n, 3)")],
-    "more dimensions": [("ranks 0, 2", "tensor torch.float32 (n,)"), ("rank 1", "tensor torch.float32 (n, 1)")],
-    "an array": [("ranks 0, 2", "tensor torch.float32 (n,)"), ("rank 1", "array float32 (n,)")],
-    "a list of batches": [("ranks 0, 2", "one row per sample"), ("rank 1", "a list of batches")],
-    "no pickle": [("rank 1", "pickled")],
-    "a class of its own": [("rank 1", "pickled")],
+    "more dimensions": [("ranks 0, 2", "tensor torch.float32 (n)"), ("rank 1", "tensor torch.float32 (n, 1)")],
+    "an array": [("ranks 0, 2", "tensor torch.float32 (n)"), ("rank 1", "array float32 (n)")],
+    "a list of batches": [("ranks 0, 2", "passed list"), ("rank 1", "passed a list of batches of list")],
+    "no pickle": [("rank 1", "pickle")],
+    "a class of its own": [("rank 1", "pickle")],
     "what raises": [("rank 1", "RuntimeError", "no length")],
     "another dst": [("ranks 0, 2", "dst=0"), ("rank 1", "dst=1")],
     "another call": [("rank 1", "after the loop", "epoch 0 is over")],
@@ -398,7 +398,7 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
     own = torch.tensor(outputs_of("sequential", given))
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sending, "sent", None)
+            patch.setattr(sending, "_rows_at_once", None)
             with pytest.raises(TypeError):
                 gather_in_order(own, given)
         return "", ""

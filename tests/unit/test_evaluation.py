@@ -4,7 +4,7 @@ import pickle
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass
-from itertools import islice, product
+from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
@@ -49,10 +49,11 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.evaluation.row_order import RowOrder, keys_of
+from ddp_patch.evaluation.shares import places_of, run_of, share_of_pass
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Batching, Part, Plan, Schedule
 from ddp_patch.ranks.packing import packed
+from ddp_patch.sharding.batches import batches_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -250,7 +251,7 @@ def test_a_nest_comes_back_as_it_was_given() -> None:
     assert found[3].y == outputs[3].y
     assert found["c"] == ()
     assert found["ordered"] == {"d": list(range(23))}
-    with raises(OutputsError, ("rank 0", "pickled"), REMEDY):
+    with raises(OutputsError, ("rank 0", "pickle"), REMEDY):
         gather_in_order([lambda: None] * 23, passed())
 
 
@@ -324,24 +325,23 @@ def test_rows_stand_in_the_order_of_their_positions(uneven: Uneven) -> None:
             batches = taken[: len(taken) - len(taken) % dropped]
             given.append([place for place in batches if place < n])
             schedule = Schedule(plan, Batching(dropped, drop_last=True), [Part(skip, n)])
-            keys.append(keys_of(schedule.keys(schedule.records())))
+            keys.append(np.array([*chain.from_iterable(schedule.keys(schedule.records()))], np.int64))
         in_order = sorted(place for places in given for place in places)
         result: list[int | None] = [None] * len(in_order)
-        for places, rows in zip(RowOrder(keys).places(), given, strict=True):
+        for places, rows in zip(places_of(keys), given, strict=True):
             for place, row in zip(places, rows, strict=True):
                 result[place] = row
         assert result == in_order, (n, world_size, skip, dropped)
 
 
 @pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-def test_rows_in_a_regular_order_need_no_memory_of_their_own(uneven: Uneven) -> None:
-    """A million rows of each rank have one run of keys."""
-    keys = []
+def test_keys_in_a_regular_order_are_told_by_two_numbers(uneven: Uneven) -> None:
+    """And need not be sent."""
     for rank in range(3):
-        schedule = Schedule(Plan(rank, 3, uneven), Batching(10_000, drop_last=False), [Part(0, 3_000_001)])
-        keys.append(keys_of(schedule.keys(schedule.records())))
-    assert [type(run) for run in keys] == [range] * 3
-    assert [len(places) for places in RowOrder(keys).places(5, 10)] == [5] * 3
+        given = patch_dataloader_to_ddp(loader(sampler=range(301)), rank=rank, num_replicas=3, uneven=uneven)
+        list(given)
+        _, step = run_of(share_of_pass(batches_of("gather_in_order", given)).keys)
+        assert step == 3
 
 
 # What is refused.
@@ -371,16 +371,21 @@ OUTPUTS: list[tuple[Any, tuple[str, ...]]] = [
     ((np.array(0.5),), ("ndarray", "dimensions", "[0]")),
     (torch.zeros(24), ("24 rows", "23, one per sample", "a list with one entry per batch")),
     ([[1]] * 5, ("5 rows", "23, one per sample", "a list with one entry per batch")),
-    ([[1]] * 6, ("6 rows", "23, one per sample", "1 rows at [0] for a batch of 4")),
-    ([[1] * 4] * 6, ("6 rows", "4 rows at [5] for a batch of 3")),
-    ([torch.zeros(4)] * 5 + [np.zeros(3)], ("6 rows", "different dtypes or dimensions")),
-    ([torch.zeros(4)] * 5 + [{"a": torch.zeros(3)}], ("6 rows", "entry 5 is built otherwise than entry 0")),
-    ([torch.tensor(0.5)] * 6, ("6 rows", "a Tensor without dimensions", "[0]")),
-    ([()] * 6, ("6 rows", "empty")),
-    ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, ("1 rows at ['a']['b']", "2 rows at ['c'][1]", "23, one per")),
+    ([[1]] * 6, ("6 rows", "23, one per sample", "entry 0 has 1 rows for a batch of 4")),
+    ([[1] * 4] * 6, ("6 rows", "entry 5 has 4 rows for a batch of 3")),
+    (
+        [torch.zeros(4)] * 5 + [np.zeros(3)],
+        ("6 rows", "entry 5 is array float64 (n), not tensor torch.float32 (n), as entry 0"),
+    ),
+    (
+        [torch.zeros(4)] * 5 + [{"a": torch.zeros(3)}],
+        ("6 rows", "entry 5 is tensor torch.float32 (n) at ['a'], not tensor torch.float32 (n), as"),
+    ),
+    ([torch.tensor(0.5)] * 6, ("6 rows", "entry 0 has a Tensor without dimensions")),
+    ({"a": {"b": [1]}, "c": (np.zeros(23), [2, 3])}, ("1 rows at ['a']['b']", "23, one per")),
     (torch.zeros(23, 2).to_sparse(), ("sparse", "tensor")),
     (np.ma.zeros(23), ("masked array",)),
-    (Fixed(torch.zeros(23), 1), ("built again", "TypeError")),
+    (Fixed(torch.zeros(23), 1), ("TypeError", "'more'")),
     ({Alike(): [0] * 23, Alike(): [1] * 23}, ("keys look alike",)),
 ]
 
@@ -393,7 +398,7 @@ def test_outputs_that_are_none_of_a_pass(outputs: Any, facts: tuple[str, ...]) -
 
 def test_rows_are_called_what_they_stand_for() -> None:
     for name, unit in (
-        ("a list of lists", ("3, one per batch", "6, one per sample", "a list")),
+        ("a list of lists", ("3, one per batch", "6, one per sample")),
         ("batch_size=None", ("23, one per item",)),
         ("iterable", ("23, one per sample", "a list")),
     ):

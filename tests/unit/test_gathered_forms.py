@@ -114,7 +114,11 @@ def test_different_widths_are_an_error_that_says_how_to_gather_them() -> None:
     facts = "rank 0 passed tensor torch.bfloat16 (n, 4)", "rank 1", "(n, 5)"
     with raises(OutputsError, facts, "outputs.extend(rows)"):
         together([wide(items) for items in flat], loaders)
-    with raises(OutputsError, ("rank 0 passed", "(n, 2) and", "(n, 4), at [i]"), "one row per sample"):
+    with raises(
+        OutputsError,
+        ("rank 0 passed", "entry 1 is tensor torch.bfloat16 (n, 4)", "(n, 2), as entry 0"),
+        "one row per sample",
+    ):
         together([[wide(batch) for batch in of_rank] for of_rank in batches], loaders)
     rows = together([[row for batch in of_rank for row in wide(batch)] for of_rank in batches], loaders)
     assert [int(row.clamp(min=0).sum()) for row in rows] == list(range(6))

@@ -16,8 +16,8 @@ from torch.utils.data import (
 )
 from zoo import Indices, N
 
-from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import InvalidOptionError, RankMismatchError, StateError
+from ddp_patch import DDPSamplerWrapper, gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import InvalidOptionError, RankMismatchError, StateError, UnsupportedLoaderError
 from ddp_patch.testing import run_ranks
 
 
@@ -117,6 +117,13 @@ class Stream(IterableDataset[int]):
 def test_what_arranges_items_itself_gives_no_runs(loader: Any, options: Any, fact: str) -> None:
     with raises(InvalidOptionError, ("layout='contiguous'", fact), "Use"):
         patch_dataloader_to_ddp(loader, layout="contiguous", rank=0, num_replicas=2, **options)
+
+
+def test_what_ranks_gave_is_not_in_the_samplers_order() -> None:
+    (running,) = patched("in order", 1, layout="contiguous")
+    outputs = [batch.tolist() for batch in running]
+    with raises(UnsupportedLoaderError, "layout='contiguous'", "gather_step()"):
+        gather_in_order(outputs, running)
 
 
 def runs_on_a_rank(rank: int, ranks: int) -> tuple[list[int], str]:

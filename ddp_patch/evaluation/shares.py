@@ -1,0 +1,164 @@
+"""What a rank got in a pass or in a step, as its schedule says: how many rows, which are padding, where each goes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from ddp_patch.evaluation.steps import require_counted
+from ddp_patch.loaders.facts import ShardedUnit
+from ddp_patch.plan import Schedule
+from ddp_patch.ranks.records import State
+from ddp_patch.sharding.batches import Batches, batches_delivered
+from ddp_patch.sharding.passes import Pass
+
+__all__ = ["Array", "Misfit", "RankShare", "places_of", "run_of", "share_of_pass", "share_of_step"]
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class Misfit(Exception):  # noqa: N818 - it says what the outputs do not fit, and is no error to users
+    """Says why outputs cannot be those of a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What a rank got. A row is of a sample; where whole batches are shared, of a batch.
+
+    Attributes:
+        at: What was called, and for which pass or step.
+        keys: The keys of the rows that are not padding: sorted by them, all ranks' are in the stream's order.
+        real: Which rows are not padding.
+        sizes: How many samples each batch has, padding included.
+        is_whole: Whether whole batches are shared.
+        takes_lists: Whether outputs may be a list with one entry per batch.
+        sample: What a sample is called.
+        schedule: The batches of the pass.
+    """
+
+    at: str
+    keys: Array
+    real: Array
+    sizes: Array
+    is_whole: bool
+    takes_lists: bool
+    sample: str
+    schedule: Schedule
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are, padding included."""
+        return int(self.sizes.sum())
+
+    def expected(self) -> str:
+        """Say how many rows the outputs may have."""
+        if not len(self.sizes):
+            return "none, since this rank got no batch"
+        rows = [f"{len(self.sizes)}, one per batch"] * self.is_whole + [f"{self.samples}, one per {self.sample}"]
+        return ", or ".join(rows + ["a list with one entry per batch"] * self.takes_lists)
+
+    def batch_sizes(self, keys: Array) -> list[int]:
+        """Return how many samples each of the unpatched loader's batches has, by all ranks' keys."""
+        schedule = self.schedule
+        if schedule.batch_plan is not None:
+            return [record.samples_of_all or 0 for record in schedule.records()]
+        places = keys if len(schedule.parts) > 1 else np.arange(len(keys))
+        sizes: list[int] = np.unique(places // schedule.batching.size, return_counts=True)[1].tolist()
+        return sizes
+
+
+def share_of_pass(batches: Batches) -> RankShare:
+    """Return what this rank got in the latest pass.
+
+    Raises:
+        Misfit: There is none, or it is not over.
+    """
+    current, at = _latest_pass("gather_in_order", batches)
+    schedule = current.whole_schedule(batches)
+    if schedule is None or batches.passes.batches_into_pass:
+        raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
+    return _share(f"{at}, of {schedule.length} items", batches, schedule)
+
+
+def share_of_step(loader: DataLoader[Any], batches: Batches, step: int | None = None) -> RankShare:
+    """Return what this rank got in the step that its loop is in.
+
+    Args:
+        loader: The loader.
+        batches: How the loader makes batches.
+        step: Which step of the pass that is, from 0; None for the latest that the loader has given.
+
+    Raises:
+        Misfit: That is not known, or other ranks may make no such step.
+    """
+    current, at = _latest_pass("gather_step", batches)
+    number = batches_delivered(loader, batches) - 1 if step is None else step
+    if number < 0:
+        raise Misfit("got no batch of the loader yet")
+    if current.state is State.ENDED and step is None:
+        raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
+    schedule = current.schedule(batches)
+    if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1:
+        raise Misfit(
+            "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
+            "come; use gather_in_order() after the loop, or uneven='pad'"
+        )
+    return _share(f"{at}, in step {number + 1}", batches, schedule, number)
+
+
+def _latest_pass(operation: str, batches: Batches) -> tuple[Pass[Any], str]:
+    """Return the latest pass, and what is called for it; refuse one whose batches are not known."""
+    current = batches.passes.latest
+    if current is None:
+        raise Misfit("made no pass over the loader, and got no batch of it")
+    if current.is_interleaved:
+        raise Misfit(
+            "used two iterators of the loader at once, so it is unknown which of them the outputs belong to; finish "
+            "one before the next begins"
+        )
+    require_counted(operation, current)
+    begins = "" if current.begins_at == "0" else f" from {current.begins_at} on"
+    return current, f"{operation}() of patched loader {batches.passes.agreed.number} for epoch {current.epoch}{begins}"
+
+
+def _share(at: str, batches: Batches, schedule: Schedule, step: int | None = None) -> RankShare:
+    """Return what a rank got in a step; without one, in the pass."""
+    records = [*schedule.records()] if step is None else [schedule.record(step)]
+    is_whole = batches.unit is ShardedUnit.BATCH and schedule.batch_plan is None
+    sample = "item" if batches.unit is ShardedUnit.UNBATCHED else "sample"
+    takes_lists = step is None and sample == "sample" and not is_whole
+    sizes = np.array([record.samples for record in records], np.int64)
+    # Each part's padding comes at its own end, in the midst of what other workers give.
+    rows = np.ones_like(sizes) if is_whole else sizes
+    own = np.array([bool(one.real_items) if is_whole else one.real_samples for one in records], np.int64)
+    real = np.flatnonzero(np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows) < np.repeat(own, rows))
+    runs = [np.arange(run.start, run.stop, run.step) for run in schedule.keys(records)]
+    keys = np.concatenate([np.empty(0, np.int64), *runs])
+    return RankShare(at, keys, real, sizes, is_whole, takes_lists, sample, schedule)
+
+
+def run_of(keys: Array) -> tuple[int, int]:
+    """Return the first key and the step from one to the next; a step of 0 where they are no run.
+
+    Examples:
+        >>> run_of(np.array([3, 5, 7])), run_of(np.array([3, 5, 6])), run_of(np.array([3])), run_of(np.array([]))
+        ((3, 2), (3, 0), (3, 1), (0, 1))
+    """
+    first, step = int(keys[0]) if len(keys) else 0, int(keys[1] - keys[0]) if len(keys) > 1 else 1
+    return first, step if step > 0 and bool((np.diff(keys) == step).all()) else 0
+
+
+def places_of(keys: Sequence[Array]) -> list[Array]:
+    """Return where each rank's rows go, of which no two have the same key: behind those with smaller ones.
+
+    Examples:
+        >>> [places.tolist() for places in places_of([np.array([0, 1, 8]), np.array([9, 5])])]
+        [[0, 1, 3], [4, 2]]
+    """
+    of_all = np.concatenate(keys)
+    places = of_all - of_all.min(initial=of_all[0] if len(of_all) else 0)
+    if places.max(initial=0) >= len(places):
+        places[np.argsort(of_all)] = np.arange(len(of_all))
+    return np.split(places, np.cumsum([*map(len, keys)])[:-1])

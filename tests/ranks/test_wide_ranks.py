@@ -1,0 +1,81 @@
+"""Thirty-two real ranks that evaluate, gather, weigh, share by worker and restore; and the files that each has open."""
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from quick import run_ranks
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from zoo import loader, seed_ambient
+
+from ddp_patch import (
+    gather_in_order,
+    gather_step,
+    iter_with_weights,
+    loader_state,
+    patch_dataloader_to_ddp,
+    restore_loader,
+)
+
+WORLD, PASSES, N = 32, 50, 70
+
+
+class Parts(IterableDataset[int]):
+    """Reader r of n reads the items r, r + n, ...: each rank's reader equally many."""
+
+    def __iter__(self) -> Iterator[int]:
+        info: Any = get_worker_info()
+        return iter(range(info.id, 2 * WORLD, info.num_workers))
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def evaluates(rank: int, given: DataLoader[Any]) -> None:
+    """To all ranks in the step, and to one after the loop."""
+    rows: list[int] = []
+    whole: list[int] = []
+    for batch in given:
+        rows += batch
+        whole += gather_step([*batch], given)
+    assert whole == [*range(N)]
+    found = gather_in_order(rows, given, dst=WORLD - 1)
+    assert found == ([*range(N)] if rank == WORLD - 1 else None)
+
+
+def many(rank: int, world_size: int) -> int:
+    """Return how many files the ranks' group takes on this rank."""
+    seed_ambient(rank)
+    given = patch_dataloader_to_ddp(loader(batch_size=3, sampler=range(N)))
+    split = patch_dataloader_to_ddp(DataLoader(Parts(), 1, collate_fn=list), share="by_worker", uneven="drop")
+    alone = open_files()
+
+    def once() -> None:
+        evaluates(rank, given)
+        assert [item for batch in split for item in batch] == [rank, rank + WORLD]
+        weights = [own.tolist() for _, own in iter_with_weights(given, weight_of=lambda batch: [1.0] * len(batch))]
+        assert max(weights[0]) == pytest.approx(WORLD / N)
+
+    once()
+    dist.barrier()
+    before = open_files()
+    for _ in range(PASSES):
+        once()
+    dist.barrier()
+    assert open_files() == before
+    stopped, again = (patch_dataloader_to_ddp(loader(batch_size=1, sampler=range(N)), seed=3) for _ in range(2))
+    for _ in islice(stopped, 1):
+        pass
+    restore_loader(again, loader_state(stopped, batches_done=1))
+    assert gather_in_order([item for batch in again for item in batch], again) == [*range(WORLD, N)]
+    return before - alone
+
+
+def test_thirty_two_ranks_leave_no_file_open() -> None:
+    """And have few connections beside those of the user's own group."""
+    assert max(run_ranks(many, WORLD, timeout=300)) <= 4 * math.log2(WORLD)
