@@ -113,13 +113,14 @@ class ElasticLoader(Generic[T]):
         """Return the position before a step, as ``loader_state`` does: that of the last batch, or the next one."""
         return self._after if self._step is not None and step == self._step + 1 else self._state
 
-    def load(self, state: dict[str, Any], step: int, num_replicas: int) -> None:
+    def load(self, state: dict[str, Any], step: int, rank: int, num_replicas: int) -> None:
         """Take another replica's position before a step, in which this one may have been given a batch already.
 
         Args:
             state: What ``state`` returned there.
             step: The step.
-            num_replicas: How many take part in it.
+            rank: One of those that take part in it.
+            num_replicas: How many take part.
 
         Raises:
             StateError: The state is of another loader.
@@ -127,7 +128,7 @@ class ElasticLoader(Generic[T]):
         was_given = self._step == step
         self._state, self._step = state, None
         if was_given:  # from where this replica stood: go with the others
-            self.batch(step, 0, num_replicas)
+            self.batch(step, rank, num_replicas)
 
     def numbers(self, step: int) -> tuple[int, int]:
         """Return two numbers of 60 bits, which are the same on all replicas: of the loader, of the place before a step.

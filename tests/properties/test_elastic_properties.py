@@ -197,7 +197,7 @@ class Training:
     def heal(self, joining: Sequence[Replica], step: int, replicas: int, state: Any, model: Sequence[Any]) -> None:
         for one in joining:
             one.step, one.model = step, [*model]
-            one.loader.load(state, step, replicas)
+            one.loader.load(state, step, 0, replicas)
 
     def trained(self, epoch: int) -> list[list[tuple[list[Any], torch.Tensor]]]:
         """Return what the farthest replica trained on in an epoch: the batches and weights of each step."""
