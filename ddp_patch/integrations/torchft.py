@@ -32,8 +32,8 @@ class QuorumLoader(Generic[T]):
     the committed steps train what one process trains.
 
     Args:
-        manager: torchft's manager, made with ``use_async_quorum=False`` or ``init_sync=False``: else torchft throws away
-            the gradients of all replicas but one in the first step.
+        manager: torchft's manager, made with ``use_async_quorum=False`` or ``init_sync=False``: else torchft throws
+            away the gradients of all replicas but one in the first step.
         loader: The finished loader, which is not patched; built alike on every replica.
         name: Names the position in torchft's state, if a manager has several loaders.
         device: Where the manager's process group reduces tensors: ``"cpu"`` with gloo, ``"cuda"`` with NCCL.
@@ -82,7 +82,9 @@ class QuorumLoader(Generic[T]):
         """
         rank, replicas = self._manager.participating_rank(), self._manager.num_participants()
         if not replicas:
-            raise InvalidOptionError("next_batch() was called before a quorum. Call manager.start_quorum() in each step.")
+            raise InvalidOptionError(
+                "next_batch() was called before a quorum. Call manager.start_quorum() in each step."
+            )
         self._compare(rank, replicas)
         batch, weights = self._loader.batch(self._manager.current_step(), *self._share(rank or 0, replicas))
         return batch, weights * (rank is not None)
