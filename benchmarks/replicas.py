@@ -12,8 +12,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -31,6 +29,7 @@ import torch.distributed as dist
 import torchft_replicas as example
 from pages import show_and_put
 from torch.utils.data import DataLoader
+from torchft.coordination import LighthouseServer
 from torchft.data import DistributedSampler
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
@@ -107,7 +106,9 @@ class Run:
         return max((sum(count - 1 for (by, _), count in given.items() if by == one) for one, _ in given), default=0)
 
 
-def as_replica(folder: Path, name: str, kind: str, workers: int, is_async: bool, options: Mapping[str, Any]) -> None:
+def as_replica(
+    address: str, folder: Path, name: str, kind: str, workers: int, is_async: bool, options: Mapping[str, Any]
+) -> None:
     """Be one replica, with a store of its own, as torchrun starts one."""
     os.setsid()  # what it starts can be killed with it
     multiprocessing.set_start_method("fork", force=True)  # of its workers, as elsewhere
@@ -116,6 +117,7 @@ def as_replica(folder: Path, name: str, kind: str, workers: int, is_async: bool,
         os.dup2(output.fileno(), 2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ["TORCHFT_LIGHTHOUSE"] = address
     if kind == TORCHFTS:
         with_torchfts_sampler(folder, name)
     else:
@@ -161,8 +163,8 @@ def with_torchfts_sampler(folder: Path, name: str) -> None:
 class Replicas:
     """The replicas of one training, some of which are killed."""
 
-    def __init__(self, folder: Path, *what: Any) -> None:
-        self.folder, self.what = folder, what
+    def __init__(self, address: str, folder: Path, *what: Any) -> None:
+        self.address, self.folder, self.what = address, folder, what
         self.started: list[BaseProcess] = []
         self.running: dict[int, BaseProcess] = {}
         self.killed: list[float] = []
@@ -172,7 +174,7 @@ class Replicas:
     def start(self, number: int) -> None:
         """Start one, which was not there, or was killed."""
         self.running[number] = process = processes.Process(
-            target=as_replica, args=(self.folder, f"replica_{number}", *self.what)
+            target=as_replica, args=(self.address, self.folder, f"replica_{number}", *self.what)
         )
         process.start()
         self.started.append(process)
@@ -224,20 +226,15 @@ class Replicas:
 
 
 @contextmanager
-def lighthouse() -> Iterator[None]:
+def lighthouse() -> Iterator[str]:
     """Where the replicas find each other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = {"min_replicas": 2, "quorum_tick_ms": 20, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 1000}
-    command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{port}"]
-    command += [f"--{name}={value}" for name, value in options.items()]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:  # noqa: S603 - torchft's
-        os.environ["TORCHFT_LIGHTHOUSE"] = f"http://localhost:{port}"
-        try:
-            yield
-        finally:
-            process.kill()
+    server = LighthouseServer(
+        bind="[::]:0", min_replicas=2, quorum_tick_ms=20, join_timeout_ms=1000, heartbeat_timeout_ms=1000
+    )
+    try:
+        yield server.address()
+    finally:
+        server.shutdown()
 
 
 def train(schedule: int, kind: str, workers: int, options: Mapping[str, Any]) -> Run:
@@ -245,9 +242,9 @@ def train(schedule: int, kind: str, workers: int, options: Mapping[str, Any]) ->
     plan = random.Random(schedule)
     one, other = plan.sample(range(REPLICAS), 2)
     first, second, third = (plan.randint(*steps) for steps in ((3, 8), (1, 4), (1, 4)))
-    with TemporaryDirectory() as kept, lighthouse():
+    with TemporaryDirectory() as kept, lighthouse() as address:
         folder = Path(kept)
-        replicas = Replicas(folder, kind, workers, bool(schedule % 2), options)
+        replicas = Replicas(address, folder, kind, workers, bool(schedule % 2), options)
         try:
             for number, taken, delay_s in [
                 (one, first, plan.random() * example.STEP_S * 1.5),
