@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -29,7 +31,6 @@ import torch.distributed as dist
 import torchft_replicas as example
 from pages import show_and_put
 from torch.utils.data import DataLoader
-from torchft.coordination import LighthouseServer
 from torchft.data import DistributedSampler
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
@@ -228,13 +229,17 @@ class Replicas:
 @contextmanager
 def lighthouse() -> Iterator[str]:
     """Where the replicas find each other."""
-    server = LighthouseServer(
-        bind="[::]:0", min_replicas=2, quorum_tick_ms=20, join_timeout_ms=1000, heartbeat_timeout_ms=1000
-    )
-    try:
-        yield server.address()
-    finally:
-        server.shutdown()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"min_replicas": 2, "quorum_tick_ms": 20, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 1000}
+    command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{port}"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:  # noqa: S603 - torchft's
+        try:
+            yield f"http://localhost:{port}"
+        finally:
+            process.kill()
 
 
 def train(schedule: int, kind: str, workers: int, options: Mapping[str, Any]) -> Run:

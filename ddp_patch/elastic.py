@@ -26,7 +26,6 @@ from ddp_patch.orders.fingerprint import number_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.resume import loader_state, restore_loader
-from ddp_patch.sharding.epoch_sampler import EpochSampler
 
 __all__ = ["ElasticLoader"]
 
@@ -67,17 +66,26 @@ class ElasticLoader(Generic[T]):
                 "uneven='keep' does not work with replicas that come and go: in an epoch's last step some would have "
                 "no batch, and the others wait for them. Use 'pad', or share='within_batches'."
             )
+        if (sharded_by := (facts := look_at(loader)).sharded_by) is not None:
+            raise AlreadyPatchedError(
+                f"The {type(loader).__name__} is sharded already, by a {type(sharded_by).__name__}, for a number of "
+                "replicas that will change. Pass the loader without what shards it."
+            )
+        if facts.repeater is not None:
+            raise UnsupportedLoaderError(
+                f"The {type(loader).__name__} has one iterator for all epochs, so it cannot be shared anew within one. "
+                "Use a DataLoader that makes a new iterator for each pass."
+            )
         self._loader, self._options = loader, options
         self._step: int | None = None  # the one whose batch was given last
         self._shared_by: tuple[int, int] | None = None  # rank and number of replicas; None before the first batch
-        self._patched = patched = self._patch(0, 1)
-        _require_passes(patched)
+        self._patched = self._patch(0, 1)
         # Before and after that step.
-        self._state = self._after = loader_state(patched)
+        self._state = self._after = loader_state(self._patched)
         self._steps: Iterator[tuple[T, torch.Tensor]] = iter(())
         self._ahead: tuple[T, torch.Tensor] | None = None
         self._taken = 0
-        self._loader_number = _number_of_loader(look_at(loader))
+        self._loader_number = _number_of_loader(facts)
 
     def batch(self, step: int, rank: int, num_replicas: int) -> tuple[T, torch.Tensor]:
         """Return this replica's batch of a step, and the weights of its samples.
@@ -162,20 +170,6 @@ class ElasticLoader(Generic[T]):
                 "samples, or a smaller batch_size."
             )
         self._shared_by = (rank, num_replicas)
-
-
-def _require_passes(patched: DataLoader[Any]) -> None:
-    """Refuse a loader that something else shards, or whose passes have no beginning."""
-    if not isinstance(sampler := patched.sampler, EpochSampler):
-        raise AlreadyPatchedError(
-            f"The {type(patched).__name__} is sharded already, by a {type(sampler).__name__}, for a number of replicas "
-            "that will change. Pass the loader without what shards it."
-        )
-    if sampler.has_one_iterator:
-        raise UnsupportedLoaderError(
-            f"The {type(patched).__name__} has one iterator for all epochs, so it cannot be shared anew within one. "
-            "Use a DataLoader that makes a new iterator for each pass."
-        )
 
 
 def _number_of_loader(facts: LoaderFacts[Any]) -> int:

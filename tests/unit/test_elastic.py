@@ -5,14 +5,19 @@ from typing import Any
 import pytest
 from repeaters import MultiEpochs
 from torch.utils.data import DataLoader, DistributedSampler
+from zoo import Indices
 
 from ddp_patch import patch_dataloader_to_ddp, restore_loader
 from ddp_patch.elastic import ElasticLoader
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, StateError, UnsupportedLoaderError
 
 
+def loader_of(data: Any, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size, **options)
+
+
 def of(n: int = 12, size: int = 2, **options: Any) -> ElasticLoader[Any]:
-    return ElasticLoader(DataLoader(range(n), size), **options)
+    return ElasticLoader(loader_of(range(n), size), **options)
 
 
 @pytest.mark.parametrize(
@@ -33,14 +38,14 @@ def test_divided_batches_may_be_uneven() -> None:
 
 
 def test_a_loader_that_is_sharded_already_is_refused() -> None:
-    loader = DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0))
+    loader = loader_of(range(8), sampler=DistributedSampler(Indices(8), 2, 0))
     with pytest.raises(AlreadyPatchedError, match="sharded already, by a DistributedSampler, for a number of replicas"):
         ElasticLoader(loader)
 
 
 def test_a_loader_with_one_iterator_for_all_epochs_is_refused() -> None:
     with pytest.raises(UnsupportedLoaderError, match="has one iterator for all epochs"):
-        ElasticLoader(MultiEpochs(range(8)))
+        ElasticLoader(MultiEpochs(Indices(8)))
 
 
 def test_a_step_that_does_not_count_is_given_again_to_whoever_takes_part() -> None:
@@ -59,17 +64,17 @@ def test_a_position_after_the_last_batch_is_the_next_epochs() -> None:
 
 
 def test_what_is_less_than_a_step_is_left_out_as_drop_last_says() -> None:
-    loader = ElasticLoader(DataLoader(range(5), 2, drop_last=True))
+    loader = ElasticLoader(loader_of(range(5), 2, drop_last=True))
     assert loader.batch(0, 0, 1)[0].tolist() == [0, 1]
     assert loader.batch(1, 0, 1)[0].tolist() == [2, 3]
     assert loader.state(2)["epoch"] == 1
-    assert loader.batch(1, 1, 2)[0].tolist() == [1, 3]  # three samples are left: no step of two replicas
+    assert loader.batch(1, 1, 3)[0].tolist() == [1, 4]  # three samples are left: no step of three replicas
 
 
-def test_an_epoch_without_a_step_for_so_many_is_refused() -> None:
-    loader = ElasticLoader(DataLoader(range(5), 2, drop_last=True))
+@pytest.mark.parametrize("n", [0, 5])
+def test_an_epoch_without_a_step_for_so_many_is_refused(n: int) -> None:
     with pytest.raises(NoStepsError):
-        loader.batch(0, 0, 3)
+        ElasticLoader(loader_of(range(n), 2, drop_last=True)).batch(0, 0, 5)
 
 
 def test_a_replica_that_joins_takes_the_place_of_the_others() -> None:
@@ -93,12 +98,12 @@ def test_another_loaders_position_is_refused() -> None:
 def test_a_position_is_a_state_as_any_other() -> None:
     loader = of()
     loader.batch(0, 0, 3)
-    resumed = patch_dataloader_to_ddp(DataLoader(range(12), 2), rank=0, num_replicas=1)
+    resumed = patch_dataloader_to_ddp(loader_of(range(12), 2), rank=0, num_replicas=1)
     restore_loader(resumed, loader.state(1))
     assert [batch.tolist() for batch in resumed] == [[6, 7], [8, 9], [10, 11]]
 
 
 def test_what_workers_fetched_ahead_for_others_is_read_again() -> None:
-    loader = ElasticLoader(DataLoader(range(40), 2, num_workers=2, prefetch_factor=4))
+    loader = ElasticLoader(loader_of(range(40), 2, num_workers=2, prefetch_factor=4))
     assert [loader.batch(step, 0, 2)[0].tolist() for step in range(2)] == [[0, 2], [4, 6]]
     assert loader.batch(2, 0, 1)[0].tolist() == [8, 9]
