@@ -103,11 +103,10 @@ class ElasticLoader(Generic[T]):
         """
         self._state = self.state(step)
         shared_by, goes_on = (rank, num_replicas), self._step is not None and step == self._step + 1
-        if not goes_on or shared_by != self._shared_by or self._ahead is None:
-            self._begin(*shared_by)
+        given = self._ahead if goes_on and shared_by == self._shared_by else None
         self._shared_by = None  # until all went well
-        given = self._ahead
-        assert given is not None  # noqa: S101 - for mypy: what begins has a batch
+        if given is None:
+            given = self._begin(rank, num_replicas)
         self._taken += 1
         after = loader_state(self._patched, batches_done=self._taken)
         # Read one batch ahead: then each position says whether its epoch has ended.
@@ -153,23 +152,23 @@ class ElasticLoader(Generic[T]):
         with unwatched():  # the process group, if there is one, is a part of the replicas
             return patch_dataloader_to_ddp(self._loader, **self._options, rank=rank, num_replicas=num_replicas)
 
-    def _begin(self, rank: int, num_replicas: int) -> None:
-        """Share what is left at the position, and take the first batch."""
-        self._shared_by = self._ahead = None
+    def _begin(self, rank: int, num_replicas: int) -> tuple[T, torch.Tensor]:
+        """Share what is left at the position, and return the first batch."""
+        self._ahead = None
         self._steps = iter(())  # ends the workers
         self._patched, self._taken = self._patch(rank, num_replicas), 0
         restore_loader(self._patched, self._state)
         self._steps = iter_with_weights(self._patched)
-        self._ahead = next(self._steps, None)
-        if self._ahead is None:  # what is left is less than a step of so many: begin the next epoch
+        first = next(self._steps, None)
+        if first is None:  # what is left is less than a step of so many: begin the next epoch
             self._steps = iter_with_weights(self._patched)
-            self._ahead = next(self._steps, None)
-        if self._ahead is None:
+            first = next(self._steps, None)
+        if first is None:
             raise NoStepsError(
                 f"An epoch of the {type(self._loader).__name__} has no batch for {num_replicas} replicas. Give it more "
                 "samples, or a smaller batch_size."
             )
-        self._shared_by = (rank, num_replicas)
+        return first
 
 
 def _number_of_loader(facts: LoaderFacts[Any]) -> int:
