@@ -223,7 +223,7 @@ def samples_of(given: Sequence[tuple[list[Any], torch.Tensor]], in_batches: bool
 
 
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=[" ".join([name, *options]) for name, options in CASES])
-@pytest.mark.parametrize(("examples", "most", "steps"), [(4, 6, 10), soaked(300, MOST, 25)])
+@pytest.mark.parametrize(("examples", "most", "steps"), [(4, 6, 10), soaked(120, MOST, 20)])
 def test_each_sample_comes_once_in_the_steps_that_count(
     kind: str, options: Any, examples: int, most: int, steps: int
 ) -> None:

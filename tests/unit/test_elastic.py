@@ -25,6 +25,8 @@ def of(n: int = 12, size: int = 2, **options: Any) -> ElasticLoader[Any]:
     [
         ({"share": "by_worker"}, "the dataset splits itself over all workers, whose number would change"),
         ({"uneven": "keep"}, "in an epoch's last step some would have no batch"),
+        ({"share": "batches", "layout": "contiguous"}, "no replica knows alone how many samples"),
+        ({"order": "leader"}, "leader"),
     ],
 )
 def test_options_that_cannot_be_kept_are_refused(options: Any, why: str) -> None:
