@@ -1,5 +1,6 @@
 """Replicas that come, go, fail and heal at random: each sample once in the steps that count, one place everywhere."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -148,13 +149,15 @@ class Attempt:
     born_anew: Sequence[bool]
 
 
-@st.composite
-def attempts(draw: st.DrawFn, replicas: int) -> Attempt:
-    often = st.sampled_from([True, True, True, False])
-    alive = draw(st.lists(often, min_size=replicas, max_size=replicas))
-    fates = draw(st.lists(st.sampled_from(["commits"] * 6 + ["fails", "dies"]), min_size=replicas, max_size=replicas))
-    rarely = st.sampled_from([False] * 7 + [True])
-    return Attempt(alive, fates, draw(often), draw(often), draw(st.lists(rarely, min_size=replicas, max_size=replicas)))
+def attempts(plan: random.Random, replicas: int, most: int) -> Iterator[Attempt]:
+    """Yield what goes wrong in the first steps; half of them have the quorum of the one before."""
+    alive = [True] * replicas
+    for _ in range(plan.randint(0, most)):
+        if plan.random() < 0.5:
+            alive = [plan.random() < 0.75 for _ in range(replicas)]
+        fates = plan.choices(["commits", "fails", "dies"], [6, 1, 1], k=replicas)
+        born_anew = [plan.random() < 0.1 for _ in range(replicas)]
+        yield Attempt(alive, fates, plan.random() < 0.5, plan.random() < 0.75, born_anew)
 
 
 class Training:
@@ -223,23 +226,23 @@ def samples_of(given: Sequence[tuple[list[Any], torch.Tensor]], in_batches: bool
 
 
 @pytest.mark.parametrize(("kind", "options"), CASES, ids=[" ".join([name, *options]) for name, options in CASES])
-@pytest.mark.parametrize(("examples", "most", "steps"), [(4, 6, 10), soaked(120, MOST, 15)])
+@pytest.mark.parametrize(("examples", "most", "steps"), [(5, 5, 10), soaked(120, MOST, 15)])
 def test_each_sample_comes_once_in_the_steps_that_count(
     kind: str, options: Any, examples: int, most: int, steps: int
 ) -> None:
     make_any = (SAMPLES | BATCHES)[kind]
 
-    @settings(max_examples=examples, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes minutes
+    @settings(max_examples=examples, phases=[Phase.generate])  # to shrink takes minutes
     @given(
         n=st.integers(1, 40),
         size=st.integers(1, 4),
         replicas=st.integers(2, most),
         last=st.integers(1, most),
-        data=st.data(),
+        seed=st.integers(0, 2**32),
     )
-    def check(n: int, size: int, replicas: int, last: int, data: st.DataObject) -> None:
+    def check(n: int, size: int, replicas: int, last: int, seed: int) -> None:
         training = Training(lambda: make_any(n, size), options, replicas)
-        for attempt in data.draw(st.lists(attempts(replicas), max_size=steps)):
+        for attempt in attempts(random.Random(seed), replicas, steps):
             if training.epoch >= EPOCHS:
                 break
             training.attempt(attempt)
