@@ -11,7 +11,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
 INTEGRATIONS = ["tests/integrations", "docs/streams.md"]  # what needs other packages
-WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in INTEGRATIONS]
+WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in [*INTEGRATIONS, "tests/torchft"]]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 # The lowest versions that the package says it works with, and the newest Python.
@@ -31,6 +31,7 @@ MEASURED = [
     "audit",
     "peers",
     "packages",
+    "torchft",
     "pictures",
     "screenshots",
 ]
@@ -131,6 +132,15 @@ def integrations(session: nox.Session) -> None:
     # yapf writes a file when it is first imported; of processes that do so at once, one may read half of it.
     session.run("python", "-c", "import yapf")
     run_tests(session, "--write-frameworks", *INTEGRATIONS, *session.posargs)
+
+
+@nox.session(requires=["package"])
+def torchft(session: nox.Session) -> None:
+    """Follow torchft's quorum, then kill its replicas, for ``docs/resume.md``; ``-- --schedules 1`` is short."""
+    install_wheel(session, "test,torchft")
+    run_tests(session, "tests/torchft")
+    environment = {"PYTHONPATH": "docs/examples/frameworks", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-W", "ignore", "benchmarks/replicas.py", *session.posargs, env=environment)
 
 
 @nox.session(requires=["package"])

@@ -41,6 +41,7 @@ FLOORS = {
     "evaluation": 11,
     "loader": 12,
     "patching": 13,
+    "elastic": 14,
     "testing": 14,
     "integrations": 15,
     "running": 16,

@@ -1,0 +1,183 @@
+"""Share a loader among replicas that come and go, step by step, so that each sample of an epoch comes once.
+
+A position says what was consumed by how many ranks, and what is left is a stream that any number can share. So the
+replicas hold one position, which moves when a step counts. Each step's batch is a share of the next global batch:
+
+    step   replicas   batches    counts   position after it
+    0      3          0 1 2      yes      [[3, 1]]
+    1      3          3 4 5      no       [[3, 1]]             one was killed
+    1      2          3 4        yes      [[3, 1], [2, 1]]     the others go on
+    2      3          5 6 7      yes      [[3, 1], [2, 1], [3, 1]]
+"""
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, UnsupportedLoaderError
+from ddp_patch.evaluation import iter_with_weights
+from ddp_patch.loader import PatchedLoader
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
+from ddp_patch.options import Options
+from ddp_patch.orders.fingerprint import number_of
+from ddp_patch.patching import patch_dataloader_to_ddp
+from ddp_patch.ranks.mailbox import unwatched
+from ddp_patch.resume import loader_state, restore_loader
+from ddp_patch.sharding.batches import batches_of
+
+__all__ = ["ElasticLoader"]
+
+T = TypeVar("T")
+
+
+class ElasticLoader(Generic[T]):
+    """Gives a replica its batch of each step, whoever takes part in it, and knows the position before and after it.
+
+    Args:
+        loader: The finished loader, which is not patched.
+        options: The keywords of ``patch_dataloader_to_ddp`` that say how to share it.
+
+    Raises:
+        InvalidOptionError: An option cannot be kept when replicas come and go.
+        AlreadyPatchedError: Something else shards the loader.
+        UnsupportedLoaderError: The loader's passes cannot begin anywhere.
+
+    Examples:
+        >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
+        >>> [loader.batch(0, rank, 2)[0].tolist() for rank in range(2)]  # nobody commits step 0
+        [[0, 2], [1, 3]]
+        >>> loader.batch(0, 0, 1)[0].tolist(), loader.batch(1, 0, 1)[0].tolist()  # step 1 follows: step 0 counts
+        ([0, 1], [2, 3])
+        >>> loader.state(1)["parts"], loader.state(2)["parts"]
+        ([[[1, 2]]], [[[1, 4]]])
+    """
+
+    def __init__(self, loader: DataLoader[T], **options: Any) -> None:
+        chosen = Options(**options)
+        if chosen.by_worker:
+            raise InvalidOptionError(
+                "share='by_worker' does not work with replicas that come and go: the dataset splits itself over all "
+                "workers, whose number would change within the epoch. Leave share out."
+            )
+        if chosen.uneven == "keep" and not chosen.divides_batches:
+            raise InvalidOptionError(
+                "uneven='keep' does not work with replicas that come and go: in an epoch's last step some would have "
+                "no batch, and the others wait for them. Use 'pad', or share='within_batches'."
+            )
+        if (sharded_by := (facts := look_at(loader)).sharded_by) is not None:
+            raise AlreadyPatchedError(
+                f"The {type(loader).__name__} is sharded already, by a {type(sharded_by).__name__}, for a number of "
+                "replicas that will change. Pass the loader without what shards it."
+            )
+        if facts.repeater is not None:
+            raise UnsupportedLoaderError(
+                f"The {type(loader).__name__} has one iterator for all epochs, so it cannot be shared anew within one. "
+                "Use a DataLoader that makes a new iterator for each pass."
+            )
+        self._loader, self._options = loader, options
+        self._step: int | None = None  # the one whose batch was given last
+        self._shared_by: tuple[int, int] | None = None  # rank and number of replicas; None before the first batch
+        self._patched = self._patch(0, 1)
+        if chosen.needs_length and batches_of("ElasticLoader", self._patched).unit is ShardedUnit.BATCH:
+            raise InvalidOptionError(
+                "layout='contiguous' does not work with whole batches and replicas that come and go: no replica knows "
+                "alone how many samples the others' batches have. Leave layout out."
+            )
+        # Before and after that step.
+        self._state = self._after = loader_state(self._patched)
+        self._steps: Iterator[tuple[T, torch.Tensor]] = iter(())
+        self._ahead: tuple[T, torch.Tensor] | None = None
+        self._taken = 0
+        self._loader_number = _number_of_loader(facts)
+
+    def batch(self, step: int, rank: int, num_replicas: int) -> tuple[T, torch.Tensor]:
+        """Return this replica's batch of a step, and the weights of its samples.
+
+        The step before counts if its batch was given last. The same step once more gives the same place in the epoch.
+
+        Args:
+            step: The number of the step, which grows by one with each step that counts.
+            rank: This replica among those that take part.
+            num_replicas: How many take part.
+
+        Raises:
+            NoStepsError: The epoch has no step for so many replicas.
+            DDPPatchError: What ``restore_loader`` and ``iter_with_weights`` raise.
+        """
+        self._state = self.state(step)
+        shared_by, goes_on = (rank, num_replicas), self._step is not None and step == self._step + 1
+        given = self._ahead if goes_on and shared_by == self._shared_by else None
+        self._shared_by = None  # until all went well
+        if given is None:
+            given = self._begin(rank, num_replicas)
+        self._taken += 1
+        after = loader_state(self._patched, batches_done=self._taken)
+        # Read one batch ahead: then each position says whether its epoch has ended.
+        self._ahead = next(self._steps, None)
+        if self._ahead is None:
+            after = loader_state(self._patched, batches_done=self._taken)
+        self._step, self._after, self._shared_by = step, after, shared_by
+        return given
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the position before a step, as ``loader_state`` does: that of the last batch, or the next one."""
+        return self._after if self._step is not None and step == self._step + 1 else self._state
+
+    def load(self, state: dict[str, Any], step: int, rank: int, num_replicas: int) -> None:
+        """Take another replica's position before a step, in which this one may have been given a batch already.
+
+        Args:
+            state: What ``state`` returned there.
+            step: The step.
+            rank: One of those that take part in it.
+            num_replicas: How many take part.
+
+        Raises:
+            StateError: The state is of another loader.
+        """
+        was_given = self._step == step
+        self._state, self._step = state, None
+        if was_given:  # from where this replica stood: go with the others
+            self.batch(step, rank, num_replicas)
+
+    def numbers(self, step: int) -> tuple[int, int]:
+        """Return two numbers of 60 bits, which are the same on all replicas: of the loader, of the place before a step.
+
+        Args:
+            step: The step.
+        """
+        state = self.state(step)
+        states = {name: kept for name, kept in state["states"].items() if name != "streams"}
+        place = [state[name] for name in ("epoch", "seed", "parts", "turn")]
+        return number_of([self._loader_number, state["loader"]]), number_of([place, states])
+
+    def _patch(self, rank: int, num_replicas: int) -> PatchedLoader[T]:
+        with unwatched():  # the process group, if there is one, is a part of the replicas
+            return patch_dataloader_to_ddp(self._loader, **self._options, rank=rank, num_replicas=num_replicas)
+
+    def _begin(self, rank: int, num_replicas: int) -> tuple[T, torch.Tensor]:
+        """Share what is left at the position, and return the first batch."""
+        self._ahead = None
+        self._steps = iter(())  # ends the workers
+        self._patched, self._taken = self._patch(rank, num_replicas), 0
+        restore_loader(self._patched, self._state)
+        self._steps = iter_with_weights(self._patched)
+        first = next(self._steps, None)
+        if first is None:  # what is left is less than a step of so many: begin the next epoch
+            self._steps = iter_with_weights(self._patched)
+            first = next(self._steps, None)
+        if first is None:
+            raise NoStepsError(
+                f"An epoch of the {type(self._loader).__name__} has no batch for {num_replicas} replicas. Give it more "
+                "samples, or a smaller batch_size."
+            )
+        return first
+
+
+def _number_of_loader(facts: LoaderFacts[Any]) -> int:
+    """Return a number of what a loader is, the order of its first items, and the samples that its dataset holds."""
+    stream = facts.stream
+    return number_of([facts.described, stream.order, [astuple(content) for content in stream.samples]])

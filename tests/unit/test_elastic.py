@@ -1,0 +1,111 @@
+"""A loader that replicas share who come and go, without torchft; tests/properties simulates their quorums."""
+
+from typing import Any
+
+import pytest
+from repeaters import MultiEpochs
+from torch.utils.data import DataLoader, DistributedSampler
+from zoo import Indices
+
+from ddp_patch import patch_dataloader_to_ddp, restore_loader
+from ddp_patch.elastic import ElasticLoader
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, StateError, UnsupportedLoaderError
+
+
+def loader_of(data: Any, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size, **options)
+
+
+def of(n: int = 12, size: int = 2, **options: Any) -> ElasticLoader[Any]:
+    return ElasticLoader(loader_of(range(n), size), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"share": "by_worker"}, "the dataset splits itself over all workers, whose number would change"),
+        ({"uneven": "keep"}, "in an epoch's last step some would have no batch"),
+        ({"share": "batches", "layout": "contiguous"}, "no replica knows alone how many samples"),
+        ({"order": "leader"}, "leader"),
+    ],
+)
+def test_options_that_cannot_be_kept_are_refused(options: Any, why: str) -> None:
+    with pytest.raises(InvalidOptionError, match=why):
+        of(**options)
+
+
+def test_divided_batches_may_be_uneven() -> None:
+    loader = of(5, 3, share="within_batches", uneven="keep")
+    assert [loader.batch(0, rank, 2)[0].tolist() for rank in range(2)] == [[0, 2], [1]]
+
+
+def test_a_loader_that_is_sharded_already_is_refused() -> None:
+    loader = loader_of(range(8), sampler=DistributedSampler(Indices(8), 2, 0))
+    with pytest.raises(AlreadyPatchedError, match="sharded already, by a DistributedSampler, for a number of replicas"):
+        ElasticLoader(loader)
+
+
+def test_a_loader_with_one_iterator_for_all_epochs_is_refused() -> None:
+    with pytest.raises(UnsupportedLoaderError, match="has one iterator for all epochs"):
+        ElasticLoader(MultiEpochs(Indices(8)))
+
+
+def test_a_step_that_does_not_count_is_given_again_to_whoever_takes_part() -> None:
+    loader = of()
+    assert loader.batch(0, 1, 3)[0].tolist() == [1, 4]
+    assert loader.batch(1, 1, 3)[0].tolist() == [7, 10]
+    assert loader.batch(1, 1, 2)[0].tolist() == [7, 9]
+    assert loader.batch(2, 0, 1)[0].tolist() == [10, 11]
+    assert loader.state(2)["parts"] == [[[3, 2], [2, 2]]]
+
+
+def test_a_position_after_the_last_batch_is_the_next_epochs() -> None:
+    loader = of(4)
+    loader.batch(0, 0, 2)
+    assert (loader.state(0)["epoch"], loader.state(1)["epoch"]) == (0, 1)
+
+
+def test_what_is_less_than_a_step_is_left_out_as_drop_last_says() -> None:
+    loader = ElasticLoader(loader_of(range(5), 2, drop_last=True))
+    assert loader.batch(0, 0, 1)[0].tolist() == [0, 1]
+    assert loader.batch(1, 0, 1)[0].tolist() == [2, 3]
+    assert loader.state(2)["epoch"] == 1
+    assert loader.batch(1, 1, 3)[0].tolist() == [1, 4]  # three samples are left: no step of three replicas
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_an_epoch_without_a_step_for_so_many_is_refused(n: int) -> None:
+    with pytest.raises(NoStepsError):
+        ElasticLoader(loader_of(range(n), 2, drop_last=True)).batch(0, 0, 5)
+
+
+def test_a_replica_that_joins_takes_the_place_of_the_others() -> None:
+    old, new = of(), of()
+    old.batch(0, 0, 2)
+    stood = old.state(1)
+    old.batch(1, 0, 2)
+    assert new.batch(1, 0, 2)[0].tolist() == [0, 2]  # something to run the model on, before its state is there
+    new.load(stood, 1, 0, 2)
+    assert new.numbers(2) == old.numbers(2)
+    assert [loader.batch(2, rank, 2)[0].tolist() for rank, loader in enumerate([old, new])] == [[8, 10], [9, 11]]
+
+
+def test_another_loaders_position_is_refused() -> None:
+    loader = of()
+    loader.load(of(13).state(0), 1, 0, 2)
+    with pytest.raises(StateError, match="another loader"):
+        loader.batch(1, 0, 2)
+
+
+def test_a_position_is_a_state_as_any_other() -> None:
+    loader = of()
+    loader.batch(0, 0, 3)
+    resumed = patch_dataloader_to_ddp(loader_of(range(12), 2), rank=0, num_replicas=1)
+    restore_loader(resumed, loader.state(1))
+    assert [batch.tolist() for batch in resumed] == [[6, 7], [8, 9], [10, 11]]
+
+
+def test_what_workers_fetched_ahead_for_others_is_read_again() -> None:
+    loader = ElasticLoader(loader_of(range(40), 2, num_workers=2, prefetch_factor=4))
+    assert [loader.batch(step, 0, 2)[0].tolist() for step in range(2)] == [[0, 2], [4, 6]]
+    assert loader.batch(2, 0, 1)[0].tolist() == [8, 9]
