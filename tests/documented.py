@@ -31,6 +31,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from sybil import Document, Example, Region
@@ -47,10 +48,14 @@ SETTINGS = {
     "COLUMNS": "110",
     "NO_COLOR": "1",
     "PYTHONUTF8": "1",
+    "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
     "RAY_USAGE_STATS_ENABLED": "0",  # else it reports to its makers
 }
-TORCHRUN = re.compile(r"torchrun --standalone --nproc-per-node (?P<ranks>\d+) (?P<file>docs/examples/\S+\.py)\n?")
+TORCHRUN = re.compile(
+    r"torchrun --standalone --nproc-per-node (?P<ranks>\d+) (?P<file>docs/examples/\S+\.py)"
+    r"(?P<folder> \$\(mktemp -d\)(?P<below>\S*))?"
+)
 COMMENT = re.compile(r"<!-- (?P<what>whole|part|varies): (?P<value>[^\n]+?) -->\s*\Z")  # right above a block
 find_fences = RawFencedCodeBlockLexer(re.compile(r"(?P<info>[^\n]*)\n"))
 run_python = PythonEvaluator()
@@ -160,7 +165,7 @@ def _console(source: str, varies: str | None, is_readme: bool = True) -> str | N
         if command == "echo $?":
             status, printed, error = 0, f"{status}\n", ""
         elif (torchrun := TORCHRUN.fullmatch(command)) and not is_readme:
-            status, printed, error = 0, _run_forked(int(torchrun["ranks"]), torchrun["file"]), ""
+            status, printed, error = 0, _run_forked(torchrun), ""
         else:
             status, printed, error = run_command(command)
             told = parts[place + 1 : place + 2] and parts[place + 1].startswith("echo $?\n")
@@ -171,10 +176,14 @@ def _console(source: str, varies: str | None, is_readme: bool = True) -> str | N
     return None
 
 
-def _run_forked(ranks: int, file: str) -> str:
+def _run_forked(torchrun: re.Match[str]) -> str:
     from quick import run_script
 
-    return run_script(CHECKOUT, ranks, str(CHECKOUT / file), environment=SETTINGS)
+    with TemporaryDirectory() as folder:
+        arguments = [folder + torchrun["below"]] if torchrun["folder"] else []
+        return run_script(
+            CHECKOUT, int(torchrun["ranks"]), str(CHECKOUT / torchrun["file"]), *arguments, environment=SETTINGS
+        )
 
 
 def run_command(command: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
