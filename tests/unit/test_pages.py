@@ -37,6 +37,13 @@ def fenced(language: str, *lines: str) -> str:
 
 
 PRINTING = fenced("python", "print(1 + 1)")
+RAISING = fenced("python", "from ddp_patch.errors import StateError", "raise StateError('It happened.')")
+WARNING = fenced(
+    "python",
+    "import warnings",
+    "from ddp_patch import DDPPatchWarning",
+    "warnings.warn('It may happen.', DDPPatchWarning)",
+)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +53,11 @@ PRINTING = fenced("python", "print(1 + 1)")
         (PRINTING + fenced("text", "2"), 0),
         (PRINTING + "\n" + fenced("text", "2"), 1),
         (fenced("python", "print('took 3 s')") + fenced("text", "took ... s"), 0),
+        (
+            RAISING
+            + fenced("text", "StateError: It happened.", "Causes and remedies: python -m ddp_patch explain StateError"),
+            0,
+        ),
         (fenced("console", "$ echo a; echo b >&2", "a", "$ echo c | \\", "  cat", "c"), 0),
         (fenced("console", "$ echo a; exit 3", "a", "$ echo $?", "3", "$ echo $?", "0"), 0),
         ("<!-- varies: [0-9]+ s -->\n" + fenced("console", "$ echo took 12 s", "took 3 s"), 0),
@@ -76,6 +88,8 @@ def test_what_holds(page: str, block: int) -> None:
     [
         (PRINTING, 0, "another output"),
         (PRINTING + fenced("text", "3"), 0, "another output"),
+        (RAISING, 0, "another output"),
+        (WARNING + RAISING + fenced("text", "StateError: ..."), 0, "another output"),
         (PRINTING + "words\n\n" + fenced("text", "2"), 0, "another output"),
         (PRINTING + "words\n\n" + fenced("text", "2"), 1, "there is none"),
         (fenced("text", "2"), 0, "there is none"),
@@ -217,8 +231,8 @@ def test_every_picture_is_shown() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     """The page lists its members; the errors are listed by their module."""
-    described = set(re.findall(r"^ +- (\w+)$", (DOCS / "options.md").read_text(), re.MULTILINE))
-    assert "::: ddp_patch.errors" in (DOCS / "options.md").read_text()
+    described = set(re.findall(r"^ +- (\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert "::: ddp_patch.errors" in (DOCS / "api.md").read_text()
     public = {*ddp_patch.__all__, *samplers.__all__, *testing.__all__} - set(ddp_patch.errors.__all__)
     assert public - described == set()
 
