@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,13 +227,22 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 def test_every_picture_is_shown() -> None:
-    shown = {target for _, target, _ in links()}
+    shown = {target for _, target, _ in links()} | {"logo.svg"}  # the site's
     assert {path.name for path in DOCS.glob("*.svg")} <= shown
 
 
+def test_the_site_knows_the_version_and_where_its_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_config = run_path(str(DOCS / "hooks.py"))["on_config"]
+    monkeypatch.delenv("DDP_PATCH_SOURCE", raising=False)
+    assert vars(on_config(SimpleNamespace(extra={}))) == {"extra": {"release": ddp_patch.__version__}}
+    monkeypatch.setenv("DDP_PATCH_SOURCE", "https://a.example/b/c/blob/v1")
+    config = on_config(SimpleNamespace(extra={}))
+    assert (config.repo_url, config.repo_name, config.edit_uri) == ("https://a.example/b/c", "b/c", "edit/v1/docs/")
+
+
 def test_every_public_name_is_in_the_reference() -> None:
-    """The page lists its members; the errors are listed by their module."""
-    described = set(re.findall(r"^ +- (\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    """Each has a line of its own; the errors are listed by their module."""
+    described = set(re.findall(r"^::: ddp_patch\.(?:\w+\.)*(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
     assert "::: ddp_patch.errors" in (DOCS / "api.md").read_text()
     public = {*ddp_patch.__all__, *samplers.__all__, *testing.__all__} - set(ddp_patch.errors.__all__)
     assert public - described == set()
