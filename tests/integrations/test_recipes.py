@@ -36,7 +36,7 @@ class Trained:
 
     Attributes:
         stop_after: How many steps it takes before it stops; None: all.
-        steps: Each step's samples, but for padding.
+        steps: Each step's samples; texts without those that are padding.
         metrics: What it printed last.
         states: The network's parameters then.
     """
@@ -75,6 +75,8 @@ def train(rank: int, world_size: int, name: str, path: Path, stop_after: int | N
     trained = Trained(stop_after)
     hook = register_module_forward_pre_hook(trained.image_step)
     module = recipe(name)
+    if name == "vision":
+        module.BATCH_SIZE = 63  # which two ranks do not divide
     if name == "stream":
         import datasets
 
@@ -137,12 +139,18 @@ def evaluated_alone(name: str, path: Path, states: Mapping[str, Tensor]) -> Any:
     return {name: float(value) for name, value in network.metrics.compute().items()}
 
 
-# The steps taken before it stops, those of them that the last checkpoint holds, and on how many ranks it stops.
-CASES = [("vision", 29, 20, 1), ("text", 13, 10, 1), ("stream", 17, 10, 2), ("lightning_metrics", 25, 20, 1)]
+# The steps taken before it stops, those of them that the last checkpoint holds, and on how many ranks it stops. And how
+# many samples two ranks repeat: one of each batch; of the 57 batches of texts one, which is left out here; a batch.
+CASES = [
+    ("vision", 29, 20, 1, EPOCHS * 24),
+    ("text", 13, 10, 1, 0),
+    ("stream", 17, 10, 2, EPOCHS * 16),
+    ("lightning_metrics", 25, 20, 1, 0),
+]
 
 
-@pytest.mark.parametrize(("name", "stop_after", "kept", "ranks"), CASES)
-def test_a_recipe(name: str, stop_after: int, kept: int, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stop_after", "kept", "ranks", "most_padding"), CASES)
+def test_a_recipe(name: str, stop_after: int, kept: int, ranks: int, most_padding: int, tmp_path: Path) -> None:
     paths = [tmp_path / "whole", tmp_path / "stopped"]
     if name == "stream":
         for path in paths:
@@ -153,9 +161,8 @@ def test_a_recipe(name: str, stop_after: int, kept: int, ranks: int, tmp_path: P
     resumed = run_ranks(train, 2, name, paths[1])
 
     given, expected = taken(stopped, kept) + taken(resumed), taken(whole)
-    padding = (given - expected).total()
     assert expected - given == Counter()
-    assert padding <= (EPOCHS * 16 if name == "stream" else 0)  # what one rank repeats to make as many steps
+    assert (given - expected).total() <= most_padding
     assert resumed[0].metrics == resumed[1].metrics
     for trained, path in [(whole[0], paths[0]), (resumed[0], paths[1])]:
         assert trained.metrics == evaluated_alone(name, path, trained.states)
