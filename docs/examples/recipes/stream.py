@@ -57,6 +57,7 @@ def main(folder: Path) -> None:
     dist.barrier()
     # Every rank reads it before the patch, where all meet: so no rank has written the next one yet.
     checkpoint = torch.load(file, map_location=DEVICE, weights_only=True) if file.exists() else None
+    torch.manual_seed(0)  # the parameters are those of rank 0, which this seeds
     training, validation = make_loaders(folder)
     training = patch_dataloader_to_ddp(training, share="by_worker")
     validation = patch_dataloader_to_ddp(validation)  # by_worker can't tell which outputs are of which row
