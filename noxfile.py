@@ -10,7 +10,7 @@ nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests", "lint", "types"]
 
-INTEGRATIONS = ["tests/integrations", "docs/streams.md"]  # what needs other packages
+INTEGRATIONS = ["tests/integrations", "docs/recipes.md", "docs/streams.md"]  # what needs other packages
 WITHOUT_INTEGRATIONS = [f"--ignore={path}" for path in [*INTEGRATIONS, "tests/torchft"]]
 PROJECT = nox.project.load_toml("pyproject.toml")["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]

@@ -1,7 +1,7 @@
 """Take screenshots of the audit's pages and of the built documentation, and look for pages that are too wide.
 
 ``nox -s screenshots`` runs this. It writes PNG files into ``screenshots/``, and exits with 1 if a page is wider than
-its window at 390 or 1280 pixels, so that it would have to be scrolled sideways.
+its window at 390 or 1280 pixels, so that it would have to be scrolled sideways. It also draws ``docs/card.png``.
 """
 
 import sys
@@ -21,7 +21,7 @@ from ddp_patch import audit
 from ddp_patch.auditing.report import Provenance, page
 
 ROOT = Path(__file__).parents[1]
-SITE, OUT = ROOT / "site", ROOT / "screenshots"
+DOCS, SITE, OUT = ROOT / "docs", ROOT / "site", ROOT / "screenshots"
 WIDTHS, SCHEMES = (390, 1280), ("light", "dark")
 # The width that is lacking: to the page in its window, or to any part of it that does not scroll by itself.
 OVERFLOW = """Math.max(...[...document.querySelectorAll("html, body, .ddp-report, .ddp-report *")]
@@ -86,6 +86,14 @@ def too_wide(browser: Browser, address: str, paths: dict[str, str]) -> list[str]
     return found
 
 
+def draw_card(browser: Browser) -> None:
+    """Draw the picture that is shown where a page of the site is linked to, from what ``docs/theme/card.html`` says."""
+    tab = browser.new_page(viewport={"width": 1200, "height": 630})
+    tab.goto((DOCS / "theme" / "card.html").as_uri())
+    tab.screenshot(path=DOCS / "card.png")
+    tab.close()
+
+
 def main(browser: str) -> None:
     """Take the screenshots with a browser, and exit with 1 if a page is too wide."""
     warnings.simplefilter("ignore")
@@ -94,6 +102,7 @@ def main(browser: str) -> None:
     with served(SITE) as address, sync_playwright() as playwright:
         # Chromium refuses a sandbox to root; it is shown nothing but our own pages.
         started = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        draw_card(started)
         found = too_wide(started, address, paths)
         started.close()
     print(f"{len(paths)} pages, {len(WIDTHS) * len(SCHEMES) * len(paths)} screenshots in {OUT.name}/")

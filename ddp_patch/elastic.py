@@ -20,13 +20,12 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, UnsupportedLoaderError
 from ddp_patch.evaluation import iter_with_weights
 from ddp_patch.loader import PatchedLoader
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
+from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import number_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.resume import loader_state, restore_loader
-from ddp_patch.sharding.batches import batches_of
 
 __all__ = ["ElasticLoader"]
 
@@ -67,6 +66,11 @@ class ElasticLoader(Generic[T]):
                 "uneven='keep' does not work with replicas that come and go: in an epoch's last step some would have "
                 "no batch, and the others wait for them. Use 'pad', or share='within_batches'."
             )
+        if chosen.gives_runs:
+            raise InvalidOptionError(
+                "layout='contiguous' does not work with replicas that come and go: the runs follow from how many they "
+                "are. Leave layout out."
+            )
         if (sharded_by := (facts := look_at(loader)).sharded_by) is not None:
             raise AlreadyPatchedError(
                 f"The {type(loader).__name__} is sharded already, by a {type(sharded_by).__name__}, for a number of "
@@ -81,11 +85,6 @@ class ElasticLoader(Generic[T]):
         self._step: int | None = None  # the one whose batch was given last
         self._shared_by: tuple[int, int] | None = None  # rank and number of replicas; None before the first batch
         self._patched = self._patch(0, 1)
-        if chosen.needs_length and batches_of("ElasticLoader", self._patched).unit is ShardedUnit.BATCH:
-            raise InvalidOptionError(
-                "layout='contiguous' does not work with whole batches and replicas that come and go: no replica knows "
-                "alone how many samples the others' batches have. Leave layout out."
-            )
         # Before and after that step.
         self._state = self._after = loader_state(self._patched)
         self._steps: Iterator[tuple[T, torch.Tensor]] = iter(())

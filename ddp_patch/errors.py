@@ -36,6 +36,7 @@ with the command that shows that section.
 
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -119,7 +120,18 @@ def explain(names: Sequence[str]) -> None:
             f"{', '.join(by_name)}.\n"
         )
         sys.exit(2)
-    sys.stdout.write(by_name[names[0]].rstrip() + "\n")
+    sys.stdout.write(_plain(by_name[names[0]]))
+
+
+def _plain(section: str) -> str:
+    """Return a section of the page as a terminal shows it: code is indented, a row of a table is a point of a list."""
+    parts = re.split(r"^```\w*\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)  # prose and code in turn
+    parts[1::2] = [textwrap.indent(code.rstrip(), "    ") for code in parts[1::2]]
+    for place, prose in enumerate(parts[::2]):
+        prose = re.sub(r"<!-- .*? -->|^\| cause \| what to do \|\n\| --- \| --- \|\n", "", prose, flags=re.MULTILINE)
+        prose = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", prose).replace("`", "").replace("\\_", "_")
+        parts[2 * place] = re.sub(r"^\| (.*) \| (.*) \|$", r"* \1\n  -> \2", prose, flags=re.MULTILINE)
+    return re.sub(r"\n{3,}", "\n\n", "".join(parts)).rstrip() + "\n"
 
 
 class DDPPatchError(_HasSection, Exception):

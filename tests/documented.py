@@ -2,7 +2,7 @@
 
 | block | what is tested |
 | --- | --- |
-| ``python`` | it runs, after the page's earlier ones; it prints what the ``text`` block right below shows, or nothing |
+| ``python`` | it runs, after the earlier ones; what it prints, raises and warns of is in the ``text`` block below it |
 | ``console`` | each command after ``$`` runs at the top of the checkout, and prints to stdout what stands below |
 | ``sh`` | what is installed, and which sessions nox runs, exist; other commands are for ``console`` |
 | any, below ``<!-- whole: FILE -->`` | it is that file (``part``: lines of it that follow each other) |
@@ -29,28 +29,37 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from sybil import Document, Example, Region
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
+from ddp_patch import DDPPatchError, DDPPatchWarning
+
 __all__ = ["CHECKOUT", "blocks"]
 
 CHECKOUT = Path(__file__).parents[1]
 README = CHECKOUT / "README.md"
 LIMIT_S = 240.0  # for one command
+MOST_IN_A_LINE = 76  # of an error that a page shows: a phone shows half of that, a site all
 SETTINGS = {
     "OMP_NUM_THREADS": "1",  # torchrun sets it by itself where it is unset, and warns about it
     "COLUMNS": "110",
     "NO_COLOR": "1",
     "PYTHONUTF8": "1",
+    "HF_HUB_OFFLINE": "1",
     "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
     "RAY_USAGE_STATS_ENABLED": "0",  # else it reports to its makers
 }
-TORCHRUN = re.compile(r"torchrun --standalone --nproc-per-node (?P<ranks>\d+) (?P<file>docs/examples/\S+\.py)\n?")
+TORCHRUN = re.compile(
+    r"torchrun --standalone --nproc-per-node (?P<ranks>\d+) (?P<file>docs/examples/\S+\.py)"
+    r"(?P<folder> \$\(mktemp -d\)(?P<below>\S*))?"
+)
 COMMENT = re.compile(r"<!-- (?P<what>whole|part|varies): (?P<value>[^\n]+?) -->\s*\Z")  # right above a block
 find_fences = RawFencedCodeBlockLexer(re.compile(r"(?P<info>[^\n]*)\n"))
 run_python = PythonEvaluator()
@@ -123,12 +132,31 @@ def _python(example: Example) -> str | None:
     for earlier in document.examples():
         place = earlier.region.start
         if _is_python(document, earlier.region) and place <= region.start and place not in printed:
-            with contextlib.redirect_stdout(io.StringIO()) as output:
+            with contextlib.redirect_stdout(io.StringIO()) as output, fold_raised(output):
                 run_python(earlier)
             printed[place] = output.getvalue()
     below = _neighbour(document, region, +1)
     shown = str(below.parsed) if below is not None and language(below) == "text" else ""
     return differs(shown, printed[region.start])
+
+
+@contextlib.contextmanager
+def fold_raised(output: io.StringIO) -> Iterator[None]:
+    """Write what of ours is raised or warned of within; what is raised takes back what was set in the environment."""
+    environment = dict(os.environ)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DDPPatchWarning)
+        found: list[Exception] = []
+        try:
+            yield
+        except DDPPatchError as error:
+            found.append(error)
+            os.environ.clear()
+            os.environ |= environment
+    warned = [warning.message for warning in caught if isinstance(warning.message, DDPPatchWarning)]
+    for said in [*warned, *found]:
+        lines = f"{type(said).__name__}: {said}".splitlines()
+        output.writelines(f"{textwrap.fill(line, MOST_IN_A_LINE, subsequent_indent='  ')}\n" for line in lines)
 
 
 def _neighbour(document: Document, region: Region, step: int) -> Region | None:
@@ -160,7 +188,7 @@ def _console(source: str, varies: str | None, is_readme: bool = True) -> str | N
         if command == "echo $?":
             status, printed, error = 0, f"{status}\n", ""
         elif (torchrun := TORCHRUN.fullmatch(command)) and not is_readme:
-            status, printed, error = 0, _run_forked(int(torchrun["ranks"]), torchrun["file"]), ""
+            status, printed, error = 0, _run_forked(torchrun), ""
         else:
             status, printed, error = run_command(command)
             told = parts[place + 1 : place + 2] and parts[place + 1].startswith("echo $?\n")
@@ -171,10 +199,14 @@ def _console(source: str, varies: str | None, is_readme: bool = True) -> str | N
     return None
 
 
-def _run_forked(ranks: int, file: str) -> str:
+def _run_forked(torchrun: re.Match[str]) -> str:
     from quick import run_script
 
-    return run_script(CHECKOUT, ranks, str(CHECKOUT / file), environment=SETTINGS)
+    with TemporaryDirectory() as folder:
+        arguments = [folder + torchrun["below"]] if torchrun["folder"] else []
+        return run_script(
+            CHECKOUT, int(torchrun["ranks"]), str(CHECKOUT / torchrun["file"]), *arguments, environment=SETTINGS
+        )
 
 
 def run_command(command: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:

@@ -94,4 +94,4 @@ if __name__ == "__main__":
         for text in dict.fromkeys(found):
             who = " and ".join(f"rank {rank}" for rank, other in enumerate(found) if other == text)
             for line in f"{who}: {text}".splitlines():
-                print(textwrap.fill(line, 90, initial_indent="  ", subsequent_indent="    "))
+                print(textwrap.fill(line, 76, initial_indent="  ", subsequent_indent="    "))

@@ -117,7 +117,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SAMPLES | BATCHES),
     *((name, {"share": "within_batches"}) for name in WITHIN),
     *((name, {"cost": cost_of}) for name in ("sequential", "shuffled")),
-    *((name, {"layout": "contiguous"}) for name in ("sequential", "shuffled")),
 ]
 
 

@@ -25,7 +25,7 @@ def of(n: int = 12, size: int = 2, **options: Any) -> ElasticLoader[Any]:
     [
         ({"share": "by_worker"}, "the dataset splits itself over all workers, whose number would change"),
         ({"uneven": "keep"}, "in an epoch's last step some would have no batch"),
-        ({"share": "batches", "layout": "contiguous"}, "no replica knows alone how many samples"),
+        ({"layout": "contiguous"}, "the runs follow from how many they are"),
         ({"order": "leader"}, "leader"),
     ],
 )

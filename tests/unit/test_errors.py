@@ -60,8 +60,23 @@ def test_the_command_line_explains_it(kind: type[Exception], capsys: pytest.Capt
     loaded(["explain", kind.__name__])()
     shown = capsys.readouterr().out
     assert shown.startswith(f"{kind.__name__}\n\n")
-    assert "\n## " not in shown
-    assert f"\n### {shown}" in PAGE.read_text()
+    assert not re.search(r"`|\]\(|^\||^## |<!--|\n\n\n", shown, re.MULTILINE), "Markdown"
+    markup = r"\]\([^)]*\)|<!--.*?-->|^```\w+$|^\| cause \| what to do \|$|\\"
+    section = re.split(
+        "^##", PAGE.read_text().partition(f"\n### {kind.__name__}\n")[2], maxsplit=1, flags=re.MULTILINE
+    )[0]
+    said = re.findall(r"\w+", re.sub(markup, "", section, flags=re.MULTILINE))
+    assert re.findall(r"\w+", shown) == [kind.__name__, *said]
+
+
+def test_an_explanation_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    loaded(["explain", "StreamLengthError"])()
+    shown = capsys.readouterr().out
+    assert "\n    list(share)\n" in shown
+    assert (
+        "\n* items_at looks up other positions than it is given\n  -> return one item for each, in their order\n"
+        in shown
+    )
 
 
 def test_the_help_names_the_command() -> None:

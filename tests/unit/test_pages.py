@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +43,13 @@ def fenced(language: str, *lines: str) -> str:
 
 
 PRINTING = fenced("python", "print(1 + 1)")
+RAISING = fenced("python", "from ddp_patch.errors import StateError", "raise StateError('It happened.')")
+WARNING = fenced(
+    "python",
+    "import warnings",
+    "from ddp_patch import DDPPatchWarning",
+    "warnings.warn('It may happen.', DDPPatchWarning)",
+)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +59,11 @@ PRINTING = fenced("python", "print(1 + 1)")
         (PRINTING + fenced("text", "2"), 0),
         (PRINTING + "\n" + fenced("text", "2"), 1),
         (fenced("python", "print('took 3 s')") + fenced("text", "took ... s"), 0),
+        (
+            RAISING
+            + fenced("text", "StateError: It happened.", "Causes and remedies: python -m ddp_patch explain StateError"),
+            0,
+        ),
         (fenced("console", "$ echo a; echo b >&2", "a", "$ echo c | \\", "  cat", "c"), 0),
         (fenced("console", "$ echo a; exit 3", "a", "$ echo $?", "3", "$ echo $?", "0"), 0),
         ("<!-- varies: [0-9]+ s -->\n" + fenced("console", "$ echo took 12 s", "took 3 s"), 0),
@@ -80,6 +94,8 @@ def test_what_holds(page: str, block: int) -> None:
     [
         (PRINTING, 0, "another output"),
         (PRINTING + fenced("text", "3"), 0, "another output"),
+        (RAISING, 0, "another output"),
+        (WARNING + RAISING + fenced("text", "StateError: ..."), 0, "another output"),
         (PRINTING + "words\n\n" + fenced("text", "2"), 0, "another output"),
         (PRINTING + "words\n\n" + fenced("text", "2"), 1, "there is none"),
         (fenced("text", "2"), 0, "there is none"),
@@ -160,7 +176,11 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for folder in ("", "coming_from/", "frameworks/") for path in DOCS.glob(f"examples/{folder}*.py")),
+    sorted(
+        path
+        for folder in ("", "coming_from/", "frameworks/", "recipes/")
+        for path in DOCS.glob(f"examples/{folder}*.py")
+    ),
     ids=lambda path: path.name,
 )
 def test_every_example_is_run_by_something(path: Path) -> None:
@@ -217,18 +237,27 @@ def test_every_page_is_in_the_navigation_once() -> None:
     left_out = re.findall(r"^  (\S+\.md)$", rest.partition("\nexclude_docs:")[0], re.MULTILINE)
     named = re.findall(r"- (?:.*: )?(\S+\.md)$", navigation, re.MULTILINE)
     assert sorted(named + left_out) == [page.name for page in PAGES]
-    assert len(named) <= 16 + 1  # and the changelog
+    assert len(named) <= 18 + 1  # and the changelog
 
 
 def test_every_picture_is_shown() -> None:
-    shown = {target for _, target, _ in links()}
+    shown = {target for _, target, _ in links()} | {"logo.svg"}  # the site's
     assert {path.name for path in DOCS.glob("*.svg")} <= shown
 
 
+def test_the_site_knows_the_version_and_where_its_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_config = run_path(str(DOCS / "hooks.py"))["on_config"]
+    monkeypatch.delenv("DDP_PATCH_SOURCE", raising=False)
+    assert vars(on_config(SimpleNamespace(extra={}))) == {"extra": {"release": ddp_patch.__version__}}
+    monkeypatch.setenv("DDP_PATCH_SOURCE", "https://a.example/b/c/blob/v1")
+    config = on_config(SimpleNamespace(extra={}))
+    assert (config.repo_url, config.repo_name, config.edit_uri) == ("https://a.example/b/c", "b/c", "edit/v1/docs/")
+
+
 def test_every_public_name_is_in_the_reference() -> None:
-    """The page lists its members; the errors are listed by their module."""
-    described = set(re.findall(r"^ +- (\w+)$", (DOCS / "options.md").read_text(), re.MULTILINE))
-    assert "::: ddp_patch.errors" in (DOCS / "options.md").read_text()
+    """Each has a line of its own; the errors are listed by their module."""
+    described = set(re.findall(r"^::: ddp_patch\.(?:\w+\.)*(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert "::: ddp_patch.errors" in (DOCS / "api.md").read_text()
     public = {*ddp_patch.__all__, *samplers.__all__, *testing.__all__} - set(ddp_patch.errors.__all__)
     assert public - described == set()
 

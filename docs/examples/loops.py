@@ -1,12 +1,13 @@
 """What training loops do beside plain steps, on all ranks and in one process, and how far the parameters differ.
 
-Start it with ``torchrun --standalone --nproc-per-node 3 docs/examples/recipes.py``.
+Start it with ``torchrun --standalone --nproc-per-node 3 docs/examples/loops.py``.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -68,15 +69,15 @@ def scheduled(model: Model, loader: Loader, optimizer: Optimizer) -> None:
 
 def accumulated(model: Model, loader: Loader, optimizer: Optimizer) -> None:
     """Take a step for several batches, and clip it."""
-    for done, ((x, y), weights) in enumerate(iter_with_weights(loader, dtype=torch.float64), start=1):
-        is_step = done % ACCUMULATED == 0 or done == len(loader)
-        with nullcontext() if is_step else model.no_sync():  # ranks send each other the sum alone
-            losses = cross_entropy(model(x), y, reduction="none")
-            ((losses * weights).sum() / ACCUMULATED).backward()
-        if is_step:
-            clip_grad_norm_(model.parameters(), max_norm=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+    batches = iter_with_weights(loader, dtype=torch.float64)
+    while group := list(islice(batches, ACCUMULATED)):
+        for place, ((x, y), weights) in enumerate(group, start=1):
+            with nullcontext() if place == len(group) else model.no_sync():  # ranks send each other the sum alone
+                losses = cross_entropy(model(x), y, reduction="none")
+                ((losses * weights).sum() / len(group)).backward()
+        clip_grad_norm_(model.parameters(), max_norm=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def clipped(model: Model, loader: Loader, optimizer: Optimizer) -> None:
