@@ -44,6 +44,7 @@ class EpochSampler(DistributedSampler[T]):
 
     is_ddp_aware: bool = True
     _batching: Batching = ONE_PER_STEP
+    _unit: str = "samples"  # what it shares, in words
 
     def __init__(self, agreed: Agreed, sampler_states: SamplerStates, facts: Mapping[str, object]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
@@ -85,6 +86,12 @@ class EpochSampler(DistributedSampler[T]):
     def num_replicas(self) -> int:  # type: ignore[override]  # as seed
         """The number of ranks, by ``DistributedSampler``'s name."""
         return self.agreed.world.num_replicas
+
+    def __repr__(self) -> str:
+        length = self._length_if_any(self.epochs.upcoming)
+        count = "length unknown" if length is None else f"{len(self.plan.share(length)):,} in an epoch"
+        unit = self._unit if self._batch_plan is None else "a part of each batch"
+        return f"{type(self).__name__}(shard {self.rank} of {self.num_replicas}, {unit}, {count})"
 
     def note_loader(self, name: str, batches_ahead: int, readers: int) -> None:
         """Record which loader this is put into, before its first pass.
@@ -369,11 +376,12 @@ class EpochSampler(DistributedSampler[T]):
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
+        # First, because a sampler may refuse its state. Only a position for load_state_dict has ended: restore_loader
+        # takes the one that follows.
+        self._sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)
         self.latest = None
         self.monitor.restore()
-        # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
-        self._sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         self.set_epoch(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest

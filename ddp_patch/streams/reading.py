@@ -17,7 +17,7 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint, number_of, number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG, look
-from ddp_patch.sharding.saved_position import StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_position import RECOGNISED_BY, StreamSnapshot, StreamStart
 from ddp_patch.streams.item_names import name_of
 
 __all__ = [
@@ -140,9 +140,6 @@ class AsDataset(AbstractContextManager[None]):
         self._told.__exit__()
 
 
-# By how many of its first items a stream is recognised.
-_RECOGNISED_BY = 8
-
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
@@ -241,7 +238,7 @@ class DatasetStateTracker:
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
             yield item
-            if len(seen) == _RECOGNISED_BY:
+            if len(seen) == RECOGNISED_BY:
                 break
         yield from self.follow(items)
 
@@ -272,7 +269,7 @@ class DatasetStateTracker:
     def start_after(self, items: int) -> StreamStart | None:
         """Return what the first items are, if exactly ``min(8, items)`` were read; otherwise None."""
         start = self.start
-        return start if start is not None and start.seen == min(_RECOGNISED_BY, items) else None
+        return start if start is not None and start.seen == min(RECOGNISED_BY, items) else None
 
     def snapshot(self) -> bytes | None:
         """Return the dataset's own state, pickled; None if that does not contain the stream's position.

@@ -40,7 +40,8 @@ def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> st
     """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
     return (
         f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
-        "share='by_worker' would read each item once."
+        "patch_dataloader_to_ddp(loader, share='by_worker') reads each item once. It costs: a saved state is then "
+        "restored on as many ranks and workers only, and every pass needs all ranks."
     )
 
 
@@ -89,6 +90,8 @@ class StreamSampler(EpochSampler[None]):
         worker: What reads the stream; the loader's workers have copies of it.
         dataset: The sharded dataset.
     """
+
+    _unit: str = "items of a stream"
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, ahead: int) -> None:
         facts: dict[str, object] = {
@@ -234,28 +237,28 @@ class StreamSampler(EpochSampler[None]):
             )
         by_worker = ""
         if source is not None and source.is_in_parts:  # it asks for its worker
-            by_worker = " Or use share='by_worker', where each worker reads a part of its own."
+            by_worker = "Pass share='by_worker', if each worker shuffles what it takes by get_worker_info(). Or: "
         return (
             f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
-            f"{remedy}. {ONE_STREAM}{by_worker} If only augmentation differs, seed it alike, or give items a string "
-            f"that names them: then no number is compared, and with the key {SAMPLE_KEY!r} nothing else."
+            f"{by_worker}{remedy}. {ONE_STREAM} If only augmentation differs, seed it alike, or give items a string "
+            f"that names them, with the key {SAMPLE_KEY!r}."
         )
 
     def _finish(self, start: Position, number: int, began_s: float) -> None:
         """Say once what would be faster."""
         if not self._has_advised and self.rank == 0 and start.is_at_epoch_start:
             self._has_advised = True
-            if (advice := self._advice(number, perf_counter() - began_s)) is not None:
-                logger.info(advice)
+            self._advise(number, perf_counter() - began_s)
 
-    def _advice(self, number: int, took_s: float) -> str | None:
-        """Return what would be faster than a pass that took so long; None if nothing is known to be."""
+    def _advise(self, number: int, took_s: float) -> None:
+        """Say what would be faster than a pass that took so long: as a warning, if it was reading for most of it."""
         shared, lengths = self.worker.shared, self.worker.shared.lengths(number)
         if self.worker.splits_itself or self.num_replicas == 1 or not shared.is_in_parts(number) or None in lengths:
-            return None
-        spent_s = shared.most_spent_s(number)
-        reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
-        return faster_by_worker(self.worker.name, self.num_replicas, sum(filter(None, lengths)), reading)
+            return
+        spent_s, level, reading = shared.most_spent_s(number), logging.INFO, ""
+        if spent_s > took_s / 2:
+            level, reading = logging.WARNING, f", and waited for them for {spent_s:.1f} of {took_s:.1f} s"
+        logger.log(level, faster_by_worker(self.worker.name, self.num_replicas, sum(filter(None, lengths)), reading))
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
