@@ -106,8 +106,6 @@ class RankDraws:
         sizes: Number of items in each step's batch, shape (steps,).
         ended: Whether the epoch came to its end; if not, these are its first items.
         lengths: What ``len(loader)`` returned before and after the epoch; None where it raised.
-        seconds: Time spent drawing, without the time spent recording.
-        memory: Bytes by which the process grew while drawing; None where the system does not report it.
         error: The exception that ended the epoch, as text; None without one.
         asked: Whether an iterable dataset asked which worker it is in; seen of loaders that are not patched.
         by_worker: How many items came from each worker that reads an iterable dataset; empty for any other.
@@ -117,8 +115,6 @@ class RankDraws:
     sizes: Numbers
     ended: bool
     lengths: tuple[int | None, int | None] = (None, None)
-    seconds: float = 0.0
-    memory: int | None = None
     error: str | None = None
     asked: bool = False
     by_worker: tuple[int, ...] = ()

@@ -93,8 +93,6 @@ class Inspection:
             epochs_differ=None if len(self._orders) < 2 else len(set(self._orders)) == len(self._orders),
             seeds_agree=self._seeds_agree,
             is_sample=self._is_sample,
-            seconds=self._first.seconds,
-            memory=self._first.memory,
             problems=tuple(problem for problem in self._problems if problem.kind not in allowed),
             allowed=tuple(problem for problem in self._problems if problem.kind in allowed),
             pictured=self._pictured,
@@ -149,7 +147,7 @@ class Inspection:
             self._first, self._parts = epoch.ranks[0], epoch.parts
         if not self._epochs or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
-            self._pictured = pictured(epoch, judged, self._world.coding, costs)
+            self._pictured = pictured(epoch, judged, costs)
         self._epochs.append(_epoch_report(about, costs))
 
     def _judged(self, drawn: EpochDraws) -> tuple[EpochDraws, Judged]:
@@ -236,31 +234,13 @@ def _epoch_report(about: About, costs: NDArray[np.float64] | None) -> EpochRepor
         expected=epoch.expected,
         distinct=judged.found.distinct,
         missing=None if epoch.is_sample or not judged.found.is_known else judged.found.lacking,
-        missing_examples=about.missing(),
         repeated=judged.found.extra if judged.found.is_known else None,
-        repeated_examples=about.repeated(),
         foreign=judged.found.unexpected if judged.found.is_known else None,
-        foreign_examples=about.foreign(),
         padding=judged.padding,
         dropped=judged.dropped,
-        global_batches=_global_batches(epoch),
         imbalance=balance,
         worst_imbalance=worst_balance,
     )
-
-
-def _global_batches(epoch: EpochDraws) -> tuple[tuple[int, int], ...]:
-    """Return the sizes of global batches in the order of the steps.
-
-    Returns:
-        For each run of equal global batches, how many samples all ranks together have in a step, and how many steps the
-        run has.
-    """
-    total = np.zeros(epoch.steps, np.int64)
-    for drawn in epoch.ranks:
-        total[: len(drawn.sizes)] += drawn.sizes
-    begins = np.flatnonzero(np.diff(total, prepend=-1))
-    return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))
 
 
 def beside(report: Report, balanced: Report) -> Report:

@@ -1,12 +1,10 @@
 """Iterate each rank's own loader as its training would, and hear which samples it gives."""
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from inspect import getclosurevars
 from itertools import islice
-from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -122,7 +120,7 @@ _BLOCK = 1024
 
 
 class _Record:
-    """Record batches as numbers, with the time and memory that drawing them took.
+    """Record batches as numbers.
 
     Args:
         coding: Gives every item its number.
@@ -143,8 +141,6 @@ class _Record:
         self._coding, self._most = coding, most
         self._items: list[Numbers] = []
         self._sizes: list[Numbers] = []
-        self._seconds = 0.0
-        self._resident_before, self._grown = _resident_bytes(), 0
 
     def draw(self, begin: Callable[[], Iterator[Given]]) -> bool:
         """Draw an epoch, or its first items; tell whether it came to its end."""
@@ -167,13 +163,9 @@ class _Record:
         """Draw the next block of batches; tell whether there was a batch."""
         # Draw the first batch alone: a sampler that makes its whole order at once holds it now, and may drop it later.
         block: list[Given] = []
-        begun = time.perf_counter()
         try:
             block.extend(islice(self._until_enough(steps), _BLOCK if self._items else 1))
         finally:
-            self._seconds += time.perf_counter() - begun
-            recorded = sum(part.nbytes for part in (*self._items, *self._sizes))
-            self._grown = max(self._grown, _resident_bytes() - self._resident_before - recorded)
             if block:
                 self._keep(block)
         return bool(block)
@@ -200,17 +192,14 @@ class _Record:
             lengths: What ``len(loader)`` returned before and after the epoch.
             readers: How many workers read an iterable dataset; 0 of any other.
         """
-        memory, by_worker = self._grown if self._resident_before else None, self.by_worker
         return RankDraws(
             joined(self._items),
             joined(self._sizes),
             ended,
             lengths,
-            self._seconds,
-            memory,
             self.error,
             self.asked,
-            tuple(by_worker.get(worker, 0) for worker in range(readers)),
+            tuple(self.by_worker.get(worker, 0) for worker in range(readers)),
         )
 
 
@@ -220,14 +209,6 @@ def _as_text(raised: Exception) -> str:
     if " in DataLoader worker process " in text.partition("\n")[0]:
         return text.rstrip().rpartition("\n")[2]
     return f"{type(raised).__name__}: {text}"
-
-
-def _resident_bytes() -> int:
-    """Return how much memory this process holds, in bytes; 0 where the system does not report it."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    except OSError:
-        return 0
 
 
 # Seed simulated ranks with this and their rank, so that no two are seeded alike.

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from ddp_patch.auditing.drawn import Units
 from ddp_patch.auditing.judge_problems import Problem
 from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.show import Facts, as_markdown, as_text, escaped_markdown, notebook, page_of, section
-from ddp_patch.auditing.words import EpochReport, balance_text, batches_text, epoch_text, summary_text
+from ddp_patch.auditing.show import as_markdown, as_text, escaped_markdown, notebook, page_of, section
+from ddp_patch.auditing.words import EpochReport, balance_text, epoch_text, summary_text
 from ddp_patch.errors import AuditError
 from ddp_patch.loaders.hooks import from_here, made
 
-__all__ = ["Provenance", "Report", "Reports", "page", "place_in_code"]
+__all__ = ["Report", "Reports", "page", "place_in_code"]
 
 
 def _versions() -> dict[str, str]:
@@ -55,26 +55,6 @@ def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
-    """Tell when, how and with what reports were made.
-
-    Attributes:
-        command: The command line, or what stands for it.
-        date: The date and time, as text.
-        versions: Versions by package.
-    """
-
-    command: str
-    date: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
-    versions: Mapping[str, str] = field(default_factory=_versions)
-
-    def lines(self) -> Facts:
-        """Return what is told as pairs of a name and a text."""
-        used = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        return [("date", self.date), ("command", self.command), ("versions", used)]
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """Tell what every rank would get of a loader. A notebook shows it with a picture.
 
@@ -88,9 +68,6 @@ class Report:
         seeds_agree: Whether ranks that are seeded differently use one order. None where not even ranks that are
             seeded alike do, or where it is not known.
         is_sample: Whether only the first items of each rank were looked at.
-        seconds: Seconds that rank 0's sampling took in its first epoch.
-        memory: Bytes by which the process grew meanwhile, measured between blocks of batches. None where the system
-            does not report it.
         problems: What is wrong.
         allowed: What is wrong but was allowed.
         pictured: What the picture is drawn from.
@@ -119,8 +96,6 @@ class Report:
     epochs_differ: bool | None
     seeds_agree: bool | None
     is_sample: bool
-    seconds: float
-    memory: int | None
     problems: tuple[Problem, ...]
     allowed: tuple[Problem, ...] = ()
     pictured: Pictured = field(default_factory=Pictured, repr=False)
@@ -155,17 +130,10 @@ class Report:
         found = [("ranks", str(self.world_size)), ("counted in", self.units), ("how", how)]
         found += [("code", self.code)] if self.code is not None else []
         found += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
-        batches = [batches_text(epoch.global_batches) for epoch in self.epochs]
-        if len(set(batches)) == 1:
-            found.append(("global batch", batches[0]))
-        else:
-            found += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
         found += self._balance()
         found += [("note", self.note)] if self.note is not None else []
         found += [("epochs differ", _yes(self.epochs_differ)), ("same order whatever the seed", _yes(self.seeds_agree))]
-        memory = "" if self.memory is None else f"; memory grew by {self.memory / 2**20:.0f} MiB"
-        found += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
-        return [*found, ("rank 0's sampling", f"{self.seconds:.3f} s{memory}")]
+        return [*found, *(("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed)]
 
     def _balance(self) -> list[tuple[str, str]]:
         """Say how long ranks wait in each epoch, and whether the loader passes with ``cost=``, too."""
@@ -195,7 +163,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``, with versions.
 
-        They are the same in every run but for ``seconds`` and ``memory``.
+        They are the same in every run.
         """
         found = asdict(replace(self, balanced=None, pictured=Pictured()))
         del found["pictured"]
@@ -274,22 +242,24 @@ class Reports(Mapping[str, Report]):
         return "\n".join(f"{place}: {report}" for place, report in self.by_place.items())
 
 
-def page(reports: Mapping[str, Report], provenance: Provenance) -> str:
+def page(reports: Mapping[str, Report], command: str) -> str:
     """Return reports as an HTML page that holds everything it shows.
 
     Args:
         reports: The reports by the places of their loaders, such as ``loaders.train``.
-        provenance: When, how and with what they were made.
+        command: The command line, or what stands for it.
 
     Examples:
         >>> from torch.utils.data import DataLoader
         >>> from ddp_patch import audit
         >>> report = audit(DataLoader(range(10), batch_size=2), world_size=4)
-        >>> html = page({"train": report}, Provenance("a test"))
+        >>> html = page({"train": report}, "a test")
         >>> html.count("<section"), "http" in html
         (1, False)
     """
     failed = sum(not report.ok for report in reports.values())
     verdict = f"✘ {failed} of {len(reports)} FAIL" if failed else f"✔ {len(reports)} of {len(reports)} PASS"
     sections = [report.html(place) for place, report in reports.items()]
-    return page_of(verdict, not failed, sections, provenance.lines())
+    used = ", ".join(f"{name} {number}" for name, number in _versions().items())
+    made = [("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"), ("command", command), ("versions", used)]
+    return page_of(verdict, not failed, sections, made)
