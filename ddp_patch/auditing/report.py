@@ -3,7 +3,7 @@
 import inspect
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -45,9 +45,9 @@ def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
     if isinstance(audited, DataLoader):
         where = made(audited)
         return None if where is None else from_here(where.place)
-    while isinstance(audited, partial):
-        audited = audited.func
     function = inspect.unwrap(audited)
+    while isinstance(function, partial):
+        function = inspect.unwrap(function.func)
     if not hasattr(function, "__code__"):  # an object that can be called
         function = getattr(type(function), "__call__", None)  # noqa: B004 - it is the method's code that tells
     code = getattr(function, "__code__", None)
@@ -65,8 +65,6 @@ class Report:
         units: What ranks shard: whole batches where every epoch was counted in batches, otherwise samples.
         epochs: What the ranks got, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None where there was one epoch.
-        seeds_agree: Whether ranks that are seeded differently use one order. None where not even ranks that are
-            seeded alike do, or where it is not known.
         is_sample: Whether only the first items of each rank were looked at.
         problems: What is wrong.
         allowed: What is wrong but was allowed.
@@ -82,8 +80,8 @@ class Report:
         >>> from torch.utils.data import DataLoader
         >>> from ddp_patch import audit
         >>> report = audit(DataLoader(range(10), batch_size=2, shuffle=True), world_size=2)
-        >>> report.ok, report.world_size, report.units, report.epochs_differ, report.seeds_agree
-        (True, 2, 'samples', True, True)
+        >>> report.ok, report.world_size, report.units, report.epochs_differ
+        (True, 2, 'samples', True)
         >>> print(str(report).splitlines()[0])
         DataLoader on 2 ranks: PASS
     """
@@ -94,7 +92,6 @@ class Report:
     units: Units
     epochs: tuple[EpochReport, ...]
     epochs_differ: bool | None
-    seeds_agree: bool | None
     is_sample: bool
     problems: tuple[Problem, ...]
     allowed: tuple[Problem, ...] = ()
@@ -132,7 +129,7 @@ class Report:
         found += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
         found += self._balance()
         found += [("note", self.note)] if self.note is not None else []
-        found += [("epochs differ", _yes(self.epochs_differ)), ("same order whatever the seed", _yes(self.seeds_agree))]
+        found.append(("epochs differ", {True: "yes", False: "no", None: "not known"}[self.epochs_differ]))
         return [*found, *(("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed)]
 
     def _balance(self) -> list[tuple[str, str]]:
@@ -180,16 +177,8 @@ class Report:
         return as_text(title, self.facts(), self.problems)
 
 
-def _yes(value: bool | None) -> str:
-    return {True: "yes", False: "no", None: "not known"}[value]
-
-
-@dataclass(frozen=True, slots=True)
-class Reports(Mapping[str, Report]):
-    """Map the places of several loaders to their reports. A notebook shows it with pictures.
-
-    Attributes:
-        by_place: The reports by place, such as ``train`` or ``val[0]``.
+class Reports(dict[str, Report]):
+    """The reports of several loaders, by their places, such as ``train`` or ``val[0]``. A notebook shows pictures.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -199,12 +188,10 @@ class Reports(Mapping[str, Report]):
         (['train', 'val[0]'], True, 4)
     """
 
-    by_place: Mapping[str, Report]
-
     @property
     def ok(self) -> bool:
         """Whether all loaders pass."""
-        return all(report.ok for report in self.by_place.values())
+        return all(report.ok for report in self.values())
 
     def raise_for_problems(self) -> None:
         """Raise an error that lists the problems, unless all pass.
@@ -217,29 +204,19 @@ class Reports(Mapping[str, Report]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reports as JSON values, by place."""
-        return {place: report.to_dict() for place, report in self.by_place.items()}
+        return {place: report.to_dict() for place, report in self.items()}
 
     def to_markdown(self) -> str:
         """Return the reports as Markdown, each below a heading with its place."""
-        return "\n\n".join(
-            f"## {escaped_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.by_place.items()
-        )
+        parts = (f"## {escaped_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.items())
+        return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         """Show the reports in a notebook."""
-        return notebook([report.html(place) for place, report in self.by_place.items()])
-
-    def __getitem__(self, place: str) -> Report:
-        return self.by_place[place]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.by_place)
-
-    def __len__(self) -> int:
-        return len(self.by_place)
+        return notebook([report.html(place) for place, report in self.items()])
 
     def __str__(self) -> str:
-        return "\n".join(f"{place}: {report}" for place, report in self.by_place.items())
+        return "\n".join(f"{place}: {report}" for place, report in self.items())
 
 
 def page(reports: Mapping[str, Report], command: str) -> str:

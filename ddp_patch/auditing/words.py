@@ -54,24 +54,15 @@ class EpochReport:
 
 def epoch_text(epoch: EpochReport) -> str:
     """Return in words what ranks got, and what is missing and repeated."""
-    parts = [
-        f"{_range(epoch.items)} samples in {_range(epoch.steps)} steps per rank; of {epoch.expected} {epoch.units}"
-        + (f" ({epoch.distinct} different ones)" if epoch.distinct < epoch.expected else ""),
-        *_coverage_text(epoch),
-    ]
-    return ", ".join(parts)
-
-
-def _coverage_text(epoch: EpochReport) -> list[str]:
+    told = f"{_range(epoch.items)} samples in {_range(epoch.steps)} steps per rank; of {epoch.expected} {epoch.units}"
+    told += f" ({epoch.distinct} different ones)" * (epoch.distinct < epoch.expected)
     if epoch.repeated is None:
-        return ["missing and repeated: not known"]
-    missing = "missing: not known" if epoch.missing is None else f"{epoch.missing} missing"
-    return [
-        missing + (f" ({epoch.dropped} as the loader asks)" if epoch.dropped else ""),
-        f"{epoch.repeated} repeat{'s' * (epoch.repeated != 1)}"
-        + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
-        *([f"{epoch.foreign} that one process never gets"] if epoch.foreign else []),
-    ]
+        return f"{told}, missing and repeated: not known"
+    told += ", missing: not known" if epoch.missing is None else f", {epoch.missing} missing"
+    told += f" ({epoch.dropped} as the loader asks)" * (epoch.dropped > 0)
+    told += f", {epoch.repeated} repeat{'s' * (epoch.repeated != 1)}"
+    told += f" ({epoch.padding} to fill the last round)" * (epoch.padding > 0)
+    return told + f", {epoch.foreign} that one process never gets" * ((epoch.foreign or 0) > 0)
 
 
 def _range(values: Sequence[int]) -> str:

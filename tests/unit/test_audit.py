@@ -169,7 +169,6 @@ def test_every_patched_kind_of_loader_holds(kind: Kind, world_size: int) -> None
     # Too short a length may round up to the right number of steps. torch's is short where workers' last batches are.
     has_wrong_length = kind.warning or "with len, 3 workers" in kind.name
     assert kinds(report) == [] or (has_wrong_length and kinds(report) == ["wrong_length"])
-    assert report.seeds_agree
     assert report.epochs_differ in (None, kind.shuffles)
     assert not report.is_sample
 
@@ -195,7 +194,6 @@ def test_what_one_rank_gets_is_counted() -> None:
     assert (epoch.items, epoch.steps) == ((26, 26, 26, 26), (7, 7, 7, 7))
     assert epoch.missing
     assert epoch.repeated
-    assert report.seeds_agree is False
 
 
 def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
@@ -300,10 +298,6 @@ def test_a_length_that_an_endless_sampler_tells_is_wrong() -> None:
     (problem,) = audit(make, 2, epochs=1, max_items=40, allow=["not_sharded"]).problems
     assert problem.kind == "wrong_length"
     assert not missing(problem.what, ("2", "10 steps"))
-
-
-def test_what_no_rank_drew_tells_nothing_of_seeds() -> None:
-    assert audit(setups.failing, 2).seeds_agree is None
 
 
 def test_of_a_few_samples_it_is_said_that_an_order_may_return_by_chance() -> None:
@@ -451,7 +445,6 @@ def test_what_cannot_be_told_of_a_sample_is_not_told() -> None:
     given = DataLoader(Untouchable(), batch_size=4, sampler=setups.WithReplacement())
     report = audit(given, 3, patch=False, max_items=200)
     assert report.is_sample
-    assert report.seeds_agree is None
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
@@ -501,7 +494,6 @@ def test_a_rank_without_any_step_is_told() -> None:
     assert report.epochs[0].steps == (0,) * 8
     assert kinds(report) == ["missing"]
     assert not missing(report.problems[0].what, ("No rank", "step", "23 samples"))
-    assert report.seeds_agree is None
     assert kinds(audit(make, 8, epochs=1)) == ["missing"]
     with pytest.raises(NoStepsError):
         audit(loader(shuffle=True, drop_last=True), 8)
@@ -737,7 +729,7 @@ def test_an_epoch_that_is_judged_in_samples_is_reported_in_samples() -> None:
 @pytest.mark.parametrize("name", ["samples that are made anew", "samples that are all equal"])
 def test_of_samples_that_cannot_be_compared_nothing_is_told(name: str) -> None:
     report = audit(EASILY_MISTAKEN[name], 4)
-    assert (report.epochs[0].missing, report.epochs[0].repeated, report.seeds_agree) == (None, None, None)
+    assert (report.epochs[0].missing, report.epochs[0].repeated) == (None, None)
     assert "missing and repeated: not known" in str(report)
     assert report.pictured.positions == 0
 
@@ -745,7 +737,6 @@ def test_of_samples_that_cannot_be_compared_nothing_is_told(name: str) -> None:
 def test_samples_that_are_made_anew_are_compared_where_ranks_agree_on_them() -> None:
     report = audit(DataLoader(setups.Augmented(), 4), 4)
     assert report.ok
-    assert report.seeds_agree
     assert report.epochs[0].missing == 0
 
 

@@ -271,7 +271,6 @@ def test_facts_and_json_say_what_was_counted() -> None:
     facts = dict(report.facts())
     assert facts["ranks"] == "4"
     assert facts["counted in"] == "samples"  # whether or not the ranks shard them
-    assert dict(audited(loader(), 4).facts())["same order whatever the seed"] == "yes"
     differs = {name for name, value in report.to_dict().items() if value != again.to_dict()[name]}
     assert differs <= {"code"}
 
