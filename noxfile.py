@@ -110,8 +110,12 @@ def minimum(session: nox.Session) -> None:
 
 @nox.session(requires=["package"], python=NEWEST_PYTHON)
 def newest(session: nox.Session) -> None:
-    """Test the wheel with the newest Python, torch and numpy, for ``docs/compatibility.md``; about 5 GB."""
+    """Test the wheel with the newest Python, torch and numpy, for ``docs/compatibility.md``; about 5 GB.
+
+    Every kind of loader is tried with workers started as Python 3.14 starts them.
+    """
     test_with(session, "torch", "numpy")
+    run_tests(session, "tests/unit/test_contract.py", "-k", "fork_server", "-m", "soak or not soak")
 
 
 @nox.session(requires=["package"], allow_parallel=True)

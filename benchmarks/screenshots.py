@@ -18,7 +18,7 @@ from typing import Any
 from playwright.sync_api import Browser, sync_playwright
 
 from ddp_patch import audit
-from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.report import page
 
 ROOT = Path(__file__).parents[1]
 DOCS, SITE, OUT = ROOT / "docs", ROOT / "site", ROOT / "screenshots"
@@ -39,7 +39,7 @@ def audits() -> dict[str, str]:
         "cost": audit(made["texts"], 4, epochs=1, cost=made["tokens"]),
         "ranks": audit(made["texts"], 96, epochs=1),
     }
-    return {name: page({name: report}, Provenance("benchmarks/screenshots.py")) for name, report in reports.items()}
+    return {name: page({name: report}, "benchmarks/screenshots.py") for name, report in reports.items()}
 
 
 @contextmanager

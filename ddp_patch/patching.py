@@ -1,6 +1,7 @@
 """Patch one loader, several, or all that a call is given: look at it, agree with the other ranks, rebuild it."""
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +102,7 @@ def patch_dataloader_to_ddp(
     rank: SupportsIndex | None = None,
     num_replicas: SupportsIndex | None = None,
     timeout: float | timedelta = 300.0,
+    **unknown: Any,
 ) -> Any:
     """Shard a finished loader: return a copy that gives this rank its part, with your sampler intact.
 
@@ -169,10 +171,12 @@ def patch_dataloader_to_ddp(
             other.
         num_replicas: The number of ranks of an explicit world.
         timeout: How long the ranks wait for each other, now and later: seconds, or a ``timedelta``.
+        unknown: None: another keyword is a ``TypeError`` that says what was probably meant.
 
     Returns:
         A loader of the same class; for several, the same lists, tuples and dicts with such loaders in them. A log line
-        at INFO (logger ``ddp_patch``) says what this rank gets: ``shard 1 of 8, samples, 782 steps of 8``. A loader
+        at INFO (logger ``ddp_patch``) says what this rank gets: ``shard 1 of 8, samples, 782 steps of 8``. It is
+        printed with ``DDP_PATCH_LOG=1`` in the environment, and ``print(loader.sampler)`` says much the same. A loader
         that is already sharded is not sharded again: by any other ``DistributedSampler``, or by a sampler or dataset
         that stores a rank and a number of ranks or says ``is_ddp_aware = True``. If the ranks can compare its passes, a
         copy is returned that does so, otherwise ``loader`` itself. Returns ``loader`` itself, too, if this function
@@ -206,8 +210,8 @@ def patch_dataloader_to_ddp(
         >>> [batch.tolist() for batch in val]
         [[1], [3]]
     """
-    given = {name: value for name, value in locals().items() if name != "loader"}
-    where, chosen = split_options("patch_dataloader_to_ddp", given, PatchOptions)
+    given = {name: value for name, value in locals().items() if name not in {"loader", "unknown"}}
+    where, chosen = split_options("patch_dataloader_to_ddp", given | unknown, PatchOptions)
     world = find_world(**where)
     with failures_broadcast(world):
         nest = Nest(loader)
@@ -239,6 +243,7 @@ def patch_each(
         nest: A description of the loaders, the same on every rank.
         place_share: Puts a share into a copy of the loader, or with ``change_loader`` into the loader itself.
     """
+    _print_log_if_asked()
     with failures_broadcast(world):
         for place, loader in loaders.items():
             with error_context(place):
@@ -268,6 +273,16 @@ def patch_each(
             is_shared = facts.sharded_by is not None
             patched.append((watched if is_shared else shard)(facts, mine, place_share))
     return patched
+
+
+def _print_log_if_asked() -> None:
+    """Let the log's lines be seen with ``DDP_PATCH_LOG=1``, also in a script that has not set up logging."""
+    if os.environ.get("DDP_PATCH_LOG") == "1":
+        logger.setLevel(logging.INFO)
+        if not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("ddp_patch: %(message)s"))
+            logger.addHandler(handler)
 
 
 def log_patched(given: Mapping[str, L], patched: Sequence[L]) -> None:

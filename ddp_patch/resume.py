@@ -165,6 +165,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
                 "on the number of ranks that saved it, or leave the rest out: call "
                 f"set_epoch({position.epoch + 1}) on every rank."
             )
+        states = _compared(position)
     passes.agreed.compare(
         _RESTORING,
         {
@@ -172,8 +173,19 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
             "epoch to resume in": position.epoch,
             "parts": json.dumps(position.parts),
             "turn": position.turn,
-            "samplers": fingerprint([replace(position.states, streams=())]),
+            "samplers": states,
         },
     )
     passes.resume_at(position, counts_rest=counts_rest)
     forget_iterator(loader)
+
+
+def _compared(position: Position) -> str:
+    """Return a fingerprint of what a state's samplers hold, which ranks compare."""
+    try:
+        return fingerprint([replace(position.states, streams=())])
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number that Python does not write
+        raise StateError(
+            f"The state is damaged: its field states cannot be read to its end ({type(error).__name__}). Pass what "
+            "loader_state(), or state_dict(), returned, as it was saved."
+        ) from error

@@ -1,6 +1,7 @@
 """Checks of values that users pass: whole numbers, seconds, flags, a rank."""
 
 import operator
+import reprlib
 from datetime import timedelta
 from typing import Any, TypeGuard
 
@@ -8,7 +9,25 @@ import numpy as np
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["as_index", "check_flag", "check_rank", "is_seconds", "seconds", "whole_number"]
+__all__ = ["as_index", "check_flag", "check_rank", "is_seconds", "seconds", "shown", "whole_number"]
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+_short.maxlevel = 3
+
+
+def shown(value: object) -> str:
+    """Return a value as errors show it: the beginning and the end of a long one.
+
+    Examples:
+        >>> shown("abc"), len(shown("a" * 10**6)), shown([[[[[1]]]]])
+        ("'abc'", 80, '[[[[...]]]]')
+    """
+    try:
+        return " ".join(map(str.strip, _short.repr(value).splitlines()))  # arrays have several lines
+    except Exception:  # noqa: BLE001 - the user's __repr__, or a number with more digits than Python writes
+        return f"a {type(value).__name__}"
 
 
 def as_index(value: Any) -> int | None:

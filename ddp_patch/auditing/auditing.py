@@ -1,8 +1,9 @@
 """Audit loaders, in a test too: check what was given, and run every rank of a made-up world."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overload
 
 from torch.utils.data import DataLoader
@@ -139,7 +140,7 @@ def audit(
     _check_allowed(allow)
     within = _checked_run(timeout, progress)
     _check_options(options, processes)
-    run = _Run(ranks, passes, processes, within, progress)
+    world_of = partial(MadeUpWorld, world_size=ranks, epochs=passes, timeout=within if processes else None)
     leaves = leaves_of(loader)
 
     def reported(audited: DataLoader[Any] | Factory) -> Report:
@@ -147,39 +148,30 @@ def audit(
         subject = Audited(make, patch, options, set_epoch, most)
         costs = Options(cost=cost).costs
         expect = Expectations(padding, epochs_differ, frozenset(allow), costs_of_samples(subject, costs))
-        return replace(run.report(subject, expect, costs), code=place_in_code(audited))
+        again = None if costs is None else balanced(subject, costs, ranks, processes)
+        subjects = [subject, again] if isinstance(again, Audited) else [subject]
+        worlds = (world_of(each, progress=_told(progress, at, len(subjects))) for at, each in enumerate(subjects))
+        report, *others = (Inspection(world, expect).report() for world in worlds)
+        report = replace(report, code=place_in_code(audited))
+        return (
+            beside(report, *others)
+            if others
+            else replace(report, why_not_balanced=again if isinstance(again, str) else None)
+        )
 
     if list(leaves) == [""]:
         return reported(leaves[""])
     return Reports({place: reported(leaf) for place, leaf in leaves.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Say in which worlds loaders are audited; the arguments are those of ``audit``, all of them checked."""
+def _told(progress: Progress | None, ended: int, worlds: int) -> Progress:
+    """Return what tells how far one of several worlds is, as a part of all."""
 
-    world_size: int
-    epochs: int
-    processes: bool
-    timeout: float
-    progress: Progress | None
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress(ended * total + done, worlds * total)
 
-    def report(self, subject: Audited, expect: Expectations, costs: Cost | None) -> Report:
-        """Audit one loader or factory, and where ``costs`` are known, the same loader patched with them."""
-        again = None if costs is None else balanced(subject, costs, self.world_size, self.processes)
-        if not isinstance(again, Audited):
-            return replace(self._inspected(subject, expect, 0, 1), why_not_balanced=again)
-        return beside(self._inspected(subject, expect, 0, 2), self._inspected(again, expect, 1, 2))
-
-    def _inspected(self, subject: Audited, expect: Expectations, ended: int, worlds: int) -> Report:
-        """Audit in one world, of which some have ended before."""
-
-        def tell(done: int, total: int) -> None:
-            if self.progress is not None:
-                self.progress(ended * total + done, worlds * total)
-
-        world = MadeUpWorld(subject, self.world_size, self.epochs, self.processes, self.timeout, tell)
-        return Inspection(world, expect).report()
+    return tell
 
 
 # Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
@@ -213,12 +205,8 @@ def _check_allowed(allow: Collection[str]) -> None:
     """Refuse what names no kinds of problem."""
     if isinstance(allow, str):
         raise InvalidOptionError(f"allow={allow!r} is one string, and several may be named. Pass allow=[{allow!r}].")
-    if not isinstance(cast(object, allow), Collection):
-        raise InvalidOptionError(
-            f"allow={allow!r} is a {type(allow).__name__}, not a list of kinds of problem. Pass some of these: "
-            f"{', '.join(problem_kinds)}."
-        )
-    if unknown := [kind for kind in allow if kind not in problem_kinds]:
+    kinds = allow if isinstance(cast(object, allow), Collection) else [allow]
+    if unknown := [kind for kind in kinds if kind not in problem_kinds]:
         raise InvalidOptionError(
             f"allow={unknown} names no kind of problem. Those that exist: {', '.join(problem_kinds)}."
         )

@@ -24,7 +24,7 @@ from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.judge_problems import problem_kinds, sentence
-from ddp_patch.auditing.report import Provenance, Report, Reports, page
+from ddp_patch.auditing.report import Report, Reports, page
 from ddp_patch.auditing.show import annotation
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, explain
 from ddp_patch.loaders.hooks import places_recorded
@@ -190,7 +190,7 @@ def audit_command(
         _print_if_read(_text(reports, form))
         if html is not None:  # last, so that the report is there if the page cannot be written
             command = shlex.join(["ddp-patch", *sys.argv[1:]])
-            html.write_text(page(reports, Provenance(command)), encoding="utf-8")
+            html.write_text(page(reports, command), encoding="utf-8")
     sys.exit(_PASS if reports.ok else _FAIL)
 
 

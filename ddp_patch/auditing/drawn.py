@@ -55,7 +55,7 @@ class Coding:
 
     Examples:
         >>> coding = Coding()
-        >>> coding.codes(identities([3, "a.jpg", 3, "b.jpg", "a.jpg"])).tolist()
+        >>> coding.codes(identities([3, "a.jpg", 3, "b.jpg", "a.jpg"]))
         [3, -1, 3, -2, -1]
         >>> coding.name(-2)
         "'b.jpg'"
@@ -65,11 +65,9 @@ class Coding:
         self._names: dict[str, str] = {}  # by hash, in the order of their numbers
         self._numbers: dict[str, int] = {}
 
-    def codes(self, found: Sequence[Identity]) -> Numbers:
-        """Return the numbers of identities, in 32 bits where they fit, shape (identities,)."""
-        if set(map(type, found)) != {int}:
-            found = [each if isinstance(each, int) else self._number(*each) for each in found]
-        return narrow(np.fromiter(found, np.int64, len(found)))
+    def codes(self, found: Sequence[Identity]) -> list[int]:
+        """Return the numbers of identities."""
+        return [each if isinstance(each, int) else self._number(*each) for each in found]
 
     def name(self, code: int) -> str:
         """Return an item as text to show to people."""
@@ -85,9 +83,9 @@ class Coding:
         return self._numbers.setdefault(key, -1 - len(self._numbers))
 
 
-def narrow(codes: Numbers) -> Numbers:
-    """Return numbers in 32 bits where they fit, otherwise as they are."""
-    bounds = np.iinfo(np.int32)
+def narrow(numbers: Sequence[int]) -> Numbers:
+    """Return whole numbers as an array, in 32 bits where they fit."""
+    codes, bounds = np.array(numbers, np.int64), np.iinfo(np.int32)
     fits = not len(codes) or (codes.min() >= bounds.min and codes.max() <= bounds.max)
     return codes.astype(np.int32) if fits else codes
 
@@ -106,8 +104,6 @@ class RankDraws:
         sizes: Number of items in each step's batch, shape (steps,).
         ended: Whether the epoch came to its end; if not, these are its first items.
         lengths: What ``len(loader)`` returned before and after the epoch; None where it raised.
-        seconds: Time spent drawing, without the time spent recording.
-        memory: Bytes by which the process grew while drawing; None where the system does not report it.
         error: The exception that ended the epoch, as text; None without one.
         asked: Whether an iterable dataset asked which worker it is in; seen of loaders that are not patched.
         by_worker: How many items came from each worker that reads an iterable dataset; empty for any other.
@@ -117,8 +113,6 @@ class RankDraws:
     sizes: Numbers
     ended: bool
     lengths: tuple[int | None, int | None] = (None, None)
-    seconds: float = 0.0
-    memory: int | None = None
     error: str | None = None
     asked: bool = False
     by_worker: tuple[int, ...] = ()

@@ -5,10 +5,11 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial, reduce, update_wrapper
+from operator import getitem
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
@@ -136,32 +137,16 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Make one of the loaders that a factory makes for a rank.
+def _part(make: Callable[[int, int], Any], path: KeyPath) -> Factory:
+    """Return what makes one of the loaders that a factory makes for a rank, found by these keys in what it returns."""
+    part: Any = update_wrapper(partial(_taken, make, path), make, assigned=())
+    part.__name__ = _written(path, name_of(make))
+    return cast(Factory, part)
 
-    Attributes:
-        make: The factory.
-        path: The keys that lead to the loader in what the factory returns.
-    """
 
-    make: Callable[[int, int], Any]
-    path: tuple[Any, ...]
-
-    @property
-    def __name__(self) -> str:
-        return _written(self.path, name_of(self.make))
-
-    @property
-    def __wrapped__(self) -> Callable[[int, int], Any]:
-        return self.make
-
-    def __call__(self, rank: int, world_size: int) -> DataLoader[Any]:
-        found = self.make(rank, world_size)
-        for key in self.path:
-            found = found[key]
-        loader: DataLoader[Any] = found
-        return loader
+def _taken(make: Callable[[int, int], Any], path: KeyPath, rank: int, world_size: int) -> DataLoader[Any]:
+    """Serve as such a factory; other processes find it by its name."""
+    return cast("DataLoader[Any]", reduce(getitem, path, make(rank, world_size)))
 
 
 def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Factory]]:
@@ -172,7 +157,7 @@ def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Fac
             yield here, leaf
         elif callable(leaf) and _is_for_ranks(leaf):
             for inner in _parts(leaf):
-                yield _written(inner, here), _Part(leaf, inner) if inner else leaf
+                yield _written(inner, here), _part(leaf, inner) if inner else leaf
         elif callable(leaf) and _takes(leaf, 0):
             yield from _leaves(called(leaf), here)
         elif callable(leaf):

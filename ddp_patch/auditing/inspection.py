@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddp_patch.auditing.drawn import EpochDraws, RankDraws, signature
-from ddp_patch.auditing.judge_causes import About, cause_of, unsharded
+from ddp_patch.auditing.judge_causes import About, cause_of, of_a_split, unsharded
 from ddp_patch.auditing.judge_costs import SampleCosts, imbalance, step_costs
-from ddp_patch.auditing.judge_coverage import Judge, Judged, repeats_rank_0
+from ddp_patch.auditing.judge_coverage import Judge, Judged
 from ddp_patch.auditing.judge_problems import (
     Lost,
     Problem,
@@ -29,7 +30,6 @@ from ddp_patch.auditing.pictured import Pictured, pictured
 from ddp_patch.auditing.report import Report
 from ddp_patch.auditing.words import EpochReport
 from ddp_patch.auditing.world import MadeUpWorld
-from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.streams.stream_source import faster_by_worker
 
 __all__ = ["Expectations", "Inspection", "beside"]
@@ -73,8 +73,6 @@ class Inspection:
         self._lost: list[Lost] = []  # of the epochs in which samples were lost
         self._pictured = Pictured()
         self._first: RankDraws  # what rank 0 drew in epoch 0
-        self._seeds_agree: bool | None = True  # None where that cannot be told
-        self._is_against_whole = False  # whether a factory ignores the world's size, and a whole dataset is compared
 
     def report(self) -> Report:
         """Draw and inspect every epoch, and return the report."""
@@ -91,10 +89,7 @@ class Inspection:
             units="batches" if all(epoch.units == "batches" for epoch in self._epochs) else "samples",
             epochs=tuple(self._epochs),
             epochs_differ=None if len(self._orders) < 2 else len(set(self._orders)) == len(self._orders),
-            seeds_agree=self._seeds_agree,
             is_sample=self._is_sample,
-            seconds=self._first.seconds,
-            memory=self._first.memory,
             problems=tuple(problem for problem in self._problems if problem.kind not in allowed),
             allowed=tuple(problem for problem in self._problems if problem.kind in allowed),
             pictured=self._pictured,
@@ -109,23 +104,16 @@ class Inspection:
         return faster_by_worker(self._world.subject.name, ranks, sum(self._parts))
 
     def _how(self) -> str:
-        subject = self._world.subject
-        if not isinstance(subject.make, LoaderFacts):
+        world, subject = self._world, self._world.subject
+        what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
+        if subject.is_made:
             what = "loaders as returned by your factory"
-            if self._is_against_whole:
-                what += " (make(0, 1) ignores world_size, so they are compared with the whole dataset)"
-        else:
-            what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
-            what += " with cost=" if "cost" in subject.options else ""
-        read = ", reading the iterable dataset" if self._world.traits.is_iterable else ""
-        if self._world.processes:
-            return f"on real ranks: {what}{read}"
-        some = len(self._world.iterating)
-        cut = f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
-        return (
-            f"simulated: {what}, in one process, each rank seeded differently{read}"
-            f"{cut if some < self._world.world_size else ''}"
-        )
+        what += " with cost=" * ("cost" in subject.options)
+        what = f"on real ranks: {what}" if world.processes else f"simulated: {what}, in one process, each rank seeded "
+        what += "differently" * (not world.processes) + ", reading the iterable dataset" * world.traits.is_iterable
+        if (some := len(world.iterating)) < world.world_size:
+            what += f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
+        return what
 
     def _add(self, problem: Problem | None) -> None:
         """Note a problem, if there is one, unless one of its kind was noted before."""
@@ -133,7 +121,7 @@ class Inspection:
             self._problems.append(problem)
 
     def _inspect(self, drawn: EpochDraws) -> None:
-        epoch, judged = self._judged(drawn)
+        epoch, judged = self._judge.judge(drawn)
         is_simulated = self._world.subject.is_made and not self._world.processes
         about = About(epoch, judged, self._world.coding, is_simulated)
         had_problems = bool(self._problems)
@@ -142,29 +130,13 @@ class Inspection:
         self._add(index_problem(epoch, self._world.traits))
         if failure is None:
             self._inspect_shards(about)
-        else:
-            self._seeds_agree = None
         costs = step_costs(epoch, self._expect.costs)
         if not self._epochs:
             self._first, self._parts = epoch.ranks[0], epoch.parts
         if not self._epochs or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
-            self._pictured = pictured(epoch, judged, self._world.coding, costs)
+            self._pictured = pictured(epoch, judged, costs)
         self._epochs.append(_epoch_report(about, costs))
-
-    def _judged(self, drawn: EpochDraws) -> tuple[EpochDraws, Judged]:
-        """Judge an epoch by what one process gets, or by all of the dataset where a factory ignores the world's size.
-
-        Shares that together are the whole dataset are right whatever the factory makes for one process.
-        """
-        epoch, judged = self._judge.judge(drawn)
-        if judged.is_covered or not repeats_rank_0(epoch) or (whole := self._world.whole()) is None:
-            return epoch, judged
-        against_whole = self._judge.judge_against(whole, drawn)
-        if not against_whole[1].is_covered:
-            return epoch, judged
-        self._is_against_whole = True
-        return against_whole
 
     def _inspect_shards(self, about: About) -> None:
         """Look for problems in an epoch in which no rank raised."""
@@ -177,19 +149,19 @@ class Inspection:
         self._add(idle_problem(epoch, world.traits))
         self._add(no_step := no_step_problem(epoch))
         self._add(unpatched_problem(epoch, world.unpatched_anew, world.coding, world.traits.num_workers))
-        if judged.is_covered and (problem := self._unsharded(about)) is not None:
-            self._add(problem)
-            self._seeds_agree = None
-        elif not judged.found.is_known or no_step is not None:
-            self._seeds_agree = None
-        elif not (judged.is_covered or self._coverage_problems()):
-            causes, self._seeds_agree = cause_of(
-                about, lambda: self._judge.judge(world.alike(epoch)), world.traits, self._expect.padding
-            )
-            self._problems += causes
+        if judged.is_covered:
+            self._add(self._unsharded(about))
+        elif judged.found.is_known and no_step is None and not self._coverage_problems():
+            again = partial(self._again, epoch)
+            causes = cause_of(about, again, world.traits, self._expect.padding)
+            self._problems += map(of_a_split, causes) if world.traits.may_be_split else causes
         only_lacks = judged.found.extra == judged.padding and not judged.found.unexpected
         if no_step is None and judged.found.lacking and only_lacks:
             self._lost.append(lost_of(epoch, judged, world.traits))
+
+    def _again(self, epoch: EpochDraws) -> tuple[EpochDraws, Judged]:
+        """Draw an epoch again on ranks that are all seeded alike, and judge it."""
+        return self._judge.judge(self._world.alike(epoch))
 
     def _coverage_problems(self) -> list[Problem]:
         return [problem for problem in self._problems if problem.kind in coverage_kinds]
@@ -236,31 +208,13 @@ def _epoch_report(about: About, costs: NDArray[np.float64] | None) -> EpochRepor
         expected=epoch.expected,
         distinct=judged.found.distinct,
         missing=None if epoch.is_sample or not judged.found.is_known else judged.found.lacking,
-        missing_examples=about.missing(),
         repeated=judged.found.extra if judged.found.is_known else None,
-        repeated_examples=about.repeated(),
         foreign=judged.found.unexpected if judged.found.is_known else None,
-        foreign_examples=about.foreign(),
         padding=judged.padding,
         dropped=judged.dropped,
-        global_batches=_global_batches(epoch),
         imbalance=balance,
         worst_imbalance=worst_balance,
     )
-
-
-def _global_batches(epoch: EpochDraws) -> tuple[tuple[int, int], ...]:
-    """Return the sizes of global batches in the order of the steps.
-
-    Returns:
-        For each run of equal global batches, how many samples all ranks together have in a step, and how many steps the
-        run has.
-    """
-    total = np.zeros(epoch.steps, np.int64)
-    for drawn in epoch.ranks:
-        total[: len(drawn.sizes)] += drawn.sizes
-    begins = np.flatnonzero(np.diff(total, prepend=-1))
-    return tuple(zip(total[begins].tolist(), np.diff(begins, append=len(total)).tolist(), strict=True))
 
 
 def beside(report: Report, balanced: Report) -> Report:

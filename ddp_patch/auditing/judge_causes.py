@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from ddp_patch.auditing.judge_coverage import Judged, is_constant, repeats_rank_
 from ddp_patch.auditing.judge_problems import EXAMPLES, Kind, Problem, where_in
 from ddp_patch.auditing.subject import Traits
 
-__all__ = ["About", "cause_of", "unsharded"]
+__all__ = ["About", "cause_of", "of_a_split", "unsharded"]
 
 
 # List ranks one by one up to this many.
@@ -42,67 +41,42 @@ class About:
 
     def counts(self) -> str:
         """Say how many are missing, repeated and foreign, with examples."""
-        found, units = self.judged.found, self.epoch.units
+        found, samples, units = self.judged.found, self.judged.samples, self.epoch.units
         parts = []
         if found.lacking:
-            parts.append(f"{found.lacking} of {self.epoch.expected} {units} are missing{self._such(self.missing())}.")
-        if found.extra:
-            parts.append(self._extra())
+            such = self._such(samples.missing, with_ranks=False)
+            parts.append(f"{found.lacking} of {self.epoch.expected} {units} are missing{such}.")
+        if (different := len(found.repeated)) > 0:
+            # Those of a part of an epoch, of which only the beginning was read, are not counted against its length.
+            of = f" of {self.epoch.expected}" * (not self.epoch.is_sample)
+            in_all = f", {found.extra} times too often in all" * (found.extra > different)
+            such = self._such(samples.repeated)
+            parts.append(f"{different}{of} {units} are seen more often than in one process{in_all}{such}.")
+        elif found.extra:  # how many there are is all that is known of a world of one rank
+            parts.append(f"Ranks get {found.extra} {units} too many.")
         if found.unexpected:
-            such = self._such(_placed(self.foreign()))
+            such = self._such(samples.foreign)
             parts.append(f"Ranks get {found.unexpected} {units} that one process never gets{such}.")
         return " ".join(parts)
-
-    def _extra(self) -> str:
-        """Say how many different ones are seen too often, and where it is not once each, how often in all."""
-        found, units = self.judged.found, self.epoch.units
-        different, such = len(found.repeated), self._such(_placed(self.repeated()))
-        if not different:  # how many there are is all that is known of a world of one rank
-            return f"Ranks get {found.extra} {units} too many."
-        # Those of a part of an epoch, of which only the beginning was read, are not counted against its length.
-        of = f" of {self.epoch.expected}" * (not self.epoch.is_sample)
-        in_all = f", {found.extra} times too often in all" * (found.extra > different)
-        return f"{different}{of} {units} are seen more often than in one process{in_all}{such}."
-
-    def missing(self) -> tuple[str, ...]:
-        """Return the names of some samples that ranks got too seldom."""
-        return tuple(self.coding.name(int(code)) for code in self.judged.samples.missing[:EXAMPLES])
-
-    def repeated(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names of some samples that ranks saw too often, each with the ranks that got it."""
-        return self._with_owners(self.judged.samples.repeated)
-
-    def foreign(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the names of some samples that a single process never gets, each with the ranks that got it."""
-        return self._with_owners(self.judged.samples.foreign)
 
     def samples(self, count: int) -> str:
         """Say how many samples a rank got; nothing where only a part was drawn."""
         return "" if self.epoch.is_sample else f", {count} samples"
 
-    def _such(self, shown: Sequence[str]) -> str:
+    def _such(self, codes: Numbers, *, with_ranks: bool = True) -> str:
+        """Name some samples, and the ranks that got them."""
+        shown = [self.coding.name(int(code)) + (self._on(code) if with_ranks else "") for code in codes[:EXAMPLES]]
         such = "such as" if self.epoch.units == "samples" else "with samples such as"
         return f" ({such} {'; '.join(shown)})" if shown else ""
 
-    def _with_owners(self, codes: Numbers) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        shards = [drawn.items for drawn in self.epoch.ranks]
-        return tuple(
-            (self.coding.name(int(code)), tuple(rank for rank, shard in enumerate(shards) if np.any(shard == code)))
-            for code in codes[:EXAMPLES]
-        )
+    def _on(self, code: int) -> str:
+        ranks = [str(rank) for rank, drawn in enumerate(self.epoch.ranks) if np.any(drawn.items == code)]
+        return f" on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
-def _placed(examples: Sequence[tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Return samples' names with the ranks that got them."""
-    return [f"{name} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for name, ranks in examples]
-
-
-# Why an epoch's shards are wrong; and whether ranks that are seeded differently draw one order, None where that cannot
-# be told.
-Cause: TypeAlias = tuple[list[Problem], bool | None]
-
-
-def cause_of(about: About, alike: Callable[[], tuple[EpochDraws, Judged]], traits: Traits, pads: bool) -> Cause:
+def cause_of(
+    about: About, alike: Callable[[], tuple[EpochDraws, Judged]], traits: Traits, pads: bool
+) -> Sequence[Problem]:
     """Say why an epoch's shards are not disjoint and complete.
 
     Args:
@@ -111,30 +85,25 @@ def cause_of(about: About, alike: Callable[[], tuple[EpochDraws, Judged]], trait
         traits: Describes rank 0's loader.
         pads: Whether samples may be repeated to fill the last round.
     """
-    problems, seeds_agree = _cause_of(about, alike, traits, pads)
-    return [_of_a_split(each) for each in problems] if traits.may_be_split else problems, seeds_agree
-
-
-def _cause_of(about: About, alike: Callable[[], tuple[EpochDraws, Judged]], traits: Traits, pads: bool) -> Cause:
     epoch, judged = about.epoch, about.judged
     world, found = len(epoch.ranks), judged.found
     if not pads and not found.lacking and not found.unexpected and found.extra <= max(world - 1, epoch.filling):
-        return [_too_much_padding(about, f"None may be repeated (padding=False), and {found.extra} are.")], True
+        return [_too_much_padding(about, f"None may be repeated (padding=False), and {found.extra} are.")]
     again, judged_again = alike() if world > 1 else (epoch, judged)
-    if _is_same_on_every_rank(again):
-        return [_not_sharded(about, again)], None
     # As many ranks as workers: a share that each worker reads is as long as the stream.
     draws_all = _has_all_on_every_rank(epoch) and _every_worker_reads(about, traits) is None
+    if _is_same_on_every_rank(again):
+        return [_not_sharded(about, again)]
     if repeats_rank_0(epoch) and (_is_mostly_foreign(about) or not draws_all):
-        return [_ignored_world_size(about)], None
+        return [_ignored_world_size(about)]
     if draws_all:
-        return [_not_sharded(about, again)], None
+        return [_not_sharded(about, again)]
     if judged_again.is_covered:
-        return [_disagreement(about, "nothing is")], False
+        return [_disagreement(about, "nothing is")]
     structural = _structural(replace(about, epoch=again, judged=judged_again), traits)
     if found.lacking and not judged_again.found.lacking:
-        return [_disagreement(about, "none is missing"), structural], False
-    return [structural], None
+        return [_disagreement(about, "none is missing"), structural]
+    return [structural]
 
 
 def unsharded(about: About, again: EpochDraws) -> Problem | None:
@@ -165,7 +134,7 @@ def _structural(about: About, traits: Traits) -> Problem:
     return next((problem for problem in found if problem is not None), _repeated(about))
 
 
-def _of_a_split(problem: Problem) -> Problem:
+def of_a_split(problem: Problem) -> Problem:
     """Add what ``split_dataset_by_node()`` has to do with it, which the dataset went through, or may have."""
     if problem.kind not in {"not_sharded", "missing", "repeated", "foreign"}:
         return problem

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset
 
 from ddp_patch.auditing.drawn import EpochDraws, Numbers, RankDraws
-from ddp_patch.auditing.subject import Audited, layers_of
+from ddp_patch.auditing.subject import Audited, indexed
 from ddp_patch.costs import Cost
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import LoaderFacts
@@ -34,8 +34,9 @@ class SampleCosts:
 
     def __init__(self, costs: Cost, dataset: Any = None) -> None:
         self.costs: Cost = costs
-        below = layers_of(dataset)[-1].tolist() if isinstance(dataset, Subset) else None
-        self._own = None if below is None else {index: own for own, index in enumerate(below)}
+        below: Any = indexed(dataset)
+        own = enumerate(below.__getitems__(range(len(dataset)))) if isinstance(dataset, Subset) else None
+        self._own = None if own is None else {int(index): place for place, index in own}
 
     def of(self, indices: Numbers) -> NDArray[np.float64]:
         """Return what samples cost, given their indices below ``Subset`` layers, shape (samples,)."""

@@ -272,19 +272,6 @@ class Judge:
                 return in_samples, judged_in_samples
         return epoch, replace(judged, split=pieces)
 
-    def judge_against(self, whole: Numbers, epoch: EpochDraws) -> tuple[EpochDraws, Judged]:
-        """Judge an epoch against the whole of a dataset instead of what a single process gets.
-
-        Args:
-            whole: The numbers of all samples of the dataset, shape (samples,).
-            epoch: What was drawn.
-
-        Returns:
-            The epoch as if a single process got the whole dataset, in samples; and how it was judged.
-        """
-        alone = replace(epoch.alone, items=whole, sizes=np.ones(len(whole), np.int64))
-        return self.judge(replace(epoch, alone=alone, units="samples"))
-
     def _judged(self, epoch: EpochDraws, found: Coverage, samples: Coverage) -> Judged:
         padding = found.extra if found.extra <= self._most_padding(epoch) else 0
         dropped = found.lacking if found.lacking <= self._most_dropped(epoch) else 0

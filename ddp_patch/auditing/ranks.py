@@ -1,20 +1,19 @@
 """Iterate each rank's own loader as its training would, and hear which samples it gives."""
 
-import time
 import warnings
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from inspect import getclosurevars
-from itertools import islice
-from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch.utils.data import DataLoader, get_worker_info
 
-from ddp_patch.auditing.drawn import Coding, Identity, Numbers, RankDraws, identities, joined, narrow
-from ddp_patch.auditing.subject import Audited, Traits, base_of, digest, indexed, layers_of, made_by
+from ddp_patch.auditing.drawn import Coding, Identity, RankDraws, identities, narrow
+from ddp_patch.auditing.subject import Audited, Traits, base_of, digest, indexed, made_by
 from ddp_patch.compat.private_torch import (
     RUNNING_ITERATOR,
     has_own_iteration,
@@ -117,101 +116,36 @@ def _heard(facts: LoaderFacts[Any], subject: Audited, traits: Traits) -> DataLoa
     return plain
 
 
-# Hear this many batches before recording them.
-_BLOCK = 1024
-
-
-class _Record:
-    """Record batches as numbers, with the time and memory that drawing them took.
+def _drawn(begin: Callable[[], Iterator[Given]], coding: Coding, most: int, readers: int) -> RankDraws:
+    """Draw an epoch, or its first items.
 
     Args:
+        begin: Begins it.
         coding: Gives every item its number.
         most: Stop when there are this many items.
-
-    Attributes:
-        count: Items recorded so far.
-        error: The exception that the loader raised, as text.
-        asked: Whether the dataset has asked in a worker which one it is.
-        by_worker: How many items each worker gave, by its number.
+        readers: How many workers read an iterable dataset; 0 of any other.
     """
-
-    def __init__(self, coding: Coding, most: int) -> None:
-        self.count: int = 0
-        self.error: str | None = None
-        self.asked: bool = False
-        self.by_worker: dict[int, int] = {}
-        self._coding, self._most = coding, most
-        self._items: list[Numbers] = []
-        self._sizes: list[Numbers] = []
-        self._seconds = 0.0
-        self._resident_before, self._grown = _resident_bytes(), 0
-
-    def draw(self, begin: Callable[[], Iterator[Given]]) -> bool:
-        """Draw an epoch, or its first items; tell whether it came to its end."""
-        steps: Iterator[Given] = iter(())
-        ended = False
-        try:
-            steps = begin()
-            while self.count < self._most and not ended:
-                ended = not self._block(steps)
-        except Exception as raised:  # noqa: BLE001 - the user's own: this rank would see it, too
-            self.error = _as_text(raised)
-            return False
-        if not ended:
-            # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is none.
-            with suppress(Exception):
-                ended = next(steps, None) is None
-        return ended
-
-    def _block(self, steps: Iterator[Given]) -> bool:
-        """Draw the next block of batches; tell whether there was a batch."""
-        # Draw the first batch alone: a sampler that makes its whole order at once holds it now, and may drop it later.
-        block: list[Given] = []
-        begun = time.perf_counter()
-        try:
-            block.extend(islice(self._until_enough(steps), _BLOCK if self._items else 1))
-        finally:
-            self._seconds += time.perf_counter() - begun
-            recorded = sum(part.nbytes for part in (*self._items, *self._sizes))
-            self._grown = max(self._grown, _resident_bytes() - self._resident_before - recorded)
-            if block:
-                self._keep(block)
-        return bool(block)
-
-    def _until_enough(self, steps: Iterator[Given]) -> Iterator[Given]:
-        room = self._most - self.count
-        while room > 0 and (step := next(steps, None)) is not None:
-            room -= max(1, len(step.items))
-            yield step
-
-    def _keep(self, block: Sequence[Given]) -> None:
-        self._sizes.append(narrow(np.fromiter((len(given.items) for given in block), np.int64, len(block))))
-        self._items.append(self._coding.codes([item for given in block for item in given.items]))
-        self.count += len(self._items[-1])
-        self.asked |= any(given.asked for given in block)
-        for given in block:
-            self.by_worker[given.worker] = self.by_worker.get(given.worker, 0) + len(given.items)
-
-    def drawn(self, ended: bool, lengths: tuple[int | None, int | None], readers: int) -> RankDraws:
-        """Return all that was recorded.
-
-        Args:
-            ended: Whether the epoch came to its end.
-            lengths: What ``len(loader)`` returned before and after the epoch.
-            readers: How many workers read an iterable dataset; 0 of any other.
-        """
-        memory, by_worker = self._grown if self._resident_before else None, self.by_worker
-        return RankDraws(
-            joined(self._items),
-            joined(self._sizes),
-            ended,
-            lengths,
-            self._seconds,
-            memory,
-            self.error,
-            self.asked,
-            tuple(by_worker.get(worker, 0) for worker in range(readers)),
-        )
+    items, sizes, by_worker = array("q"), array("q"), Counter[int]()
+    steps, asked, ended, error = iter(list[Given]()), False, False, None
+    try:
+        steps = begin()
+        for given in steps:
+            items.extend(coding.codes(given.items))
+            sizes.append(len(given.items))
+            by_worker[given.worker] += len(given.items)
+            asked |= given.asked
+            if max(len(items), len(sizes)) >= most:
+                break
+        else:
+            ended = True
+    except Exception as raised:  # noqa: BLE001 - the user's own: this rank would see it, too
+        error = _as_text(raised)
+    if not (ended or error):
+        # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is none.
+        with suppress(Exception):
+            ended = next(steps, None) is None
+    of_each = tuple(by_worker[worker] for worker in range(readers))
+    return RankDraws(narrow(items), narrow(sizes), ended, error=error, asked=asked, by_worker=of_each)
 
 
 def _as_text(raised: Exception) -> str:
@@ -220,14 +154,6 @@ def _as_text(raised: Exception) -> str:
     if " in DataLoader worker process " in text.partition("\n")[0]:
         return text.rstrip().rpartition("\n")[2]
     return f"{type(raised).__name__}: {text}"
-
-
-def _resident_bytes() -> int:
-    """Return how much memory this process holds, in bytes; 0 where the system does not report it."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    except OSError:
-        return 0
 
 
 # Seed simulated ranks with this and their rank, so that no two are seeded alike.
@@ -263,7 +189,6 @@ class Rank:
         self._facts: LoaderFacts[Any] = facts
         self._held = [[generator, generator_state(generator)] for generator in held]
         self.traits: Traits = Traits.of(facts)
-        self._dataset = facts.dataset
         self.base: object = base_of(facts.dataset)
         self._loader = _heard(facts, subject, self.traits)
 
@@ -272,15 +197,10 @@ class Rank:
         """Return a hash of the samples that this dataset holds in memory; None where it holds none."""
         return digest(self.base)
 
-    @property
-    def layers(self) -> Sequence[Numbers]:
-        """Return the indices of this dataset and of each ``Subset`` above it."""
-        return layers_of(self._dataset)
-
     def epoch(self, number: int, coding: Coding) -> RankDraws:
         """Iterate the loader once more, as epoch ``number``."""
         loader, traits = self._facts.loader, self.traits
-        record = _Record(coding, self._subject.max_items)
+        readers = max(1, traits.num_workers) if traits.is_iterable else 0
         with warnings.catch_warnings(), self._own_generators(), self._ambient, unwatched():
             # The audit reports wrong lengths itself.
             warnings.simplefilter("ignore", StreamLengthWarning)
@@ -288,9 +208,8 @@ class Rank:
             if self._subject.set_epoch:
                 _set_epoch(self._facts, number)
             before = steps_of(loader)
-            ended = record.draw(lambda: iter(self._loader))
-            lengths = before, steps_of(loader)
-        return record.drawn(ended, lengths, max(1, traits.num_workers) if traits.is_iterable else 0)
+            drawn = _drawn(lambda: iter(self._loader), coding, self._subject.max_items, readers)
+            return replace(drawn, lengths=(before, steps_of(loader)))
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import inspect
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from ddp_patch.auditing.drawn import Units
 from ddp_patch.auditing.judge_problems import Problem
 from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.show import Facts, as_markdown, as_text, escaped_markdown, notebook, page_of, section
-from ddp_patch.auditing.words import EpochReport, balance_text, batches_text, epoch_text, summary_text
+from ddp_patch.auditing.show import as_markdown, as_text, escaped_markdown, notebook, page_of, section
+from ddp_patch.auditing.words import EpochReport, balance_text, epoch_text, summary_text
 from ddp_patch.errors import AuditError
 from ddp_patch.loaders.hooks import from_here, made
 
-__all__ = ["Provenance", "Report", "Reports", "page", "place_in_code"]
+__all__ = ["Report", "Reports", "page", "place_in_code"]
 
 
 def _versions() -> dict[str, str]:
@@ -45,33 +45,13 @@ def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
     if isinstance(audited, DataLoader):
         where = made(audited)
         return None if where is None else from_here(where.place)
-    while isinstance(audited, partial):
-        audited = audited.func
     function = inspect.unwrap(audited)
+    while isinstance(function, partial):
+        function = inspect.unwrap(function.func)
     if not hasattr(function, "__code__"):  # an object that can be called
         function = getattr(type(function), "__call__", None)  # noqa: B004 - it is the method's code that tells
     code = getattr(function, "__code__", None)
     return None if code is None else from_here(f"{code.co_filename}:{code.co_firstlineno}")
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Tell when, how and with what reports were made.
-
-    Attributes:
-        command: The command line, or what stands for it.
-        date: The date and time, as text.
-        versions: Versions by package.
-    """
-
-    command: str
-    date: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
-    versions: Mapping[str, str] = field(default_factory=_versions)
-
-    def lines(self) -> Facts:
-        """Return what is told as pairs of a name and a text."""
-        used = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        return [("date", self.date), ("command", self.command), ("versions", used)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +65,7 @@ class Report:
         units: What ranks shard: whole batches where every epoch was counted in batches, otherwise samples.
         epochs: What the ranks got, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None where there was one epoch.
-        seeds_agree: Whether ranks that are seeded differently use one order. None where not even ranks that are
-            seeded alike do, or where it is not known.
         is_sample: Whether only the first items of each rank were looked at.
-        seconds: Seconds that rank 0's sampling took in its first epoch.
-        memory: Bytes by which the process grew meanwhile, measured between blocks of batches. None where the system
-            does not report it.
         problems: What is wrong.
         allowed: What is wrong but was allowed.
         pictured: What the picture is drawn from.
@@ -105,8 +80,8 @@ class Report:
         >>> from torch.utils.data import DataLoader
         >>> from ddp_patch import audit
         >>> report = audit(DataLoader(range(10), batch_size=2, shuffle=True), world_size=2)
-        >>> report.ok, report.world_size, report.units, report.epochs_differ, report.seeds_agree
-        (True, 2, 'samples', True, True)
+        >>> report.ok, report.world_size, report.units, report.epochs_differ
+        (True, 2, 'samples', True)
         >>> print(str(report).splitlines()[0])
         DataLoader on 2 ranks: PASS
     """
@@ -117,10 +92,7 @@ class Report:
     units: Units
     epochs: tuple[EpochReport, ...]
     epochs_differ: bool | None
-    seeds_agree: bool | None
     is_sample: bool
-    seconds: float
-    memory: int | None
     problems: tuple[Problem, ...]
     allowed: tuple[Problem, ...] = ()
     pictured: Pictured = field(default_factory=Pictured, repr=False)
@@ -155,17 +127,10 @@ class Report:
         found = [("ranks", str(self.world_size)), ("counted in", self.units), ("how", how)]
         found += [("code", self.code)] if self.code is not None else []
         found += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
-        batches = [batches_text(epoch.global_batches) for epoch in self.epochs]
-        if len(set(batches)) == 1:
-            found.append(("global batch", batches[0]))
-        else:
-            found += [(f"global batch {epoch.epoch}", text) for epoch, text in zip(self.epochs, batches, strict=True)]
         found += self._balance()
         found += [("note", self.note)] if self.note is not None else []
-        found += [("epochs differ", _yes(self.epochs_differ)), ("same order whatever the seed", _yes(self.seeds_agree))]
-        memory = "" if self.memory is None else f"; memory grew by {self.memory / 2**20:.0f} MiB"
-        found += [("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed]
-        return [*found, ("rank 0's sampling", f"{self.seconds:.3f} s{memory}")]
+        found.append(("epochs differ", {True: "yes", False: "no", None: "not known"}[self.epochs_differ]))
+        return [*found, *(("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed)]
 
     def _balance(self) -> list[tuple[str, str]]:
         """Say how long ranks wait in each epoch, and whether the loader passes with ``cost=``, too."""
@@ -195,7 +160,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``, with versions.
 
-        They are the same in every run but for ``seconds`` and ``memory``.
+        They are the same in every run.
         """
         found = asdict(replace(self, balanced=None, pictured=Pictured()))
         del found["pictured"]
@@ -212,16 +177,8 @@ class Report:
         return as_text(title, self.facts(), self.problems)
 
 
-def _yes(value: bool | None) -> str:
-    return {True: "yes", False: "no", None: "not known"}[value]
-
-
-@dataclass(frozen=True, slots=True)
-class Reports(Mapping[str, Report]):
-    """Map the places of several loaders to their reports. A notebook shows it with pictures.
-
-    Attributes:
-        by_place: The reports by place, such as ``train`` or ``val[0]``.
+class Reports(dict[str, Report]):
+    """The reports of several loaders, by their places, such as ``train`` or ``val[0]``. A notebook shows pictures.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -231,12 +188,10 @@ class Reports(Mapping[str, Report]):
         (['train', 'val[0]'], True, 4)
     """
 
-    by_place: Mapping[str, Report]
-
     @property
     def ok(self) -> bool:
         """Whether all loaders pass."""
-        return all(report.ok for report in self.by_place.values())
+        return all(report.ok for report in self.values())
 
     def raise_for_problems(self) -> None:
         """Raise an error that lists the problems, unless all pass.
@@ -249,47 +204,39 @@ class Reports(Mapping[str, Report]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reports as JSON values, by place."""
-        return {place: report.to_dict() for place, report in self.by_place.items()}
+        return {place: report.to_dict() for place, report in self.items()}
 
     def to_markdown(self) -> str:
         """Return the reports as Markdown, each below a heading with its place."""
-        return "\n\n".join(
-            f"## {escaped_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.by_place.items()
-        )
+        parts = (f"## {escaped_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.items())
+        return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
         """Show the reports in a notebook."""
-        return notebook([report.html(place) for place, report in self.by_place.items()])
-
-    def __getitem__(self, place: str) -> Report:
-        return self.by_place[place]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.by_place)
-
-    def __len__(self) -> int:
-        return len(self.by_place)
+        return notebook([report.html(place) for place, report in self.items()])
 
     def __str__(self) -> str:
-        return "\n".join(f"{place}: {report}" for place, report in self.by_place.items())
+        return "\n".join(f"{place}: {report}" for place, report in self.items())
 
 
-def page(reports: Mapping[str, Report], provenance: Provenance) -> str:
+def page(reports: Mapping[str, Report], command: str) -> str:
     """Return reports as an HTML page that holds everything it shows.
 
     Args:
         reports: The reports by the places of their loaders, such as ``loaders.train``.
-        provenance: When, how and with what they were made.
+        command: The command line, or what stands for it.
 
     Examples:
         >>> from torch.utils.data import DataLoader
         >>> from ddp_patch import audit
         >>> report = audit(DataLoader(range(10), batch_size=2), world_size=4)
-        >>> html = page({"train": report}, Provenance("a test"))
+        >>> html = page({"train": report}, "a test")
         >>> html.count("<section"), "http" in html
         (1, False)
     """
     failed = sum(not report.ok for report in reports.values())
     verdict = f"✘ {failed} of {len(reports)} FAIL" if failed else f"✔ {len(reports)} of {len(reports)} PASS"
     sections = [report.html(place) for place, report in reports.items()]
-    return page_of(verdict, not failed, sections, provenance.lines())
+    used = ", ".join(f"{name} {number}" for name, number in _versions().items())
+    made = [("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"), ("command", command), ("versions", used)]
+    return page_of(verdict, not failed, sections, made)

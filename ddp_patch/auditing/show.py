@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import TypeAlias
 
 from ddp_patch.auditing.judge_problems import Problem
@@ -51,48 +52,17 @@ def annotation(place: str, code: str | None, problem: Problem) -> str:
     """
     file, colon, line = (code or "").rpartition(":")
     where = f"file={_escaped(file)},line={line}," if colon else ""
-    text = f"{problem.what} {problem.why} {problem.remedy}"
-    for sign, code_of_sign in _IN_TEXT.items():
-        text = text.replace(sign, code_of_sign)
+    text = _escaped(f"{problem.what} {problem.why} {problem.remedy}", "%\r\n")
     return f"::error {where}title={_escaped(f'{place}: {problem.kind}')}::{text}"
 
 
-_IN_TEXT = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+def _escaped(value: str, signs: str = "%\r\n:,") -> str:
+    """Return a text of an annotation: in its properties more signs have a meaning than in its text."""
+    return "".join(f"%{ord(sign):02X}" if sign in signs else sign for sign in value)
 
 
-def _escaped(value: str) -> str:
-    """Return a property of an annotation, in which more signs have a meaning than in its text."""
-    for sign, code in {**_IN_TEXT, ":": "%3A", ",": "%2C"}.items():
-        value = value.replace(sign, code)
-    return value
-
-
-# Names no colour of texts and backgrounds: a page or a notebook, light or dark, has its own.
-_STYLE = """
-.ddp-report { min-width: 0; }
-.ddp-report h2 { font-size: 1.25rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
-.ddp-picture img { max-width: 100%; height: auto; }
-.ddp-good, .ddp-bad { white-space: nowrap; }
-.ddp-good { color: #1a8a4c; color: color-mix(in srgb, #1a9c54 65%, currentColor); }
-.ddp-bad { color: #d3453c; color: color-mix(in srgb, #e0392f 65%, currentColor); }
-.ddp-facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .25rem 1rem; margin: .75rem 0; }
-.ddp-facts dt { opacity: .8; font-weight: 400; } .ddp-facts dd { margin: 0; overflow-wrap: anywhere; }
-.ddp-problem { border-left: 4px solid #d3453c; background: rgba(128, 138, 153, .12); padding: .5rem .9rem;
-  margin: .75rem 0; }
-.ddp-problem p { margin: .25rem 0; overflow-wrap: anywhere; }
-@media (max-width: 34rem) { .ddp-facts { grid-template-columns: minmax(0, 1fr); gap: 0; }
-  .ddp-facts dd { margin-bottom: .5rem; } }
-"""
-_PAGE = """
-:root { color-scheme: light dark; --ink: #1c2330; --line: #c9d0da; --paper: #ffffff; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e7ebf2; --line: #465063; --paper: #12161d; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 72rem; font: 1rem/1.5 system-ui, sans-serif;
-  color: var(--ink); background: var(--paper); }
-h1 .ddp-good, h1 .ddp-bad { white-space: normal; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
-main > *, footer { margin-top: 2rem; border-top: 2px solid var(--line); padding-top: 1.25rem; }
-"""
+def _css(name: str) -> str:
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def _marked(is_good: bool, text: str) -> str:
@@ -119,7 +89,7 @@ def section(heading: str, facts: Facts, problems: Sequence[Problem], picture: st
 
 def notebook(sections: Sequence[str]) -> str:
     """Return sections with all that they need, to show in a notebook."""
-    return f"<div><style>{_STYLE}</style>{''.join(sections)}</div>"
+    return f"<div><style>{_css('report.css')}</style>{''.join(sections)}</div>"
 
 
 def page_of(verdict: str, is_good: bool, sections: Sequence[str], provenance: Facts) -> str:
@@ -127,7 +97,7 @@ def page_of(verdict: str, is_good: bool, sections: Sequence[str], provenance: Fa
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>DDP audit: {verdict}</title><style>{_PAGE}{_STYLE}</style></head><body><header>"
+        f"<title>DDP audit: {verdict}</title><style>{_css('page.css')}{_css('report.css')}</style></head><body><header>"
         f"<h1>DDP audit: {_marked(is_good, verdict)}</h1></header>"
         f"<main>{''.join(sections)}</main><footer>{_facts_html(provenance)}</footer></body></html>\n"
     )

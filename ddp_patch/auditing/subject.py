@@ -2,13 +2,8 @@
 
 import copy
 import inspect
-import operator
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from datetime import date, time, timedelta
-from enum import Enum
-from os import PathLike
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_patch.auditing.drawn import Numbers, Units
+from ddp_patch.auditing.drawn import Units
 from ddp_patch.compat.packages import is_interleaved, is_split_by_node
 from ddp_patch.errors import InvalidOptionError, NotALoaderError, message_of
 from ddp_patch.loaders.copying import copy_loader
@@ -29,8 +24,9 @@ from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.sharding.refusals import ignored_index_text, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.walks import plain_tensors
 
-__all__ = ["Audited", "Factory", "Traits", "base_of", "digest", "indexed", "layers_of", "made_by", "name_of"]
+__all__ = ["Audited", "Factory", "Traits", "base_of", "digest", "indexed", "made_by", "name_of"]
 
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
@@ -233,29 +229,6 @@ def base_of(dataset: Any) -> Any:
     return dataset
 
 
-def layers_of(dataset: Any) -> list[Numbers]:
-    """Return the indices that each layer of a dataset has in the dataset at its base, from there upwards.
-
-    Returns:
-        An array for the base and one for each ``Subset`` above it, shape (samples of the layer,). The list ends before
-        a layer that has no length or whose indices are no whole numbers.
-
-    Examples:
-        >>> [layer.tolist() for layer in layers_of(Subset(Subset("abcd", [3, 1, 0]), [2, 0]))]
-        [[0, 1, 2, 3], [3, 1, 0], [0, 3]]
-    """
-    below = layers_of(dataset.dataset) if isinstance(dataset, Subset) else []
-    with suppress(Exception):  # the user's dataset may raise anything
-        found: list[Any] = indexed(dataset).__getitems__(list(range(len(dataset))))  # type: ignore[attr-defined]  # both have it
-        return [*below, np.array([operator.index(index) for index in found], np.int64)]
-    return below
-
-
-# What a fingerprint tells by its value. It tells any other object by its type alone.
-_PLAIN = (type(None), int, float, complex, str, bytes, bytearray, Enum, date, time, timedelta, PathLike)
-_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
-
-
 def _is_in_memory(dataset: Any) -> bool:
     """Tell whether a dataset holds its samples, and gives them by looking them up."""
     match dataset:
@@ -270,25 +243,10 @@ def digest(dataset: Any) -> str | None:
     """Return a hash of the samples that a dataset holds in memory; None where it holds none or they cannot be told."""
     if not _is_in_memory(dataset):
         return None
-    match dataset:
-        case range():
-            return fingerprint([repr(dataset)])
-        case torch.Tensor() | np.ndarray() if not getattr(dataset.dtype, "hasobject", False):
-            return fingerprint([dataset])
+    if isinstance(dataset, torch.Tensor) or (isinstance(dataset, np.ndarray) and not dataset.dtype.hasobject):
+        return fingerprint([dataset])
     held = [dataset[index] for index in range(len(dataset))]
-    return fingerprint(held) if all(map(_is_told, held)) else None
-
-
-def _is_told(item: Any) -> bool:
-    """Tell whether an item has a value that a fingerprint tells."""
-    match item:
-        case list() | tuple() | Set():
-            return all(map(_is_told, item))
-        case Mapping():
-            return all(_is_told(value) for value in item.values())
-    if is_dataclass(item) and not isinstance(item, type):
-        return all(_is_told(getattr(item, field.name)) for field in fields(item))
-    return isinstance(item, (*_PLAIN, *_ARRAYS))
+    return fingerprint(held) if all(plain_tensors(each) is not None for each in held) else None
 
 
 @dataclass(frozen=True, slots=True)

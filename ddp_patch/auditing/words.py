@@ -5,11 +5,7 @@ from dataclasses import dataclass
 
 from ddp_patch.auditing.drawn import Units
 
-__all__ = ["EpochReport", "balance_text", "batches_text", "epoch_text", "summary_text", "waiting_text"]
-
-
-# List sizes of global batches one by one up to this many.
-_FEW = 4
+__all__ = ["EpochReport", "balance_text", "epoch_text", "summary_text", "waiting_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,25 +21,20 @@ class EpochReport:
         distinct: How many different ones a single process would get, as far as they can be distinguished.
         missing: How many no rank got. None where only a part was looked at, or where samples cannot be compared: all
             are equal, or an iterable dataset makes new ones in each pass.
-        missing_examples: The names of some samples that no rank got.
         repeated: How many times ranks got one more often than a single process would, padding included and foreign ones
             not. None where it is not known.
-        repeated_examples: The names of some samples that are seen more than once, each with the ranks that got it.
         padding: How many of these repeats fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
-        global_batches: Sizes of global batches, in samples, each with how many steps in a row have it. So
-            ``((64, 3), (40, 1))`` means 64 samples in each of the first 3 steps, then 40 in one.
         imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
         worst_imbalance: The slowest rank's cost over the ranks' mean, in the worst step. None without ``cost``.
         foreign: How many ranks got that a single process never gets. None where it is not known.
-        foreign_examples: The names of some samples that a single process never gets, each with the ranks that got it.
 
     Examples:
         >>> from torch.utils.data import DataLoader
         >>> from ddp_patch import audit
         >>> epoch, _ = audit(DataLoader(range(10), batch_size=2), world_size=4).epochs
-        >>> epoch.expected, epoch.items, epoch.repeated, epoch.padding, epoch.global_batches
-        (10, (3, 3, 3, 3), 2, 2, ((8, 1), (4, 1)))
+        >>> epoch.expected, epoch.items, epoch.repeated, epoch.padding
+        (10, (3, 3, 3, 3), 2, 2)
     """
 
     epoch: int
@@ -53,48 +44,25 @@ class EpochReport:
     expected: int
     distinct: int
     missing: int | None
-    missing_examples: tuple[str, ...]
     repeated: int | None
-    repeated_examples: tuple[tuple[str, tuple[int, ...]], ...]
     padding: int
     dropped: int
-    global_batches: tuple[tuple[int, int], ...]
+    foreign: int | None = 0
     imbalance: float | None = None
     worst_imbalance: float | None = None
-    foreign: int | None = 0
-    foreign_examples: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def epoch_text(epoch: EpochReport) -> str:
     """Return in words what ranks got, and what is missing and repeated."""
-    parts = [
-        f"{_range(epoch.items)} samples in {_range(epoch.steps)} steps per rank; of {epoch.expected} {epoch.units}"
-        + (f" ({epoch.distinct} different ones)" if epoch.distinct < epoch.expected else ""),
-        *_coverage_text(epoch),
-    ]
-    return ", ".join(parts)
-
-
-def _coverage_text(epoch: EpochReport) -> list[str]:
+    told = f"{_range(epoch.items)} samples in {_range(epoch.steps)} steps per rank; of {epoch.expected} {epoch.units}"
+    told += f" ({epoch.distinct} different ones)" * (epoch.distinct < epoch.expected)
     if epoch.repeated is None:
-        return ["missing and repeated: not known"]
-    missing = "missing: not known" if epoch.missing is None else f"{epoch.missing} missing"
-    return [
-        missing + (f" ({epoch.dropped} as the loader asks)" if epoch.dropped else ""),
-        f"{epoch.repeated} repeat{'s' * (epoch.repeated != 1)}"
-        + (f" ({epoch.padding} to fill the last round)" if epoch.padding else ""),
-        *([f"{epoch.foreign} that one process never gets"] if epoch.foreign else []),
-    ]
-
-
-def batches_text(batches: Sequence[tuple[int, int]]) -> str:
-    """Return in words how large global batches are, given each run of equal ones: a size and a number of steps."""
-    if len(batches) > _FEW:
-        steps = sum(steps for _, steps in batches)
-        mean = sum(size * steps for size, steps in batches) / steps
-        return f"{_range([size for size, _ in batches])} samples, {mean:.4g} on average, in {steps} steps"
-    runs = [(str(size), f"in each of {steps} steps" if steps > 1 else "in 1 step") for size, steps in batches]
-    return ", then ".join(f"{size}{'' if at else ' samples'} {when}" for at, (size, when) in enumerate(runs)) or "none"
+        return f"{told}, missing and repeated: not known"
+    told += ", missing: not known" if epoch.missing is None else f", {epoch.missing} missing"
+    told += f" ({epoch.dropped} as the loader asks)" * (epoch.dropped > 0)
+    told += f", {epoch.repeated} repeat{'s' * (epoch.repeated != 1)}"
+    told += f" ({epoch.padding} to fill the last round)" * (epoch.padding > 0)
+    return told + f", {epoch.foreign} that one process never gets" * ((epoch.foreign or 0) > 0)
 
 
 def _range(values: Sequence[int]) -> str:
@@ -109,18 +77,10 @@ def balance_text(epoch: EpochReport, balanced: EpochReport | None) -> str | None
         epoch: The epoch without.
         balanced: The same epoch with it; None where there is none.
     """
-    both = [epoch] if balanced is None else [epoch, balanced]
-    found = [(each.imbalance, each.worst_imbalance) for each in both if each.imbalance and each.worst_imbalance]
-    if len(found) < len(both):
+    if not epoch.imbalance:
         return None
-    waiting = [waiting_text(all_steps) for all_steps, _ in found]
-    shown, worst = ([f"{each:.4g}" for each in column] for column in zip(*found, strict=True))
-    without = "" if balanced is None else " without cost="
-    with_it = "".join(f", {share} with it" for share in waiting[1:])
-    return (
-        f"ranks wait {waiting[0]} of the time{without}{with_it}; the slowest rank takes {' and '.join(shown)} times "
-        f"the mean, in the worst step {' and '.join(worst)}"
-    )
+    with_it = f" without cost=, {waiting_text(balanced.imbalance)} with it" if balanced and balanced.imbalance else ""
+    return f"ranks wait {waiting_text(epoch.imbalance)} of the time{with_it}"
 
 
 def waiting_text(imbalance: float) -> str:

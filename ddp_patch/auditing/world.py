@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ddp_patch.auditing.cut import Cut
-from ddp_patch.auditing.drawn import Coding, EpochDraws, Numbers, RankDraws, Units, signature
+from ddp_patch.auditing.drawn import Coding, EpochDraws, RankDraws, Units, signature
 from ddp_patch.auditing.ranks import Rank
 from ddp_patch.auditing.subject import Audited, Traits
 from ddp_patch.errors import InvalidOptionError
@@ -29,14 +29,12 @@ class RealRank:
         coding: Gave its items their numbers, in its own process.
         digest: A hash of the samples that the dataset below torch's ``Subset`` layers holds in memory; None where it
             holds none, and where no factory makes datasets.
-        layers: The indices of that dataset and of each ``Subset`` above it.
     """
 
     traits: Traits
     epochs: Mapping[int, RankDraws]
     coding: Coding
     digest: str | None = None
-    layers: Sequence[Numbers] = ()
 
     @property
     def base(self) -> object:
@@ -55,9 +53,7 @@ def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int],
     coding = Coding()
     here = Rank(subject, rank, world_size, seeds[rank], is_real=True)
     epochs = {number: here.epoch(number, coding) for number in numbers}
-    if not subject.is_made:
-        return RealRank(here.traits, epochs, coding)
-    return RealRank(here.traits, epochs, coding, here.digest, here.layers)
+    return RealRank(here.traits, epochs, coding, here.digest if subject.is_made else None)
 
 
 def ranks_of(
@@ -164,8 +160,8 @@ class MadeUpWorld:
         subject: What is audited.
         world_size: The number of ranks.
         epochs: How many epochs each rank draws.
-        processes: Whether ranks are real processes; otherwise this process simulates them.
-        timeout: Seconds until every real rank must have returned.
+        timeout: Seconds until every real rank, a process of its own, must have returned; None where this process
+            simulates them.
         progress: Called after each draw.
 
     Attributes:
@@ -181,15 +177,15 @@ class MadeUpWorld:
     """
 
     def __init__(
-        self, subject: Audited, world_size: int, epochs: int, processes: bool, timeout: float, progress: Progress
+        self, subject: Audited, world_size: int, epochs: int, timeout: float | None, progress: Progress
     ) -> None:
-        if processes and subject.patches:
+        self.processes: bool = timeout is not None
+        if self.processes and subject.patches:
             # Real ranks take rank 0's seed. Fix one, so that the single process has the same.
             subject = replace(subject, options={"seed": 0, **subject.options})
         self.world_size: int = world_size
         self.epochs: int = epochs
-        self.processes: bool = processes
-        self._timeout, self._progress = timeout if processes else None, progress
+        self._timeout, self._progress = timeout, progress
         self.coding: Coding = Coding()
         self._begin(subject)
         traits = [rank.traits for rank in self._everyone()]
@@ -240,21 +236,6 @@ class MadeUpWorld:
     def _digests(self) -> set[str | None]:
         one_of_each = {id(rank.base): rank for rank in self._everyone()}
         return {rank.digest for rank in one_of_each.values()}
-
-    def whole(self) -> Numbers | None:
-        """Return the indices of what all ranks' datasets are made of: the last layer that they have in common.
-
-        Returns:
-            Indices of the dataset below ``Subset`` layers, shape (samples,). None where there are none to compare.
-        """
-        if not self.subject.is_made or self.subject.by_contents or self.traits.is_iterable:
-            return None
-        common = None
-        for first, *others in zip(*(rank.layers for rank in self._everyone()), strict=False):
-            if not all(np.array_equal(first, other) for other in others):
-                break
-            common = first
-        return common
 
     def drawn(self) -> Iterator[EpochDraws]:
         """Yield every epoch, drawn just then. Call it once: ranks go on from where they are."""

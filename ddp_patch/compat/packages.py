@@ -45,6 +45,8 @@ __all__ = [
     "is_fastai_loader",
     "is_hugging_face_table",
     "is_interleaved",
+    "is_of_energon",
+    "is_of_nodes",
     "is_single_node_only",
     "is_split_by_node",
     "is_table",
@@ -359,6 +361,16 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
 
 
 # ---- fastai, seen in 2.8.12 ----
+
+
+def is_of_nodes(kind: type) -> bool:
+    """Return whether a class is of torchdata's nodes, whose ``Loader`` is no ``DataLoader``; seen in 0.11.0."""
+    return any(parent.__module__.startswith("torchdata.nodes") for parent in kind.__mro__)
+
+
+def is_of_energon(kind: type) -> bool:
+    """Return whether a dataset's class is of Megatron-Energon, which refuses other worker numbers; seen in 7.4.1."""
+    return any(parent.__module__.startswith("megatron.energon") for parent in kind.__mro__)
 
 
 def is_fastai_loader(kind: type) -> bool:

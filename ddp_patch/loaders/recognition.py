@@ -20,6 +20,7 @@ from ddp_patch.compat.packages import (
     WORLD_WORDS,
     held_loaders,
     is_fastai_loader,
+    is_of_nodes,
     is_split_by_node,
     shards_in_accelerate,
     splits_by_node,
@@ -118,6 +119,12 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
             "build torch's over the same data: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
             "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch). That one skips "
             "fastai's after_item and after_batch."
+        )
+    if is_of_nodes(type(loader)):
+        raise NotALoaderError(
+            f"{operation} needs a torch.utils.data.DataLoader and got torchdata's {name} of nodes, which has no "
+            "dataset. Wrap it in an IterableDataset whose __iter__ returns iter(loader), and pass "
+            "DataLoader(dataset, batch_size=None): each rank then keeps its share of the batches."
         )
     if (line := line_for_inner(operation, loader)) is not None:
         raise NotALoaderError(

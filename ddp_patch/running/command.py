@@ -30,6 +30,7 @@ from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.session import logger
 from ddp_patch.running.shadow import shadowed
 from ddp_patch.running.voice import Voice, errors_reported
+from ddp_patch.validation import shown
 
 __all__ = ["DESCRIPTION", "process_group", "run", "take_slurm"]
 
@@ -184,7 +185,9 @@ def run(arguments: Sequence[str]) -> None:
     options = {name: getattr(given, name) for name in _SWITCHES if getattr(given, name) is not None}
     try:
         take_slurm()
-        Options(**options)  # before ranks are started
+        Options(**options)  # before ranks are started, as all that follows
+        _drawn_seed()
+        _require_folder(given.keep_shadows)
     except (InvalidOptionError, WorldError) as error:
         parser.error(str(error))
     handed_on = [f"--{name}={value}" for name in _HANDED_ON if (value := getattr(given, name.replace("-", "_")))]
@@ -243,8 +246,21 @@ _OF_ONE_PROCESS = ("loss", "whole", "shard_evaluation", "sync_batchnorm", "keep_
 
 def _drawn_seed() -> int:
     """Return a seed that is the same on every rank of this run."""
-    named = [told(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    return int(os.environ.get(_SEED, crc32(":".join(named).encode())))
+    if (said := os.environ.get(_SEED)) is None:
+        named = [told(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+        return crc32(":".join(named).encode())
+    if not (said.isascii() and said.isdecimal() and len(said) < 20):
+        raise InvalidOptionError(
+            f"{_SEED}={shown(said)} is not a whole number of at least 0, and the script's random numbers are seeded by "
+            f"it on every rank. Set it to such a number, or leave it out: unset {_SEED}."
+        )
+    return int(said)
+
+
+def _require_folder(path: Path | None) -> None:
+    """Refuse a folder that cannot be made, because it or one that it lies in is a file."""
+    if path is not None and (file := next((each for each in (path, *path.parents) if each.is_file()), None)):
+        raise InvalidOptionError(f"--keep-shadows {path}: {file} is a file. Pass the path of a folder.")
 
 
 def _one_process(given: argparse.Namespace, stack: ExitStack) -> OneProcessOptions:

@@ -40,8 +40,8 @@ class Voice:
             return
         log = os.open(os.devnull, os.O_WRONLY)
         if self._log_dir is not None:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-            log = os.open(self._log_dir / f"rank-{self._rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            log = os.open(self._log_dir / f"rank-{self._rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         _redirect(log, log)
         self._write_held(log, log)
 

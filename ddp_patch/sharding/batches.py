@@ -53,15 +53,20 @@ def describe_share(loader: DataLoader[Any]) -> str | None:
     sampler = loader.sampler
     if not isinstance(sampler, EpochSampler):
         return None
-    options, size = sampler.agreed.options, loader.batch_size
-    shard = f"shard {sampler.rank} of {sampler.num_replicas}"
+    options, of_size = sampler.agreed.options, f" of {loader.batch_size}" if loader.batch_size else ""
+    parts = [f"shard {sampler.rank} of {sampler.num_replicas}"]
     if options.divides_batches:
-        parts = [f"a part of each batch{f' of {size}' if size else ''}", _steps(loader)]
+        parts.append(f"a part of each batch{of_size}")
+        of_size = ""
     else:
-        parts = [_unit(loader, sampler), _steps(loader) + (f" of {size}" if size else "")]
+        parts.append(_unit(loader, sampler))
+    if (steps := steps_of(loader)) is not None:
+        parts.append(f"{steps:,} step{'' if steps == 1 else 's'}{of_size}")
+    else:
+        parts += [*([f"steps{of_size}"] if of_size else []), "length unknown"]
     if options.by_worker and isinstance(loader.dataset, IterableDataset):
         parts.append("share='by_worker'")
-    return ", ".join([shard, *parts, *_chosen(options)])
+    return ", ".join([*parts, *_chosen(options)])
 
 
 def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
@@ -70,11 +75,6 @@ def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
         return "whole batches"
     unit = "samples" if loader.batch_size else "items"
     return f"{unit} of a stream" if isinstance(loader.dataset, IterableDataset) else unit
-
-
-def _steps(loader: DataLoader[Any]) -> str:
-    steps = steps_of(loader)
-    return "steps" if steps is None else f"{steps:,} step{'' if steps == 1 else 's'}"
 
 
 def _chosen(options: Options) -> Iterator[str]:

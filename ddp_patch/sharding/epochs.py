@@ -281,11 +281,12 @@ class Passes(Generic[T]):
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
+        # First, because a sampler may refuse its state. Only a position for load_state_dict has ended: restore_loader
+        # takes the one that follows.
+        self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
             self.agreed.seed.adopt(position.seed)
         self.latest = None
         self.monitor.restore()
-        # Only a position for load_state_dict has ended: restore_loader takes the one that follows.
-        self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         self.choose(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest

@@ -16,7 +16,7 @@ from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zer
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.leader import LARGEST_PIECE, Leader
-from ddp_patch.sharding.saved_position import BatchNote, Position, States, StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_position import RECOGNISED_BY, BatchNote, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["Drawing", "FromLeader", "Indexed", "ItemSource", "Streamed"]
 
@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 # So many items of an order that can be looked up are compared, evenly spread, and its length.
 _LOOKED_UP = 64
-# By how many of its first items an epoch that is drawn is recognised.
-_RECOGNISED_BY = 8
 
 # Is told where a window begins, and its order.
 NoteWindow: TypeAlias = Callable[[int, np.ndarray[Any, Any]], object]
@@ -317,7 +315,7 @@ class Streamed(ItemSource[T]):
 
     def states_within(self, states: States, taken: int) -> States:
         """Return the states from which the pass goes on, with what the epoch's first items were."""
-        first = self._first[: min(_RECOGNISED_BY, taken)]
+        first = self._first[: min(RECOGNISED_BY, taken)]
         return replace(
             states, streams=[StreamSnapshot(StreamStart(len(first), None, number_of(first)))] if first else ()
         )
@@ -335,7 +333,7 @@ def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None
     Raises:
         StateError: They are others now.
     """
-    for item in islice(stream, _RECOGNISED_BY):
+    for item in islice(stream, RECOGNISED_BY):
         first.append(number_or_zero(item))
         if known is not None and len(first) == known.seen and number_of(first) != known.whole:
             raise StateError(

@@ -37,11 +37,19 @@ class EpochSampler(DistributedSampler[T]):
     """
 
     is_ddp_aware: bool = True
+    _unit: str = "samples"  # what it shares, in words
 
     def __init__(self, passes: Passes[T]) -> None:
         # Don't call DistributedSampler.__init__: it needs a length, and fixes it once.
         self.rank_passes: Passes[T] = passes
         self.agreed: Agreed = passes.agreed
+
+    def __repr__(self) -> str:
+        passes = self.rank_passes
+        length = passes.length_if_any(passes.epochs.upcoming)
+        count = "length unknown" if length is None else f"{len(passes.plan.share(length)):,} in an epoch"
+        unit = self._unit if passes.batch_plan is None else "a part of each batch"
+        return f"{type(self).__name__}(shard {self.rank} of {self.num_replicas}, {unit}, {count})"
 
     @property
     def seed(self) -> int:  # type: ignore[override]  # torch sets it at construction, as the two below

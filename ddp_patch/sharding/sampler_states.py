@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddp_patch.errors import DDPPatchError, StateError
 from ddp_patch.orders.generators import (
     RandomGenerator,
     changed_attributes,
@@ -22,6 +23,7 @@ from ddp_patch.orders.generators import (
 )
 from ddp_patch.orders.random_states import one_at_a_time
 from ddp_patch.sharding.saved_position import States
+from ddp_patch.validation import shown
 
 __all__ = ["SamplerStates"]
 
@@ -252,7 +254,16 @@ class SamplerStates:
         self.restore_generators(snapshot.generators)
         with self.generators_in_place():  # a state may hold a generator's
             for holder, state in zip(self._stateful(), snapshot.samplers, strict=True):
-                holder.load_state_dict(copy.deepcopy(state))
+                try:
+                    holder.load_state_dict(copy.deepcopy(state))
+                except DDPPatchError:
+                    raise
+                except Exception as error:
+                    raise StateError(
+                        f"{type(holder).__name__} cannot resume from the state: its load_state_dict() raised "
+                        f"{type(error).__name__}: {shown(str(error))}. Pass what loader_state(), or state_dict(), "
+                        "returned, as it was saved; or correct that method."
+                    ) from error
         attributes = snapshot.attributes or [{} for _ in self.holders]
         for holder, first, changed in zip(self.holders, self._at_first, attributes, strict=True):
             if plain := {**first, **changed}:

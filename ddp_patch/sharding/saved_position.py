@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state
 from ddp_patch.orders.random_states import Seed, look
 from ddp_patch.plan import Batching, Consumed
+from ddp_patch.validation import shown
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes
 
 __all__ = [
     "OF_BY_WORKER",
+    "RECOGNISED_BY",
     "BatchNote",
     "NotedBatch",
     "Position",
@@ -32,6 +34,10 @@ __all__ = [
 
 # The facts from which it follows what each worker reads with share="by_worker".
 OF_BY_WORKER = ("num_replicas", "num_workers", "batch_size")
+
+
+# By how many of its first items a stream is recognised, at most.
+RECOGNISED_BY: Final = 8
 
 
 class StreamStart(NamedTuple):
@@ -82,7 +88,11 @@ class StreamSnapshot:
         start = None
         if first is not None:
             seen, value, whole = _sequence(first)
-            start = StreamStart(_count(seen), _count_or_none(value), _count_or_none(whole))
+            if _count(seen) > RECOGNISED_BY:
+                raise ValueError
+            start = StreamStart(
+                seen, None if value is None else _number(value), None if whole is None else _number(whole)
+            )
         return cls(start, _at_most_one(state), _at_most_one(initial_state))
 
 
@@ -214,19 +224,26 @@ def _read(plain: Any, forms: Sequence[_Form]) -> dict[str, Any]:
     for form in forms:
         try:
             found[form.name] = form.read(plain[form.name])
-        except (TypeError, ValueError):
-            raise _damaged(f"its field {form.name} is {plain[form.name]!r}, not {form.what}") from None
+        except (TypeError, ValueError, RecursionError):
+            raise _damaged(f"its field {form.name} is {shown(plain[form.name])}, not {form.what}") from None
     return found
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+def _number(value: Any) -> int:
+    # Python writes no number of more than 4,300 digits.
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**4000:
         return value
     raise TypeError
 
 
-def _count_or_none(value: Any) -> int | None:
-    return None if value is None else _count(value)
+# More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
+_MOST = 2**62
+
+
+def _count(value: Any) -> int:
+    if _number(value) > _MOST:
+        raise ValueError
+    return int(value)
 
 
 def _sequence(value: Any) -> Sequence[Any]:
@@ -249,12 +266,12 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _parts(value: Any) -> Sequence[Consumed]:
     parts = [tuple((_count(ranks), _count(taken)) for ranks, taken in _sequence(part)) for part in _sequence(value)]
-    if not parts or any(ranks < 1 for part in parts for ranks, _ in part):
+    if not parts or any(ranks < 1 or ranks * taken > _MOST for part in parts for ranks, taken in part):
         raise ValueError
     return tuple(parts)
 
 
-_A_COUNT = "a whole number of at least 0"
+_A_COUNT = "a whole number of at least 0 that anybody could have counted to"
 
 _STATES = (
     _Form("generators", "a list", _sequence, list),
@@ -274,16 +291,22 @@ _STATES = (
     ),
 )
 
+_SEED = _Form("seed", "a whole number of at least 0, of at most 4,000 digits", _number)
+
 _POSITION = (
     _Form("epoch", _A_COUNT, _count),
-    _Form("seed", _A_COUNT, _count),
+    _SEED,
     _Form(
         "parts",
         "a list of what was taken of each part, which are pairs: ranks, and items that each took",
         _parts,
         lambda parts: [[list(pair) for pair in consumed] for consumed in parts],
     ),
-    _Form("turn", "the number of the part that gives the next batch, or None", _count_or_none),
+    _Form(
+        "turn",
+        "the number of the part that gives the next batch, or None",
+        lambda value: None if value is None else _count(value),
+    ),
     _Form("states", "a dict", _mapping, lambda states: _written(states, _STATES)),
 )
 
@@ -324,20 +347,20 @@ def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Seq
         StateError: The state is damaged, of another version of this package, of another loader, or none.
     """
     if not isinstance(state, Mapping):
-        raise _damaged(f"it is {state!r}, a {type(state).__name__} and not a dict")
+        raise _damaged(f"it is {shown(state)}, a {type(state).__name__} and not a dict")
     if _CANNOT_RESUME in state:
         raise StateError(
-            f"The state has no position, because it was not known when the state was taken: {state[_CANNOT_RESUME]} "
-            "Resume from a state that was taken between two epochs, or restore none."
+            "The state has no position, because it was not known when the state was taken: "
+            f"{_told(state[_CANNOT_RESUME])} Resume from a state that was taken between two epochs, or restore none."
         )
-    if state.get("version", _VERSION) != _VERSION:
+    if not _is_same(state.get("version", _VERSION), _VERSION):
         raise StateError(
-            f"The state has version {state['version']!r}, and this version of ddp_patch reads version {_VERSION} "
+            f"The state has version {shown(state['version'])}, and this version of ddp_patch reads version {_VERSION} "
             "alone. Restore it with the version of ddp_patch that wrote it."
         )
     if missing := [name for name in ("version", "loader", *(form.name for form in _POSITION)) if name not in state]:
         raise _damaged(f"it has no {', '.join(missing)}")
-    _require_same(state["loader"], state["seed"], facts, seed)
+    _require_same(state["loader"], _read(state, [_SEED])["seed"], facts, seed)
     found = _read(state, _POSITION)
     position = Position(**found | {"states": States(**_read(found["states"], _STATES))})
     _require_one_for_each(position, holders)
@@ -373,14 +396,14 @@ def _require_number(name: str, states: Sequence[Any], here: int) -> None:
 def _require_same(said: Any, said_seed: Any, facts: Mapping[str, object], seed: Seed) -> None:
     """Raise StateError unless a state's facts are those of this loader. A seed nobody chose differs at each start."""
     if not isinstance(said, Mapping):
-        raise _damaged(f"its field loader is {said!r}, not a dict")
+        raise _damaged(f"its field loader is {shown(said)}, not a dict")
     said, facts = {**said, "seed": said_seed}, {**facts, "seed": seed.value if seed.is_chosen else said_seed}
     rows = {
-        name: f"  {name}: {said.get(name, 'nothing')} in the state; {facts.get(name, 'nothing')} here"
+        name: f"  {_told(name)}: {_told(said.get(name, 'nothing'))} in the state; {facts.get(name, 'nothing')} here"
         for name in dict.fromkeys([*facts, *said])
-        if said.get(name, "nothing") != facts.get(name, "nothing")
+        if not _is_same(said.get(name, "nothing"), facts.get(name, "nothing"))
     }
-    if rows and rows.keys() <= {*OF_BY_WORKER} and facts.get("split") == said.get("split"):
+    if rows and rows.keys() <= {*OF_BY_WORKER} and _is_same(said.get("split"), facts.get("split")):
         raise StateError(
             "The state is of the same loader with share='by_worker', by which each worker reads a part that follows "
             "from these numbers, and they were others.\n"
@@ -389,15 +412,32 @@ def _require_same(said: Any, said_seed: Any, facts: Mapping[str, object], seed: 
             "ranks, from a state of its own."
         )
     if rows:
-        other_seed = facts["seed"] != said_seed
-        remedy = f" Pass seed={said_seed} to it, or no seed: then it gets the state's." if other_seed else ""
+        remedy = f" Pass seed={said_seed} to it, or no seed: then it gets the state's." if "seed" in rows else ""
         raise _other([*rows.values()], remedy)
 
 
+# So many lines say how two loaders differ: a damaged state may have any number of fields.
+_MOST_ROWS = 10
+
+
+def _is_same(said: Any, here: object) -> bool:
+    """Return whether a value of a state, which may be anything, is this plain one."""
+    try:
+        return bool(said == here)
+    except Exception:  # noqa: BLE001 - what arrays and deep nests raise, or somebody's __eq__
+        return False
+
+
+def _told(said: object) -> str:
+    return said if isinstance(said, str) and len(said) < 500 else shown(said)
+
+
 def _other(rows: Sequence[str], remedy: str = "") -> StateError:
+    others = f"\n  and {len(rows) - _MOST_ROWS:,} others" if len(rows) > _MOST_ROWS else ""
     return StateError(
         "The state is of another loader, and resuming from it would lose or repeat samples.\n"
-        + "\n".join(rows)
+        + "\n".join(rows[:_MOST_ROWS])
+        + others
         + "\nBuild and patch the loader as it was when the state was taken, with the same seed and options."
         + remedy
     )

@@ -52,6 +52,7 @@ class StreamSampler(EpochSampler[None]):
     """
 
     rank_passes: "StreamPasses"
+    _unit: str = "items of a stream"
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed) -> None:
         super().__init__(StreamPasses(type(self).__name__, given, agreed))
@@ -179,11 +180,11 @@ class StreamPasses(Passes[None]):
             )
         by_worker = ""
         if source is not None and source.is_in_parts:  # it asks for its worker
-            by_worker = " Or use share='by_worker', where each worker reads a part of its own."
+            by_worker = "Pass share='by_worker', if each worker shuffles what it takes by get_worker_info(). Or: "
         return (
             f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
-            f"{remedy}. {ONE_STREAM}{by_worker} If only augmentation differs, seed it alike, or give items a string "
-            f"that names them: then no number is compared, and with the key {SAMPLE_KEY!r} nothing else."
+            f"{by_worker}{remedy}. {ONE_STREAM} If only augmentation differs, seed it alike, or give items a string "
+            f"that names them, with the key {SAMPLE_KEY!r}."
         )
 
     @property

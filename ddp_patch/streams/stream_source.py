@@ -36,7 +36,8 @@ def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> st
     """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
     return (
         f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
-        "share='by_worker' would read each item once."
+        "patch_dataloader_to_ddp(loader, share='by_worker') reads each item once. It costs: a saved state is then "
+        "restored on as many ranks and workers only, and every pass needs all ranks."
     )
 
 
@@ -121,8 +122,10 @@ class StreamSource(ItemSource[None]):
                 max(self._shared.reported(self._number, "spent_ms")) / 1000,
                 perf_counter() - self._began_s,
             )
-            reading = f", and waited for them for {spent_s:.1f} of {took_s:.1f} s" if spent_s > took_s / 2 else ""
-            logger.info(faster_by_worker(self._worker.name, ranks, sum(filter(None, lengths)), reading))
+            level, reading = logging.INFO, ""
+            if spent_s > took_s / 2:
+                level, reading = logging.WARNING, f", and waited for them for {spent_s:.1f} of {took_s:.1f} s"
+            logger.log(level, faster_by_worker(self._worker.name, ranks, sum(filter(None, lengths)), reading))
 
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""

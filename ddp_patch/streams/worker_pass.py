@@ -18,7 +18,7 @@ from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.saved_position import BatchNote, StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_position import RECOGNISED_BY, BatchNote, StreamSnapshot, StreamStart
 from ddp_patch.streams.reading import begun_anew, begun_at, is_again, start_of, tell_epoch
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
 from ddp_patch.streams.stream_marks import marked, name_of
@@ -30,8 +30,6 @@ __all__ = ["WorkerPass"]
 T = TypeVar("T")
 
 _NOTHING: Any = object()
-# By how many of its first items a stream is recognised.
-_RECOGNISED_BY = 8
 
 
 class WorkerPass(AbstractContextManager[None], Generic[T]):
@@ -168,7 +166,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
         read = self._start.taken_before + self._worker.plan.num_replicas * (self._start.skip + place)
-        return self._first if self._first is not None and self._first.seen == min(_RECOGNISED_BY, read) else None
+        return self._first if self._first is not None and self._first.seen == min(RECOGNISED_BY, read) else None
 
     def position(self) -> WorkerPosition:
         """Return how far it is; or where the next pass begins, if this one was over before or cannot be resumed."""
@@ -287,7 +285,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
             yield item
-            if len(seen) == _RECOGNISED_BY:
+            if len(seen) == RECOGNISED_BY:
                 break
         yield from self._followed(items)
 

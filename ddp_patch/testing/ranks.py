@@ -5,6 +5,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, RanksFailedError
 from ddp_patch.loaders.hooks import about_to_use, called_before, made, places_recorded
 from ddp_patch.loaders.recognition import sharded_by
+from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.validation import is_seconds, whole_number
 
 __all__ = ["guard_this_process", "guarded", "run_ranks"]
@@ -122,14 +124,15 @@ def run_ranks(
     Raises:
         InvalidOptionError: ``world_size`` or ``timeout`` is not positive, ``fn`` or an argument cannot be sent to
             another process, or there is no such ``start_method``.
-        RanksFailedError: A rank raised, died or did not return in time. The message shows each rank's traceback, or
-            where it hung.
+        RanksFailedError: A rank raised, died or did not return in time. The message shows the traceback, or where it
+            hung, once for all ranks that failed alike.
 
     Examples:
         >>> import operator
         >>> run_ranks(operator.add, 2)  # rank + world_size
         [2, 3]
     """
+    __tracebackhide__ = True  # pytest shows the caller's line, not these
     _check_how(fn, grace, start_method)
     world_size = whole_number("world_size", world_size)
     if world_size < 1 or not (is_seconds(timeout) and timeout > 0):
@@ -266,12 +269,22 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
             rank.ask_where()
 
 
+# Ranks that fail alike may still name their own rank, count or address.
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
 def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
     """Return the error message: how every rank ended, and what the ranks reported."""
     # All fates come first, because peers of a dead rank report errors that are not the cause.
     fates = ", ".join(f"rank {number} {rank.fate}" for number, rank in enumerate(ranks))
+    alike: dict[tuple[str, str], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        if rank.report:
+            alike.setdefault((rank.fate, _NUMBER.sub("0", rank.report)), []).append(number)
     reports = [
-        f"--- rank {number} {rank.fate} ---\n{rank.report.strip()}" for number, rank in enumerate(ranks) if rank.report
+        f"--- {ranks_text(members)} {fate}{f', as rank {members[0]} reports it' if len(members) > 1 else ''} ---\n"
+        f"{ranks[members[0]].report.strip()}"
+        for (fate, _), members in alike.items()
     ]
     return "\n".join(
         [
@@ -314,8 +327,8 @@ def _rank_main(task: _Task, sender: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
         try:
             message = pickle.dumps(("returned", _result(task), ""))
-        except BaseException:  # noqa: BLE001 - whatever it is, the parent raises it
-            message = pickle.dumps(("raised", None, traceback.format_exc()))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
+            message = pickle.dumps(("raised", None, _shown_from_users_code(error)))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # the function may have put anything there
                 stream.flush()  # the parent ends this process once it has the message
@@ -323,6 +336,14 @@ def _rank_main(task: _Task, sender: Connection) -> None:
         faulthandler.unregister(signal.SIGUSR1)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _shown_from_users_code(error: BaseException) -> str:
+    """Return an error with its traceback, without the frames of this module that led to the user's function."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(error.with_traceback(frame or error.__traceback__)))
 
 
 def _set_environment(task: _Task) -> None:

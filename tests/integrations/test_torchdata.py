@@ -14,7 +14,8 @@ import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
 from messages import raises
 from quick import run_ranks
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
 from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
@@ -29,7 +30,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import StateError, UnsupportedLoaderError
+from ddp_patch.errors import NotALoaderError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Options
 from ddp_patch.ranks.world import World
@@ -424,3 +425,25 @@ def test_it_is_refused_where_ranks_hand_each_other_batches() -> None:
     ):
         require_shareable(facts, options, World(0, 2, {0: 0, 1: 1}))
     require_shareable(facts, Options(share="by_worker", uneven="keep"), World(0, 2))
+
+
+class OfNodes(IterableDataset[Any]):
+    """The remedy that the error of a loader of nodes names."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+def test_a_loader_of_nodes_is_refused_and_the_remedy_works() -> None:
+    made: Any = nodes.Loader(nodes.Batcher(nodes.IterableWrapper(range(20)), 3, drop_last=False))
+    remedy = ("IterableDataset", "iter(loader)", "DataLoader(dataset, batch_size=None)")
+    with raises(NotALoaderError, ("torchdata's Loader of nodes",), remedy):
+        patch_dataloader_to_ddp(made, rank=0, num_replicas=2)
+    for rank in range(2):
+        patched = patch_dataloader_to_ddp(DataLoader(OfNodes(made), batch_size=None), rank=rank, num_replicas=2)
+        whole = [list(range(start, min(start + 3, 20))) for start in range(0, 20, 3)]
+        for _ in range(2):
+            assert list(patched) == [*whole, whole[0]][rank::2]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, Subset, get_worker_info
 
 from ddp_patch import audit
-from ddp_patch.auditing.judge_problems import coverage_kinds
 
 Loaded = Callable[[list[int], int, int], DataLoader[Any]]
 
@@ -70,23 +69,6 @@ def test_exactly_right_shares_hold(made: tuple[int, list[list[int]]], batch_size
     assert epoch.missing == len({*range(n)} - set(got))
     assert epoch.foreign == sum(times for sample, times in got.items() if sample >= n)
     assert epoch.repeated == sum(times - 1 for sample, times in got.items() if sample < n)
-
-
-@given(shares(), st.integers(1, 8), st.sampled_from(["sampler", "Subset"]))
-def test_of_parts_made_once_only_the_whole_dataset_holds(
-    made: tuple[int, list[list[int]]], batch_size: int, way: str
-) -> None:
-    """The factory ignores the world's size, so the audit may approve only what is right of the dataset's own length."""
-    n, parts = made
-
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        return WAYS[way](parts[rank], n - 2, batch_size)
-
-    report = audit(make, len(parts), epochs=1, allow=[*coverage_kinds - {"ignores_world_size"}, "error"])
-    if is_right(n, parts, batch_size) and {*parts[0]} != {*range(n)}:
-        assert report.ok, report
-    if "ignores world_size" in report.how:
-        assert is_right(n, parts, batch_size) or report.problems
 
 
 class OfShards(IterableDataset[int]):

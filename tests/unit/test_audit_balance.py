@@ -17,7 +17,7 @@ from zoo import ALL_KINDS, Kind
 
 from ddp_patch import Cost, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import Report
-from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.report import page
 from ddp_patch.samplers import PKBatchSampler
 from ddp_patch.sharding import balancing
 from ddp_patch.sharding.balancing import Balancer
@@ -63,15 +63,10 @@ def test_a_rank_that_makes_no_such_step_costs_nothing_there() -> None:
 
 def test_both_are_shown_in_every_form() -> None:
     report = audit(plain(8, batch_size=2), 2, epochs=1, cost=[1, 3, 1, 3, 1, 3, 1, 3])
-    told = (
-        "ranks wait 33 % of the time without cost=, 0 % with it; the slowest rank takes 1.5 and 1 times the mean, "
-        "in the worst step 1.5 and 1"
-    )
+    told = "ranks wait 33 % of the time without cost=, 0 % with it"
     assert ("balance 0", told) in report.facts()
     assert ("with cost=", "PASS") in report.facts()
-    assert all(
-        told in text for text in (str(report), report.to_markdown(), page({"train": report}, Provenance("a test")))
-    )
+    assert all(told in text for text in (str(report), report.to_markdown(), page({"train": report}, "a test")))
     written = json.loads(json.dumps(report.to_dict()))
     assert written["epochs"][0]["imbalance"] == 1.5
     assert written["balanced"]["epochs"][0]["imbalance"] == 1
@@ -79,7 +74,7 @@ def test_both_are_shown_in_every_form() -> None:
     assert "pictured" not in written["balanced"]
     assert "with cost=" in beside(report).how
     alone = audit(plain(8, batch_size=2), 2, 1, patch=False, cost=[1, 3] * 4, allow=["not_sharded"])
-    told = "ranks wait 0 % of the time; the slowest rank takes 1 times the mean, in the worst step 1"
+    told = "ranks wait 0 % of the time"
     assert ("balance 0", told) in alone.facts()
 
 

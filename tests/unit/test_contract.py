@@ -1,5 +1,6 @@
 """One contract over every kind of loader: equal steps, shares disjoint and complete, new epochs, no trace."""
 
+import multiprocessing
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from messages import assert_tells, raises
+from quick import OF_RANKS
 from torch.utils.data import DataLoader, DistributedSampler
 from trying import SEED, WORLDS, over, over_in_turn
 from zoo import ALL_KINDS, BY_NAME, STEPS, Kind, N, draw_ambient, loader, seed_ambient, units
@@ -58,6 +60,25 @@ def test_every_rank_takes_its_share_of_the_one_stream(kind: Kind, num_replicas: 
     for rank in range(num_replicas):
         shares = epochs_of(kind, rank, num_replicas)
         assert shares == [kind.of_rank(stream, Plan(rank, num_replicas)) for stream in streams]
+
+
+@pytest.fixture
+def started_by_forkserver() -> Iterator[None]:
+    """Start workers as Python 3.14 does: all that they need is pickled."""
+    multiprocessing.set_forkserver_preload(OF_RANKS)  # else each worker imports torch
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("started_by_forkserver")
+@over([kind for kind in WHOLE if kind.make().num_workers])
+def test_shares_are_the_same_where_workers_are_started_by_a_fork_server(kind: Kind) -> None:
+    streams = epochs_of(kind, 0, 1)
+    for rank in range(2):
+        shares = epochs_of.__wrapped__(kind, rank, 2)
+        assert shares == [kind.of_rank(stream, Plan(rank, 2)) for stream in streams]
 
 
 @over([kind for kind in FINITE if not kind.shuffles and (kind.parts or not kind.make().num_workers)])

@@ -1,7 +1,10 @@
-"""What the log says of a loader when it is patched."""
+"""What the log, and a sampler that is printed, say of a loader that is patched."""
 
 import copy
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,8 +40,8 @@ CASES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
     (of(batch_size=8), {"cost": range(100)}, "shard 1 of 3, samples, 5 steps of 8, steps of equal cost"),
     (of(batch_sampler=ByClass(range(100), 8, False)), {}, "shard 1 of 3, whole batches, 5 steps"),
     (of(batch_size=None), {}, "shard 1 of 3, items, 34 steps"),
-    (DataLoader(Stream(), 2), {}, "shard 1 of 3, samples of a stream, steps of 2"),
-    (DataLoader(Stream(), None), {}, "shard 1 of 3, items of a stream, steps"),
+    (DataLoader(Stream(), 2), {}, "shard 1 of 3, samples of a stream, steps of 2, length unknown"),
+    (DataLoader(Stream(), None), {}, "shard 1 of 3, items of a stream, length unknown"),
 ]
 
 
@@ -73,3 +76,47 @@ def test_a_line_in_the_log_for_each_loader_that_is_patched(caplog: pytest.LogCap
         "DataLoader was patched: shard 1 of 4, samples, 4 steps of 8",
         "loaders['train'] was patched: shard 1 of 4, samples, 25 steps of 1",
     ]
+
+
+SHARES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
+    (of(), {}, "DDPSamplerWrapper(shard 1 of 3, samples, 34 in an epoch)"),
+    (of(batch_sampler=ByClass(range(100), 8, False)), {}, "(shard 1 of 3, whole batches, 5 in an epoch)"),
+    (of(batch_sampler=iter([[0]])), {}, "(shard 1 of 3, whole batches, length unknown)"),
+    (of(batch_size=8), {"share": "within_batches"}, "(shard 1 of 3, a part of each batch, 13 in an epoch)"),
+    (DataLoader(Stream(), 2), {}, "StreamSampler(shard 1 of 3, items of a stream, length unknown)"),
+]
+
+
+@pytest.mark.parametrize(("loader", "options", "said"), SHARES)
+def test_a_loaders_sampler_says_it_when_it_is_printed(
+    loader: DataLoader[Any], options: dict[str, Any], said: str
+) -> None:
+    patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=3, **options)
+    assert repr(patched.sampler).endswith(said)
+
+
+ONE_LINE = "ddp_patch: DataLoader was patched: shard 1 of 3, samples, 17 steps of 2\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "first", "said"),
+    [
+        ("", "", ""),  # silent unless somebody asks
+        ("0", "", ""),
+        ("1", "", ONE_LINE),
+        ("1", "logging.basicConfig()", ONE_LINE.replace("ddp_patch: ", "INFO:ddp_patch:")),  # once, not twice
+    ],
+)
+def test_a_script_asks_for_the_log_by_an_environment_variable(asked: str, first: str, said: str) -> None:
+    script = f"""
+import logging
+from torch.utils.data import DataLoader
+from ddp_patch import patch_dataloader_to_ddp
+{first}
+list(patch_dataloader_to_ddp(DataLoader(range(100), 2), rank=1, num_replicas=3))
+"""
+    environment = {**os.environ, "DDP_PATCH_LOG": asked}
+    ended = subprocess.run(  # noqa: S603 - our own script
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == said

@@ -265,7 +265,9 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_every_option_is_in_the_table_with_its_default_in_the_order_of_the_signature() -> None:
     _, _, section = (DOCS / "options.md").read_text().partition("\n## The keywords\n")
     told = re.findall(r"^\| `(.*?)` \| ", section.partition("\n### ")[0], re.MULTILINE)
-    parameters = list(inspect.signature(ddp_patch.patch_dataloader_to_ddp).parameters.values())[1:]
+    parameters = list(inspect.signature(ddp_patch.patch_dataloader_to_ddp).parameters.values())[
+        1:-1
+    ]  # without **unknown
     defaults = {parameter.name: parameter.default for parameter in parameters}
     expected = [
         name if default is None else f"{name}={default!r}".replace("'", '"') for name, default in defaults.items()

@@ -226,9 +226,13 @@ def test_what_would_be_faster_is_said_after_the_first_pass(
     assert not [text for text in caplog.messages if "by_worker" in text]
     for _ in range(3):
         list(loader)
-    (said,) = [text for text in caplog.messages if "by_worker" in text]
+    (record,) = [record for record in caplog.records if "by_worker" in record.getMessage()]
+    said, is_slow = record.getMessage(), isinstance(dataset, SlowShards)
     assert "each of 4 ranks read all 23 items" in said
-    assert ("waited for them" in said) == isinstance(dataset, SlowShards)
+    assert "patch_dataloader_to_ddp(loader, share='by_worker') reads each item once" in said
+    assert "restored on as many ranks and workers only" in said
+    assert ("waited for them" in said) == is_slow
+    assert record.levelname == ("WARNING" if is_slow else "INFO")  # which a script sees unless it looks away
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import re
 import xml.etree.ElementTree as ElementTree
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from runpy import run_path
@@ -21,9 +21,9 @@ from ddp_patch import audit
 from ddp_patch.auditing import Pictured, Report
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.picture import alternative, svg
-from ddp_patch.auditing.report import Provenance, page
+from ddp_patch.auditing.report import page
 
-HERE = Provenance("ddp-patch audit <x>", date="some day", versions={"torch": "9"})
+HERE = "ddp-patch audit <x>"
 
 
 def audited(given: Any, world_size: int, **options: Any) -> Report:
@@ -50,13 +50,12 @@ def plain(n: int, **options: Any) -> DataLoader[Any]:
 def test_the_picture_is_of_the_stream_of_one_process() -> None:
     """Five samples over two ranks: the first one again fills the last round."""
     found = shown(plain(5), 2)
-    assert found.names == ("0", "1", "2", "3", "4")
     assert [*found.got] == [(1, 0, 1, 0, 1), (1, 1, 0, 1, 0)]
     assert found.seen == (0, 4, 1)
     assert [*found.levels] == [(0, 0, 1), *[(0, 1, 0)] * 4]
 
 
-def test_a_sample_that_one_process_draws_twice_is_got_at_its_first_place_first() -> None:
+def test_a_sample_that_one_process_draws_twice_is_got_at_both_places_in_part() -> None:
     """One process draws 7, 8, 7, 9; rank 0 gets 7 and 7, and rank 1 gets 8, 7 and a 5 of nowhere."""
 
     def make(rank: int, world_size: int) -> DataLoader[Any]:
@@ -66,7 +65,7 @@ def test_a_sample_that_one_process_draws_twice_is_got_at_its_first_place_first()
     found = shown(make, 2)
     assert [*found.got] == [(1, 0, 1, 0), (0.5, 1, 0.5, 0)]
     assert found.seen == (1, 2, 1)
-    assert [*found.levels] == [(0, 0, 1), (0, 1, 0), (0, 1, 0), (1, 0, 0)]
+    assert [*found.levels] == [(0, 0.5, 0.5), (0, 1, 0), (0, 0.5, 0.5), (1, 0, 0)]
 
 
 def test_of_a_shuffled_epoch_positions_are_interleaved() -> None:
@@ -79,7 +78,6 @@ def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, worl
     found = shown(plain(n, batch_size=4, shuffle=True), world_size, epochs=1)
     got, levels = np.array(found.got), np.array(found.levels)
     widths = np.minimum(found.width, n - found.width * np.arange(len(levels)))
-    assert found.names == ()
     assert len(got) == len(found.bands) == min(world_size, 32)
     assert (found.bands[0][0], found.bands[-1][1]) == (0, world_size - 1)
     assert len(levels) <= 121
@@ -165,8 +163,7 @@ def test_the_first_epoch_that_fails_is_pictured() -> None:
 
 def test_ranks_samples_and_counts_are_written() -> None:
     drawn = drawn_texts(audited(loader(), 4))
-    assert {"0", "22", "rank 3", "once: 22", "again: 1"} <= set(drawn)
-    assert drawn.count("3") >= 6  # in each cell that rank 3 gets, on the axis, and as a sample
+    assert {"rank 0", "rank 3", "once: 22", "again: 1"} <= set(drawn)
     many = drawn_texts(audited(plain(2000), 96))
     assert {"ranks 0 to 2", "ranks 93 to 95"} <= set(many)
 
@@ -236,11 +233,11 @@ def test_the_page_holds_all_that_it_shows() -> None:
 
 def test_the_page_says_when_how_and_with_what_it_was_made() -> None:
     html = page({"train": audited(setups.uneven, 4)}, HERE)
-    assert all(f"<dd>{told}</dd>" in html for told in ("some day", "ddp-patch audit &lt;x&gt;", "torch 9"))
+    assert "<dd>ddp-patch audit &lt;x&gt;</dd>" in html
+    assert re.search(r"<dd>\d{4}-\d\d-\d\d \d\d:\d\d UTC</dd>", html)
+    assert re.search(r"<dd>python [\d.]+, ddp-patch [^,]+, torch [^,]+, numpy [^,]+</dd>", html)
     code = f"{Path(str(setups.__file__))}:{setups.uneven.__code__.co_firstlineno}"
     assert code.endswith(f"/{dict(audited(setups.uneven, 4).facts())['code']}".split("/tests/")[-1])
-    assert {"python", "torch", "numpy", "ddp-patch"} <= set(Provenance("x").versions)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", Provenance("x").date)
 
 
 def test_a_notebook_shows_a_report() -> None:
@@ -269,21 +266,13 @@ def test_any_loader_can_be_pictured(name: str) -> None:
     assert ("<picture" in html) == any(report.epochs[0].items)
 
 
-def test_names_are_no_markup() -> None:
-    keys: Mapping[str, int] = dict.fromkeys(["$x$", "<a>", "a&b", "a long name"], 0)
-    given: DataLoader[Any] = DataLoader(keys, sampler=[*keys])  # type: ignore[arg-type]  # keys
-    assert {"'$x$'", "'<a>'", "'a&b'", "'a lo…"} <= set(drawn_texts(audited(given, 2)))
-
-
 def test_facts_and_json_say_what_was_counted() -> None:
     report, again = (audited(loader(), 4, patch=False) for _ in range(2))
     facts = dict(report.facts())
     assert facts["ranks"] == "4"
     assert facts["counted in"] == "samples"  # whether or not the ranks shard them
-    assert dict(audited(loader(), 4).facts())["same order whatever the seed"] == "yes"
-    assert re.fullmatch(r"\d+\.\d{3} s(; memory grew by -?\d+ MiB)?", facts["rank 0's sampling"])
     differs = {name for name, value in report.to_dict().items() if value != again.to_dict()[name]}
-    assert differs <= {"seconds", "memory", "code"}
+    assert differs <= {"code"}
 
 
 def test_the_command_line_writes_it(tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,0 +1,300 @@
+"""Ordinary mistakes: each is told in at most six lines of a terminal, with a remedy that works as it is written."""
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from quick import run_ranks
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, autopatch, loader_state, patch_dataloader_to_ddp
+from ddp_patch.errors import InvalidOptionError, NotALoaderError, RanksFailedError, StateError
+from ddp_patch.resume import restore_loader
+
+COLUMNS, LINES = 120, 6
+HERE: dict[str, Any] = {"rank": 0, "num_replicas": 2}
+
+
+def lines_of(text: str) -> list[str]:
+    return [part for line in text.splitlines() for part in textwrap.wrap(line, COLUMNS) or [""]]
+
+
+def told(error: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert len(lines_of(message)) <= LINES, message
+    return message
+
+
+def patched(**options: Any) -> Any:
+    return patch_dataloader_to_ddp(DataLoader(range(20), 2), **HERE, **options)  # type: ignore[arg-type]  # a dataset
+
+
+# ---- keywords ----
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"shuffle": True}, "set it on the DataLoader, as in DataLoader(..., shuffle=True)"),
+        ({"drop_last": True}, "set it on the DataLoader, as in DataLoader(..., drop_last=True)"),
+        ({"batch_size": 4}, "set it on the DataLoader, as in DataLoader(..., batch_size=4)"),
+        ({"unevn": "drop"}, "did you mean uneven? Pass uneven=."),
+        ({"world_size": 2}, "use these: num_replicas, rank, process_group, device_mesh, uneven,"),
+    ],
+)
+def test_a_keyword_that_does_not_exist(given: dict[str, Any], remedy: str) -> None:
+    (name,) = given
+
+    def of_autopatch() -> None:
+        with autopatch(**HERE, **given):
+            pass
+
+    calls: dict[str, Callable[[], Any]] = {
+        "patch_dataloader_to_ddp": lambda: patched(**given),
+        "DDPSamplerWrapper": lambda: DDPSamplerWrapper(range(20), **HERE, **given),
+        "DDPBatchSamplerWrapper": lambda: DDPBatchSamplerWrapper([[0]], **HERE, **given),
+        "autopatch": of_autopatch,
+    }
+    for called, call in calls.items():
+        assert told(TypeError, call).startswith(f"{called}() has no option {name}: {remedy}")
+    if remedy.startswith("set it"):
+        loader: Any = DataLoader(range(20), **given)  # type: ignore[arg-type]  # a dataset
+        assert len(list(patch_dataloader_to_ddp(loader, **HERE))) == 10 // given.get("batch_size", 1) + (
+            "batch_size" in given
+        )
+    elif remedy.startswith("did you"):
+        assert len(patched(uneven="drop")) == 5
+
+
+# ---- the command ----
+
+
+def run_command(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    (folder / "train.py").write_text("print('the script has begun')")
+    command = [sys.executable, "-m", "ddp_patch", "run", *arguments, "train.py"]
+    ended = subprocess.run(  # noqa: S603 - our own
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+    assert ("begun" in ended.stdout) == (ended.returncode == 0)
+    said = ended.stderr[ended.stderr.find("ddp-patch run: error: ") :]
+    return ended.returncode, said
+
+
+@pytest.mark.parametrize("seed", ["abc", "-1", "1" * 10**4, "1.5"])
+def test_a_seed_in_the_environment_that_is_none(seed: str, tmp_path: Path) -> None:
+    for ranks in ([], ["-n", "2"]):
+        code, said = run_command(tmp_path, *ranks, DDP_PATCH_SEED=seed)
+        assert code == 2
+        assert "DDP_PATCH_SEED='" in said
+        assert "unset DDP_PATCH_SEED" in said
+        assert len(lines_of(said)) <= LINES
+    assert run_command(tmp_path, DDP_PATCH_SEED="7")[0] == 0
+
+
+def test_a_folder_that_is_a_file_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    for path in ("taken", "taken/logs"):
+        code, said = run_command(tmp_path, "-n", "2", "--keep-shadows", path)
+        assert code == 2
+        assert "taken is a file. Pass the path of a folder." in said
+        assert len(lines_of(said)) <= LINES
+    assert run_command(tmp_path, "-n", "1", "--keep-shadows", "logs")[0] == 0
+
+
+# ---- states ----
+
+
+class Lines(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(40)
+
+
+class Counting:
+    """A sampler with a state of its own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        return iter(range(40))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"] + 0
+
+
+def of_stream() -> Any:
+    return patch_dataloader_to_ddp(DataLoader(Lines(), 5), **HERE)
+
+
+def of_sampler() -> Any:
+    loader: Any = DataLoader(range(40), 5, sampler=Counting())  # type: ignore[arg-type]  # a dataset
+    return patch_dataloader_to_ddp(loader, **HERE)
+
+
+def nested(depth: int) -> list[Any]:
+    nest: list[Any] = []
+    for _ in range(depth):
+        nest = [nest]
+    return nest
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+JUNK = {
+    "text": "y" * 10**6,
+    "bytes": b"x" * 10**6,
+    "2**63": 2**63,
+    "digits": 10**5000,
+    "nest": nested(10**5),
+    "array": np.zeros((4, 4)),
+    "dict": dict.fromkeys(range(10**4), "z" * 10),
+    "object": Unprintable(),
+}
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from paths(part, (*path, key))
+
+
+def put(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    if not path:
+        return junk
+    new = value.copy()
+    new[path[0]] = put(value[path[0]], path[1:], junk)
+    return new
+
+
+@pytest.mark.parametrize("make", [of_stream, of_sampler])
+def test_a_state_with_junk_anywhere_is_refused_in_a_few_lines(make: Any) -> None:
+    """Except where any value may stand: a seed, a sampler's own, and the hashes of a stream's first items."""
+    loader = make()
+    next(iter(loader))
+    state = loader_state(loader)
+    free = {("seed",), ("states", "samplers", 0, "count"), *((("states", "streams", 0, 0, place)) for place in (1, 2))}
+    wrong = []
+    for path in paths(state):
+        for name, junk in JUNK.items():
+            here = make()
+            try:
+                restore_loader(here, put(state, path, junk))
+            except StateError as error:
+                if len(lines_of(str(error))) > 14 or len(str(error)) > 1500:
+                    wrong.append((path, name, str(error)[:500]))
+                continue
+            if path not in free and path[:3] != ("states", "streams", 0):
+                wrong.append((path, name, "accepted"))
+    assert not wrong
+    restore_loader(here, state)  # none of them has changed it
+    assert [int(item) for batch in here for item in batch] == list(range(10, 40, 2))
+
+
+@pytest.mark.parametrize("junk", [junk for name, junk in JUNK.items() if name != "dict"], ids=lambda junk: type(junk))
+def test_a_state_that_is_none(junk: Any) -> None:
+    assert "damaged: it is " in told(StateError, lambda: restore_loader(of_stream(), junk))
+
+
+# ---- what other packages have ----
+
+
+def test_a_loader_of_torchdatas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/integrations/test_torchdata.py`` tries the remedy."""
+    module = ModuleType("torchdata.nodes.loader")
+    exec("class Loader: pass", vars(module))  # noqa: S102 - a class of that module
+    given: Any = module.Loader()
+    message = told(NotALoaderError, lambda: patch_dataloader_to_ddp(given, **HERE))
+    assert "torchdata's Loader of nodes" in message
+    assert "Wrap it in an IterableDataset whose __iter__ returns iter(loader)" in message
+
+
+def test_a_dataset_of_energon_by_worker() -> None:
+    kind = type("SavableDatasetWrapper", (Lines,), {"__module__": "megatron.energon.savable_loader"})
+
+    def of_energon(**options: Any) -> Any:
+        return patch_dataloader_to_ddp(DataLoader(kind(), 5), **HERE, **options)
+
+    message = told(InvalidOptionError, lambda: of_energon(share="by_worker", uneven="keep"))
+    assert "Megatron-Energon's SavableDatasetWrapper" in message
+    assert "Leave share out" in message
+    assert len(list(of_energon())) == 4
+
+
+# ---- on real ranks ----
+
+
+class ShuffledByItsWorker(IterableDataset[str]):
+    """Takes its worker's items, and shuffles those by a seed of its own."""
+
+    def __iter__(self) -> Iterator[str]:
+        info = get_worker_info()
+        items = list(range(40))
+        if info is not None:
+            items = items[info.id :: info.num_workers]
+        random.Random(os.urandom(8)).shuffle(items)
+        yield from map(str, items)
+
+
+def read(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    loader = patch_dataloader_to_ddp(DataLoader(ShuffledByItsWorker(), 5, num_workers=2), **options)
+    return [item for batch in loader for item in batch]
+
+
+def test_a_stream_that_each_worker_shuffles_unseeded() -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(read, 2, {})
+    said = str(caught.value)
+    message = said[said.index("RankMismatchError: ") :].split("\n---")[0].removesuffix("explain RanksFailedError")
+    assert "Pass share='by_worker'" in message
+    assert " part" not in message
+    assert len(lines_of(message)) <= LINES + 1  # the error of run_ranks has its line, too
+    of_each = run_ranks(read, 2, {"share": "by_worker"})
+    assert sorted(int(item) for read_items in of_each for item in read_items) == list(range(40))
+
+
+def fails(rank: int, world_size: int) -> None:
+    raise LookupError(f"rank {rank} of {world_size} has no data")
+
+
+def test_ranks_that_fail_alike_are_told_once() -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(fails, 3)
+    message = str(caught.value)
+    assert message.count("Traceback") == 1
+    assert "--- ranks 0 to 2 raised, as rank 0 reports it ---" in message
+    assert "LookupError: rank 0 of 3 has no data" in message
+    assert "testing/ranks.py" not in message
+
+
+def test_pytest_shows_the_line_that_called_run_ranks_and_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "from ddp_patch.testing import run_ranks\n"
+        "def fails(rank, world_size):\n    raise LookupError('no data')\n"
+        "def test_it():\n    run_ranks(fails, 1)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)  # noqa: S603 - our own
+    assert "run_ranks(fails, 1)" in ended.stdout
+    assert "LookupError: no data" in ended.stdout
+    assert "_check_how" not in ended.stdout
