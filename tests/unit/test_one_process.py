@@ -24,10 +24,9 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
     WorldError,
 )
-from ddp_patch.running.command import take_slurm
 from ddp_patch.running.context import running
 from ddp_patch.running.gradients import Gradients, StepWeight
-from ddp_patch.running.launch import is_rank
+from ddp_patch.running.launch import is_rank, take_slurm
 from ddp_patch.running.loader_reports import Patterns
 from ddp_patch.running.lockstep import Act, Counts
 from ddp_patch.running.one_process import Mode, OneProcessOptions, _backend_here
