@@ -206,7 +206,7 @@ def ran(script: Script, folder: Path, ranks: int, *, still: bool) -> Ran:
     own["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     target = str(folder / "code" / Path(script.path).name)
     done = subprocess.run(  # noqa: S603 - what the list above names
-        [sys.executable, "-m", "ddp_patch", "run", "-n", str(ranks), "--manual-seed", "0", target, *script.arguments],
+        [sys.executable, "-m", "ddp_patch", "run", "-n", str(ranks), "--seed", "0", target, *script.arguments],
         cwd=folder / "run",
         env={**os.environ, **own},
         check=True,

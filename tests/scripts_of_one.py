@@ -278,6 +278,59 @@ SCRIPTS: Mapping[str, str] = {
                 torch.save(model.state_dict(), f"{folder}/best.pt")
                 model.load_state_dict(torch.load(f"{folder}/best.pt"))
     """,
+    "what cannot be divided": """
+        model, history = net(), []
+        loader = DataLoader(data, 7, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for a, b in loader:  # by torch.autograd.grad
+            for p, g in zip(model.parameters(), torch.autograd.grad(F.mse_loss(model(a), b), model.parameters())):
+                p.grad = g
+            optimizer.step()
+        optimizer.zero_grad()
+        sum(F.mse_loss(model(a), b) for a, b in DataLoader(data, 7, shuffle=True)).backward()  # one loss of all batches
+        optimizer.step()
+        batches, ahead = iter(DataLoader(data, 7, shuffle=True)), None
+        for batch in batches:  # fetched ahead
+            if ahead is not None:
+                optimizer.zero_grad()
+                F.mse_loss(model(ahead[0]), ahead[1]).backward()
+                optimizer.step()
+            ahead = batch
+        for a, b in DataLoader(data, 7, shuffle=True):
+            model.zero_grad()
+            penalty = torch.autograd.grad(model(a).sum(), model.parameters(), create_graph=True)
+            (F.mse_loss(model(a), b) + sum(g.pow(2).sum() for g in penalty) / 100).backward()
+            optimizer.step()
+        for a, b in DataLoader(data, 2, shuffle=True):  # fewer samples than ranks
+            model.zero_grad()
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        for a, b in DataLoader(data, 7, shuffle=True):
+            model.zero_grad()
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
+    """,
+    "modes within the step, losses that are read": """
+        model, plateau = net(), []
+        train, val = DataLoader(data, 11, shuffle=True), DataLoader(data, 20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for epoch in range(3):
+            total = 0.0
+            for a, b in train:
+                model.train()
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(a), b)
+                (loss / 2).backward()
+                optimizer.step()
+                total += loss.item() + float(f"{loss:.12f}")
+            schedule.step(total)
+            history += [total, float(loss)]
+            for a, b in val:
+                model.eval()
+                history.append(F.mse_loss(model(a), b).item())
+    """,
     "a compiled step": """
         model = net()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

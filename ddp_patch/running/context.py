@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,12 +22,12 @@ from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
-from ddp_patch.running.loader_reports import Patterns, UsedLoader, is_off
+from ddp_patch.running.loader_reports import Patterns, UsedLoader, counted, is_off
 from ddp_patch.running.one_process import Mode, OneProcess, OneProcessOptions
 from ddp_patch.running.session import Session
 from ddp_patch.wrappers import split_options
 
-__all__ = ["HEADINGS", "Frameworks", "Summary", "autopatch", "running"]
+__all__ = ["Frameworks", "Summary", "autopatch", "running"]
 
 
 class Frameworks:
@@ -113,7 +114,7 @@ class Models:
             self._made = True
 
 
-HEADINGS = ("made at", "loader", "what became of it", "passes", "each rank gets", "padding")
+_WIDTH = 100
 # What follows from training as one process.
 _DECIDED = {"share", "uneven", "rank", "num_replicas", "process_group", "device_mesh"}
 
@@ -136,17 +137,6 @@ class Summary:
         return tuple(self._session.records if self._one is None else [*self._one.records, *self._session.records])
 
     @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """A row of the table for each; one for those that a script makes alike in each epoch."""
-        passes = Counter[tuple[str, str, str, str, str]]()
-        for record in self.records:
-            record.note_pass()
-            passes[record.row] += record.passes
-        return [
-            (place, what, fate, str(n), share, padding) for (place, what, fate, share, padding), n in passes.items()
-        ]
-
-    @property
     def notes(self) -> list[str]:
         """What else was noticed."""
         session = self._session
@@ -155,8 +145,7 @@ class Summary:
         if not session.had_world:
             return [
                 "No loader was used in a process group of several ranks, so none was patched. A script for one process "
-                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process; or with "
-                "torchrun, and pass --init-process-group gloo (or nccl)."
+                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
             ]
         found = [
             f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
@@ -171,10 +160,12 @@ class Summary:
         return found
 
     def __str__(self) -> str:
-        rows = [HEADINGS, *self.rows] if self.rows else []
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *self.notes])
+        passes = Counter[str]()  # of loaders that a script makes alike in each epoch
+        for record in self.records:
+            record.note_pass()
+            passes[record.summary] += record.passes
+        lines = [f"{text}, {counted(n, 'pass')}" for text, n in passes.items()]
+        return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="    ") for line in [*lines, *self.notes])
 
 
 @contextmanager

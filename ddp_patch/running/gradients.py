@@ -1,5 +1,6 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from time import perf_counter
-from typing import Any, Literal, TypeAlias
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,14 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.losses import Reduction, reduction_of
 from ddp_patch.walks import nested
 
-__all__ = ["Gradients", "Loss", "PassWeights", "StepWeight", "average", "broadcast", "checksums"]
+__all__ = ["Gradients", "PassWeights", "StepWeight", "average", "broadcast", "checksums"]
 
-
-Loss: TypeAlias = Literal["auto", "mean", "sum"]
 
 # As many bytes are averaged at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
@@ -84,6 +84,37 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [int(value) for value in torch.stack([value.cpu() for value in sums])] if sums else []
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """The loss of a whole batch, of which this rank has computed a part.
+
+    Attributes:
+        root: The operation that computed the part.
+        multiplied: What the root is a multiple of, if it is that.
+        part: The part's loss.
+        whole: The whole batch's.
+    """
+
+    root: Any
+    multiplied: Any
+    part: torch.Tensor
+    whole: torch.Tensor
+
+    @classmethod
+    def of(cls, root: torch.Tensor, whole: torch.Tensor) -> "_Whole":
+        """Return it for the root of a ``backward()``."""
+        node: Any = root.grad_fn
+        is_multiple = type(node).__name__.startswith(("Mul", "Div"))
+        inner = [each for each, _ in node.next_functions if each is not None] if is_multiple else []
+        return cls(node, inner[0] if len(inner) == 1 else node, root.detach(), whole)
+
+    def instead(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole batch's value of the root, or of what that is a multiple of."""
+        if tensor.grad_fn is self.root or not self.part:
+            return self.whole.view(tensor.shape)
+        return tensor.detach() * (self.whole / self.part).view(tensor.shape)
+
+
 # What gradient a parameter has on this rank.
 _NONE, _DENSE, _SPARSE = range(3)
 
@@ -97,7 +128,6 @@ class PassWeights:
         length: How many batches it has; None if that is not known.
         backwards: How often ``backward()`` was called before it.
         given: How many batches it gave.
-        fetches_ahead: Whether it gave several before the first call of ``backward()``.
         is_over: Whether it came to its end.
         weights: All weights that its batches had.
         first: The first tensor of its first batch, while that is alive.
@@ -107,7 +137,6 @@ class PassWeights:
     length: int | None
     backwards: int
     given: int = 0
-    fetches_ahead: bool = False
     is_over: bool = False
     weights: set[float] = field(default_factory=set)
     first: Callable[[], torch.Tensor | None] = lambda: None
@@ -178,14 +207,13 @@ class StepWeight:
             tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
             of.first = next(map(weakref.ref, tensors), of.first)
         of.weights.add(weight)
-        of.fetches_ahead |= of.given == 2 and any(other is of for other, _ in self._taken)
         self._weight, self._weight_of_sum, self._last, self.samples = weight, weight_of_sum, of, samples
         if self._taken and self._taken[-1][0] is not of:
             self._leave_out_what_is_over(of)
         self._taken.append((of, weight))
 
-    def begin_whole(self) -> None:
-        """Note that a pass begins of which every rank gets whole batches: their gradients are equal, and as they are.
+    def take_whole(self) -> None:
+        """Note that the script takes a batch that every rank has whole: gradients are equal, and as they are.
 
         A batch of a divided pass that was taken before, and waits for its ``backward()``, keeps its weight.
         """
@@ -228,12 +256,10 @@ class StepWeight:
             why = f"several batches of {names} were taken since the last backward()"
             self._refuse(why, [weight for _, weight in counted])
         last = self._last
-        if last is not None and last.is_over and not taken and len(last.weights) > 1:
-            if last.fetches_ahead:
-                self._refuse(f"the batches of {last.name} are fetched ahead of backward()", last.weights)
-            if last.first() is not None:  # as itertools.cycle() keeps them
-                why = f"the batches of {last.name} are kept, and used again after its pass"
-                self._refuse(why, last.weights, "iterate the loader again instead")
+        is_again = last is not None and last.is_over and not taken and len(last.weights) > 1
+        if last is not None and is_again and last.first() is not None:  # as itertools.cycle() keeps them
+            why = f"the batches of {last.name} are kept, and used again after its pass"
+            self._refuse(why, last.weights, "iterate the loader again instead")
         return self._weight
 
     def _refuse(self, why: str, weights: Iterable[float], way: str = "call backward() for each batch") -> None:
@@ -254,10 +280,10 @@ class Gradients:
         tell: Tells the user something, once.
         on_first_step: Called after the first step of an optimizer.
         on_unused: Called with a divided pass of which all was taken without a ``backward()``.
-        loss: What the script's loss is of the samples of a batch; ``"auto"`` for what its operations show.
 
     Attributes:
         weight: Knows the weight of a ``backward()``.
+        why_whole: Why batches cannot be divided; empty if they can.
         sent_bytes: How many bytes this rank has sent.
         averaging_s: How many seconds that took.
         began_s: When the first ``backward()`` began; None before.
@@ -270,10 +296,10 @@ class Gradients:
         tell: Callable[[str], object],
         on_first_step: Callable[[], object],
         on_unused: Callable[[PassWeights], object],
-        loss: Loss = "auto",
     ) -> None:
-        self._loss = loss
         self.weight: StepWeight = StepWeight(on_unused)
+        self.why_whole: str = ""
+        self._wholes: list[_Whole] = []  # the losses of this step
         self.sent_bytes: int = 0
         self.averaging_s: float = 0.0
         self.began_s: float | None = None
@@ -305,7 +331,8 @@ class Gradients:
                 self._backward(run, tensors, grad_tensors, create_graph=create_graph)
 
         def telling_grad(*args: Any, **options: Any) -> Any:
-            if self._lockstep is not None and not self._is_in_backward():
+            self.why_whole = self.why_whole or "torch.autograd.grad() is used"
+            if self._lockstep is not None and self.weight.samples is not None and not self._is_in_backward():
                 self._tell(
                     "torch.autograd.grad() is used: what it returns is of this rank's part of a batch, and is not "
                     "averaged."
@@ -315,9 +342,30 @@ class Gradients:
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch.autograd, "backward", as_it_is(backward)))
             stack.enter_context(patch.object(torch.autograd, "grad", telling_grad))
+            if self._lockstep is not None:
+                for name in ("item", "__float__", "__format__"):
+                    reading = as_it_is(self._reading(getattr(torch.Tensor, name)))
+                    stack.enter_context(patch.object(torch.Tensor, name, reading))
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
             stack.callback(register_optimizer_step_post_hook(as_it_is(self._after_step)).remove)
             yield
+
+    def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of tensors that reads the whole batch's loss in the place of a part's."""
+
+        def reading(tensor: torch.Tensor, *args: Any) -> Any:
+            if tensor.grad_fn is None or self.weight.samples is None or tensor.numel() != 1:
+                return read(tensor, *args)
+            for whole in self._wholes:
+                if tensor.grad_fn in {whole.root, whole.multiplied}:
+                    return read(whole.instead(tensor), *args)
+            self._tell(
+                f"What is read at {script_line(sys._getframe(1))} may be of this rank's part of a batch: only a loss "
+                "that is read after its own backward() is surely the whole batch's."
+            )
+            return read(tensor, *args)
+
+        return reading
 
     def add(self, optimizer: Optimizer) -> None:
         """Note an optimizer, whose parameters' gradients are averaged from now on."""
@@ -341,31 +389,40 @@ class Gradients:
             return
         if self.began_s is None:
             self.began_s = perf_counter()
+        if create_graph and self.weight.samples is None:
+            self.why_whole = "backward(create_graph=True) is called"
+            run(tensors, gradients)  # of whole batches, so the same on every rank
+            return
         if create_graph:
             raise UnsupportedLoaderError(
                 "backward(create_graph=True) cannot be averaged over the ranks: what is computed of these gradients "
                 "later would be of this rank's part alone. Use torch.autograd.grad(..., create_graph=True) for the "
                 "term that needs it, and backward() for their sum."
             )
-        if self.weight.has_taken and not self.parameters:
+        if self.weight.samples is not None and self.weight.has_taken and not self.parameters:
             raise UnsupportedLoaderError(
                 "backward() is called for a batch that is divided over the ranks, and there is no optimizer, so it is "
                 "not known which gradients to average. Let an optimizer of torch.optim change what is trained; where "
                 "nothing is, pass --whole with the line that makes the loader."
             )
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if self.weight.has_taken:
+            self._wholes = []
         weight = self.weight.of_backward(is_sum=self._is_sum(roots))
         with torch.enable_grad():
             weighed = [root * weight if isinstance(root, torch.Tensor) else root for root in roots]
         run(weighed, gradients)
         began_s = perf_counter()
-        self._average(self._lockstep)
+        pairs = zip(roots, weighed, strict=True)
+        read = [(root, each.detach().clone()) for root, each in pairs if torch.is_tensor(root) and root.numel() == 1]
+        self._average(self._lockstep, [whole for _, whole in read])
+        self._wholes += [_Whole.of(*pair) for pair in read]
         self.averaging_s += perf_counter() - began_s
 
     def _is_sum(self, roots: Any) -> bool:
         """Return whether a loss is a sum over the samples of a divided batch; tell the user where nobody knows."""
-        if self._loss != "auto" or self.weight.samples is None:
-            return self._loss == "sum"
+        if self.weight.samples is None:
+            return False
         part, whole = self.weight.samples
         kinds = {reduction_of(root, part, whole) for root in roots if isinstance(root, torch.Tensor)}
         if kinds & {Reduction.BOTH, Reduction.WEIGHED} or len(kinds - {Reduction.UNKNOWN}) > 1:
@@ -375,7 +432,7 @@ class Gradients:
             )
         return kinds == {Reduction.SUM}
 
-    def _average(self, lockstep: Lockstep) -> None:
+    def _average(self, lockstep: Lockstep, more: Sequence[torch.Tensor]) -> None:
         parameters = self.parameters
         kinds = _kinds(parameters)
         if not lockstep.meet(Act.BACKWARD, usual=hash(kinds) >> 2, state=self._loaded_state()):
@@ -386,12 +443,15 @@ class Gradients:
             if parameter.grad is None and kind != _NONE:
                 parameter.grad = torch.zeros_like(parameter) if kind == _DENSE else _no_rows(parameter)
         if any(map(has_gradient_hooks, parameters)):
-            self._tell(
-                "A parameter has a hook for its gradient: the hook sees the gradient of this rank's part of a batch, "
-                "before it is averaged. Change gradients after backward() instead, as clip_grad_value_() does."
-            )
+            self.why_whole = "a parameter has a hook for its gradient"
+            if self.weight.samples is not None:
+                self._tell(
+                    "A parameter has a hook for its gradient: the hook sees the gradient of this rank's part of a "
+                    "batch, before it is averaged. Change gradients after backward() instead, as clip_grad_value_() "
+                    "does."
+                )
         dense = [each.grad for each in parameters if each.grad is not None and not each.grad.is_sparse]
-        self.sent_bytes += average(dense, lockstep.ranks)
+        self.sent_bytes += average([*dense, *more], lockstep.ranks)
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = self._sparse_mean(lockstep, parameter.grad)
@@ -419,18 +479,19 @@ class Gradients:
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         if self._lockstep is None:
             return
+        is_whole = self.weight.samples is None
         if not any(ref() is optimizer for ref in self._optimizers):
             raise UnsupportedLoaderError(
                 f"The {type(optimizer).__name__} was made before its script ran as one process, so nobody has averaged "
                 "its gradients. Make it within autopatch(as_one_process=True)."
             )
-        if self._is_in_backward():
+        if self._is_in_backward() and not is_whole:
             raise UnsupportedLoaderError(
                 f"The {type(optimizer).__name__} makes a step while backward() runs, as hooks of parameters do, and "
                 "gradients are averaged when backward() has ended. Make the step after it."
             )
         has_closure = any(map(callable, [*args, options.get("closure")]))
-        if not self._counts.backwards and not has_closure:
+        if not self._counts.backwards and not has_closure and not is_whole:
             raise UnsupportedLoaderError(
                 f"The {type(optimizer).__name__} makes a step, and no backward() was called, so its gradients are of "
                 "this rank's part of the data and nobody has averaged them. torch.autograd.grad() and gradients that "

@@ -3,19 +3,55 @@
 A script that runs as one process is not to see that: many decide by ``RANK`` whether they are distributed.
 """
 
+import ctypes
+import logging
 import os
-from collections.abc import Iterator
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from unittest.mock import patch
+from zlib import crc32
 
-__all__ = ["OF_RANK", "hidden", "is_hidden", "is_rank", "shown", "told"]
+from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.validation import shown
+
+__all__ = [
+    "ALONE",
+    "OF_RANK",
+    "SEED",
+    "drawn_seed",
+    "end_with_launcher",
+    "hidden",
+    "is_hidden",
+    "is_rank",
+    "is_started",
+    "made_equal",
+    "shadows",
+    "started",
+    "take_slurm",
+    "told",
+    "unhidden",
+]
 
 
 OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # of a single rank
 _NAMES = (*OF_RANK, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 _PREFIXES = ("ROLE_", "TORCHELASTIC_")
 # The names under which a script may still read it.
 _OWN = {"DDP_PATCH_RANK": "RANK", "DDP_PATCH_WORLD_SIZE": "WORLD_SIZE"}
+
+# The environment's names of: the seed that was drawn for all ranks of a run; the process that has started the ranks;
+# where the files of ranks but the first one lie.
+SEED, _STARTED, _SHADOWS = "DDP_PATCH_SEED", "DDP_PATCH_STARTED", "DDP_PATCH_SHADOWS"
+
+_PARENT_DEATH_SIGNAL = 1  # as prctl(2) numbers it
 
 _hidden: dict[str, str] = {}
 
@@ -49,7 +85,119 @@ def hidden() -> Iterator[None]:
 
 
 @contextmanager
-def shown() -> Iterator[None]:
+def unhidden() -> Iterator[None]:
     """Show it again, to torch."""
     with patch.dict(os.environ, _hidden):
         yield
+
+
+def is_started() -> bool:
+    """Return whether ``-n`` has started this process."""
+    return os.environ.get(_STARTED) is not None and is_rank()
+
+
+def shadows() -> str:
+    """Return the folder for what ranks but the first one write; empty if ``-n`` has not started this process."""
+    return os.environ[_SHADOWS] if is_started() else ""
+
+
+def drawn_seed() -> int:
+    """Return a seed that is the same on every rank of this run."""
+    if (said := os.environ.get(SEED)) is None:
+        named = [told(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+        return crc32(":".join(named).encode())
+    if not (said.isascii() and said.isdecimal() and len(said) < 20):
+        raise InvalidOptionError(
+            f"{SEED}={shown(said)} is not a whole number of at least 0, and the script's random numbers are seeded by "
+            f"it on every rank. Set it to such a number, or leave it out: unset {SEED}."
+        )
+    return int(said)
+
+
+def end_with_launcher() -> None:
+    """Let Linux end this rank when its launcher is killed, and let Ctrl-C be told to it alone, not to its workers."""
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != int(os.environ[_STARTED]):  # it was killed before
+            os._exit(1)
+
+
+def take_slurm() -> None:
+    """Set what torchrun would set, if ``srun`` has started this process as one task of several.
+
+    Raises:
+        WorldError: SLURM does not say where the first task is.
+
+    Source:
+        The environment of srun's tasks, as its manual names it.
+    """
+    environment = os.environ
+    # A batch script has SLURM_PROCID and SLURM_NTASKS, too; the number of a step's tasks has only what srun started.
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if is_rank() or "SLURM_PROCID" not in environment or int(tasks) < 2:
+        return
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", ""))
+    first = environment.get("MASTER_ADDR") or (
+        environment.get("SLURM_LAUNCH_NODE_IPADDR") if "[" in nodes or "," in nodes else nodes
+    )
+    if not first:
+        raise WorldError(
+            "srun has started this process as one of several tasks, and neither MASTER_ADDR nor "
+            "SLURM_LAUNCH_NODE_IPADDR says where the first one is. Set MASTER_ADDR to the name of its node."
+        )
+    environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], tasks
+    environment["LOCAL_RANK"], environment["MASTER_ADDR"] = environment.get("SLURM_LOCALID", "0"), first
+    environment.setdefault("MASTER_PORT", str(20_000 + crc32(environment.get("SLURM_JOB_ID", "0").encode()) % 10_000))
+
+
+def started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> int:
+    """Start ranks that run ``ddp-patch run`` with these arguments, and wait for them.
+
+    Args:
+        ranks: How many on this machine, as ``--nproc-per-node`` takes it.
+        handed_on: Options of torchrun; all ranks are on this machine if none says where others are.
+        arguments: Those of each rank's command.
+
+    Returns:
+        The exit code of the rank that failed first; 0 if none did, and 128 and its number if a signal ended it.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser
+    from torch.distributed.run import run as run_ranks
+
+    logging.disable(logging.ERROR)  # the launcher's own words about what the ranks have said
+    cores = os.cpu_count() or 1
+    if ranks.isdecimal():
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(ranks)))))
+    is_alone = not any(each.startswith(("--nnodes", "--rdzv", "--master")) for each in handed_on)
+    where = [*handed_on, *(["--standalone"] if is_alone else [])]
+    command = [f"--nproc-per-node={ranks}", *where, "-m", "ddp_patch", "run", *arguments]
+    try:
+        run_ranks(get_args_parser().parse_args(command))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code: int = failure.exitcode
+        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        sys.stderr.write(f"ddp_patch: rank {rank} ended first, by {how}.\n")
+        return code if code >= 0 else 128 - code
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+@contextmanager
+def made_equal(kept: Path | None) -> Iterator[None]:
+    """Let all that should be equal on the ranks start equal, while they run: seeds, hashes, the file system."""
+    folder = tempfile.mkdtemp(prefix="ddp_patch-") if kept is None else str(kept.resolve())
+    equal = {_STARTED: str(os.getpid()), _SHADOWS: folder, SEED: os.environ.get(SEED, str(secrets.randbelow(2**31)))}
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":
+        equal["PYTHONHASHSEED"] = "0"
+    alone = {name: text for name, text in os.environ.items() if name not in OF_RANK}
+    try:
+        with patch.dict(os.environ, {**alone, **equal}, clear=True):
+            yield
+    finally:
+        if kept is None:
+            shutil.rmtree(folder, ignore_errors=True)

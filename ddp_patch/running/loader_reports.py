@@ -225,14 +225,6 @@ class UsedLoader:
         """Return what is known of a loader with which nothing was done."""
         return cls(shown(facts.loader), _what_it_is(facts), "left alone")
 
-    @property
-    def row(self) -> tuple[str, str, str, str, str]:
-        """What a summary says beside the passes: where, what, what became of it, each rank's share, padding."""
-        fate = f"{self.fate} ({self.note})" if self.note else self.fate
-        steps = "" if self.steps is None else counted(self.steps, "step")
-        share = ", ".join(filter(None, (self.samples, steps)))
-        return self.place, self.what, fate, share, self.padding
-
     def count_pass(self) -> None:
         """Note that it is iterated once more."""
         self.note_pass()
@@ -269,7 +261,7 @@ class UsedLoader:
         """Fill in what a rank gets of streams of these lengths."""
         self.samples = counted(sum(len(plan.share(n)) for n in lengths), unit)
         more = sum(plan.total(n) - n for n in lengths)
-        self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else "none"
+        self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else ""
 
     @property
     def line(self) -> str:
@@ -284,6 +276,11 @@ class UsedLoader:
             "whole and divided": f"whole under no_grad, else divided over {counted(self.ranks, 'rank')}, {steps}",
         }.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
+
+    @property
+    def summary(self) -> str:
+        """What the summary says beside the passes."""
+        return "; ".join(filter(None, (self.line, self.samples and f"{self.samples} a rank", self.padding)))
 
 
 def _unit(facts: LoaderFacts[Any]) -> str:
@@ -303,7 +300,7 @@ def _what_it_is(facts: LoaderFacts[Any]) -> str:
 
 def counted(number: int, unit: str) -> str:
     """Return a number of things, in words."""
-    plural = {"batch": "batches"}.get(unit, f"{unit}s")
+    plural = {"batch": "batches", "pass": "passes"}.get(unit, f"{unit}s")
     return f"{number:,} {unit if number == 1 else plural}"
 
 

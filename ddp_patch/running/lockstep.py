@@ -156,11 +156,12 @@ class Lockstep:
             return MissingRanksError(f"{here}, and the process group's store is gone: the rank that kept it has ended.")
         where = "".join(f"\n  rank {rank} {place}" for rank, place in sorted(places.items()))
         if any(place.startswith(_ENDED) for place in places.values()):
-            return MissingRanksError(f"{here}, and not all of them live:{where}\nSee the output of what ended first.")
+            ended = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()) if _ENDED in place)
+            return MissingRanksError(f"{here}: {ended}.")
         return MissingRanksError(
             f"{here}, at most {self._timeout:g} s, and they did not come ({why}). Last seen:{where}\nEvery rank runs "
             "the whole script, so each must make the same steps: let what it decides follow from whole evaluations, "
-            "not from the loss of a part of a batch. A rank that is only slow needs a longer --timeout."
+            "not from numbers of a part of a batch."
         )
 
     def _refuse(self, act: Act, facts: Mapping[str, int]) -> None:

@@ -20,27 +20,28 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.private_torch import AroundIterator
+from ddp_patch.compat.private_torch import AroundIterator, forget_iterator
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, WorldError
-from ddp_patch.evaluation.steps import Steps, steps_of
+from ddp_patch.evaluation.steps import steps_of
 from ddp_patch.loaders.copying import change_loader, copy_loader
-from ddp_patch.loaders.facts import look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
-from ddp_patch.orders.random_states import loader_seed
+from ddp_patch.orders.random_states import GlobalState, loader_seed
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
-from ddp_patch.running.gradients import Gradients, Loss, PassWeights
-from ddp_patch.running.launch import is_hidden, shown, told
+from ddp_patch.resume import loader_state, resume_loader
+from ddp_patch.running.gradients import Gradients, PassWeights
+from ddp_patch.running.launch import is_hidden, told, unhidden
 from ddp_patch.running.loader_reports import Patterns, UsedLoader, compared, counted, is_off, unpatched
 from ddp_patch.running.lockstep import Act, Counts, Lockstep
 from ddp_patch.running.random_numbers import RandomNumbers, seed_all
 from ddp_patch.running.replicas import Replicas
 from ddp_patch.running.session import Session, as_it_was_if_refused, is_too_soon, logger, user_of
 from ddp_patch.running.shadow import is_shadowed, shadowed
-from ddp_patch.sharding.batches import batches_of
+from ddp_patch.sharding.batches import batches_of, patched_sampler
 
 __all__ = ["Mode", "OneProcess", "OneProcessOptions", "group_made"]
 
@@ -55,13 +56,14 @@ _TWO_LINES = (
 )
 
 
+_END = object()
 _init_process_group = dist.init_process_group  # which scripts may not call
 
 
 @contextmanager
 def group_made(backend: str, **options: Any) -> Iterator[None]:
     """Make a process group, and destroy it at the end."""
-    with shown():
+    with unhidden():
         _init_process_group(backend, **options)
     try:
         yield
@@ -104,19 +106,17 @@ class OneProcessOptions:
 
     Attributes:
         mode: ``Mode.UNDECIDED`` for what the script shows when it first uses a loader or makes an optimizer.
-        loss: What the script's loss is of the samples of a batch; ``"auto"`` for what its operations show.
-        shard_evaluation: Whether loaders are divided under ``no_grad``, too.
         whole: Loaders that are made there are never divided.
         sync_batchnorm: Whether batch normalisation sees the whole batch.
         on_decision: Called with the mode when it is decided.
+        on_error: Called with what ends the script on this rank, before the others are told.
     """
 
     mode: Mode = Mode.UNDECIDED
-    loss: Loss = "auto"
-    shard_evaluation: bool = False
     whole: Patterns = field(default_factory=Patterns)
     sync_batchnorm: bool = False
     on_decision: Callable[[Mode], object] = lambda mode: None
+    on_error: Callable[[BaseException], object] = lambda error: None
 
 
 @dataclass
@@ -128,16 +128,23 @@ class _Loader:
         seed: What its order follows from.
         original: A copy of it as the script made it; None if it is left as it is.
         is_whole: Whether it is never divided.
-        whole: A copy that gives every rank all of it.
+        is_stream: Whether its dataset is iterable.
+        whole: A copy that gives every rank all of it, for evaluations under ``no_grad``.
+        undecided: A copy that gives every rank all of it, in the order that is divided: for passes of which it is not
+            known yet whether the script trains.
         is_divided: Whether the loader itself is divided by now.
+        trains: Whether ``backward()`` was called for its batches.
     """
 
     record: UsedLoader
     seed: int
     original: DataLoader[Any] | None = None
     is_whole: bool = False
+    is_stream: bool = False
     whole: DataLoader[Any] | None = None
+    undecided: DataLoader[Any] | None = None
     is_divided: bool = False
+    trains: bool = False
 
 
 class OneProcess:
@@ -187,7 +194,11 @@ class OneProcess:
             try:
                 yield
             except BaseException as error:
+                if isinstance(error, SystemExit) and not error.code:
+                    self._finish()
+                    raise
                 self._explain(error)
+                self._chosen.on_error(error)
                 self._leave(error)
                 raise
             else:
@@ -221,10 +232,15 @@ class OneProcess:
             known.record.passes += 1
             if known.original is None:
                 return None
-            is_training = torch.is_grad_enabled() and not self._replicas.are_evaluated
-            if known.is_whole or not (is_training or self._chosen.shard_evaluation):
+            if not torch.is_grad_enabled() or loader.batch_sampler is None:
                 return self._whole_pass(known)
-            return self._divided_pass(known, loader)
+            is_evaluated = self._replicas.are_evaluated
+            if known.is_stream:  # which cannot be read twice
+                known.trains = not is_evaluated
+                return self._whole_pass(known) if is_evaluated or known.is_whole else self._divided_pass(known, loader)
+            if known.trains and not is_evaluated and not known.is_whole:
+                return self._divided_pass(known, loader)
+            return self._undecided_pass(known, loader)
 
     def require_no_wrapper(self, name: str) -> None:
         """Refuse a model that averages gradients by itself."""
@@ -313,7 +329,7 @@ class OneProcess:
     def _prepare(self) -> None:
         self._numbers = RandomNumbers(self._seed, self._world.rank)
         self._gradients = Gradients(
-            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused, self._chosen.loss
+            self._lockstep, self._counts, self._tell, self._numbers.begin_own, self._tell_unused
         )
         self._replicas = Replicas(self._lockstep, self._gradients, self._counts, self._tell)
 
@@ -358,21 +374,31 @@ class OneProcess:
         elif (why := self._session.why_left(facts)) is not None:
             record.note = why
         else:
-            is_unbatched = loader.batch_sampler is None
-            known.original, known.is_whole = copy_loader(loader), self._chosen.whole.matches(loader) or is_unbatched
-            record.note = "it makes no batches" if is_unbatched else "--whole" if known.is_whole else ""
+            known.original, known.is_stream = copy_loader(loader), facts.unit is ShardedUnit.ITERABLE
+            if loader.batch_sampler is None:
+                record.note = "it makes no batches"
+            elif self._chosen.whole.matches(loader):
+                record.note = "--whole"
+            elif loader.batch_size is not None and loader.batch_size < self._world.num_replicas:
+                record.note = f"batches of {loader.batch_size} cannot be divided"
+            known.is_whole = bool(record.note)
         return known
+
+    def _shared(self, known: _Loader, loader: DataLoader[Any], world: World) -> LoaderFacts[Any]:
+        """Put the part of each batch that is a rank's of a world into a loader; return what the loader was."""
+        options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
+        if world.num_replicas == 1:
+            options = replace(options, order="auto")
+        with as_it_was_if_refused(loader, known.record, Use.ITERATED, _DATA_MADE_ALIKE):
+            facts = look_at(loader)
+            patch_each("autopatch", {"": loader}, world, lambda: options, compared(loader), change_loader)
+        return facts
 
     def _divide(self, known: _Loader, loader: DataLoader[Any]) -> None:
         """Put this rank's part of each batch into the loader itself, so that all references to it have that."""
         if known.is_divided:
             return
-        options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
-        if self._lockstep is None:
-            options = replace(options, order="auto")
-        with as_it_was_if_refused(loader, known.record, Use.ITERATED, _DATA_MADE_ALIKE):
-            facts = look_at(loader)
-            patch_each("autopatch", {"": loader}, self._world, lambda: options, compared(loader), change_loader)
+        facts = self._shared(known, loader, self._world)
         known.is_divided = True
         known.record.note_patched("whole and divided" if known.whole else "divided", facts, loader)
         self._tell(known.record.line, logging.INFO)
@@ -380,20 +406,98 @@ class OneProcess:
     def _divided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
         self._replicas.meet(Act.LOADER)
         self._divide(known, loader)
+        if known.undecided is not None:
+            _go_on_after(known.undecided, loader)
+        iterator = iter(loader)
         key = self._numbers.enter(own=True)
-        steps = steps_of("autopatch", loader, batches_of("autopatch", loader), iterator := iter(loader))
-        weights = self._gradients.weight.begin(known.record.place, length_of(iterator, ()))
-        return _Pass(iterator, self._weighed(steps, weights), partial(self._numbers.leave, key))
+        return _Pass(iterator, self._weighed(known, loader, iterator), partial(self._numbers.leave, key))
 
-    def _weighed(self, steps: Steps, weights: PassWeights) -> Iterator[Any]:
+    def _undecided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Return a pass over whole batches, which is divided once the script has called ``backward()`` for the first.
+
+        Whether a script trains in a loop shows in the loop: some set the mode of their models in each step.
+        """
+        self._replicas.share_buffers()
+        if self._lockstep is None:
+            self._divide(known, loader)
+        elif known.undecided is None:
+            known.undecided = copy_loader(cast("DataLoader[Any]", known.original))
+            facts = self._shared(known, known.undecided, World(0, 1))
+            known.record.note_whole("whole", known.undecided, facts)
+        undecided = loader if known.undecided is None else known.undecided
+        if known.is_divided:
+            _go_on_after(loader, undecided)
+        iterator, key = iter(undecided), self._numbers.enter(own=False)
+        around = _Pass(iterator, iter(()), partial(self._numbers.leave, key))
+        around.give(self._decided_by_the_first(known, loader, weakref.ref(around), key))
+        return around
+
+    def _decided_by_the_first(
+        self, known: _Loader, loader: DataLoader[Any], around: "weakref.ref[_Pass]", key: object
+    ) -> Iterator[Any]:
+        """Yield whole batches; divide the rest if ``backward()`` was called after the first one.
+
+        Args:
+            known: What is known of the loader.
+            loader: The loader.
+            around: The pass.
+            key: Its key of random numbers.
+        """
+        step, before = self._gradients.weight, self._counts.backwards
+        given = 0
+        while (current := around()) is not None:
+            if given == 1 and self._counts.backwards > before and self._may_divide(known):
+                known.trains = True
+                with unpatched():
+                    current.wrapped = iterator = self._going_on(known, loader, current.wrapped)
+                self._numbers.change(key, own=True)
+                del current
+                yield from self._weighed(known, loader, iterator)
+                return
+            batch = next(current.wrapped, _END)
+            del current
+            if batch is _END:
+                break
+            step.take_whole()
+            given += 1
+            yield batch
+            if given > 1 and self._counts.backwards > before and not known.is_whole:
+                known.is_whole, known.record.note = True, "several batches before one backward()"
+        self._tell(known.record.line, logging.INFO)
+        self._replicas.may_have_changed = True
+
+    def _may_divide(self, known: _Loader) -> bool:
+        """Return whether the gradients of a loader's batches may be averaged; note why not."""
+        why = self._gradients.why_whole if self._gradients.parameters else "no optimizer of torch.optim"
+        known.is_whole = known.is_whole or bool(why)
+        known.record.note = known.record.note or why
+        return not known.is_whole
+
+    def _going_on(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return the iterator of the rest of a pass of which one batch was whole."""
+        if self._lockstep is None:
+            return iterator
+        undecided, numbers = cast("DataLoader[Any]", known.undecided), GlobalState.capture().copied()
+        state = loader_state(undecided, batches_done=1)
+        forget_iterator(undecided)
+        self._replicas.meet(Act.LOADER)
+        self._divide(known, loader)
+        resume_loader(loader, state, counts_rest=False)
+        rest = iter(loader)
+        numbers.install()  # one rank begins no second iterator, which draws a seed
+        return rest
+
+    def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
-        step = self._gradients.weight
-        for batch, record in steps:
-            if self._lockstep is not None:
-                whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
-                ranks = self._world.num_replicas
-                of_sum = float(ranks * (part > 0))
-                step.take(weights, ranks * part / whole, batch, weight_of_sum=of_sum, samples=(part, whole))
+        if self._lockstep is None:
+            yield from iterator
+            return
+        step, ranks = self._gradients.weight, self._world.num_replicas
+        weights = step.begin(known.record.place, length_of(iterator, ()))
+        for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
+            whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
+            of_sum = float(ranks * (part > 0))
+            step.take(weights, ranks * part / whole, batch, weight_of_sum=of_sum, samples=(part, whole))
             yield batch
         step.end(weights)
         self._replicas.may_have_changed = True
@@ -407,7 +511,7 @@ class OneProcess:
 
     def _whole_pass(self, known: _Loader) -> Iterator[Any]:
         if known.whole is None:
-            known.whole = cast("DataLoader[Any]", known.original)
+            known.whole = copy_loader(cast("DataLoader[Any]", known.original))
             options = replace(self._options, seed=known.seed, share="auto", cost=None, order="auto")
             with as_it_was_if_refused(known.whole, known.record, Use.ITERATED):
                 facts = look_at(known.whole)
@@ -415,7 +519,7 @@ class OneProcess:
             known.record.note_whole("whole and divided" if known.is_divided else "whole", known.whole, facts)
             self._tell(known.record.line, logging.INFO)
         self._replicas.share_buffers()
-        self._gradients.weight.begin_whole()
+        self._gradients.weight.take_whole()
         key = self._numbers.enter(own=False)
         iterator = iter(known.whole)
         return _Pass(iterator, iterator, partial(self._numbers.leave, key))
@@ -456,6 +560,13 @@ class OneProcess:
             self._lockstep.leave(why.splitlines()[0])
 
 
+def _go_on_after(one: DataLoader[Any], other: DataLoader[Any]) -> None:
+    """Let the next pass over a loader have the epoch after that of the latest pass over another one."""
+    before, after = (patched_sampler("autopatch", each) for each in (one, other))
+    if before.rank_passes.epochs.upcoming > after.rank_passes.epochs.upcoming:
+        after.set_epoch(before.rank_passes.epochs.upcoming)
+
+
 class _Pass(AroundIterator):
     """The iterator of a pass over a loader.
 
@@ -469,6 +580,10 @@ class _Pass(AroundIterator):
         super().__init__(iterator, lambda _: batches)
         self._leave = weakref.finalize(self, leave)
         self._leave.atexit = False
+
+    def give(self, batches: Iterator[Any]) -> None:
+        """Give these batches from now on."""
+        self._batches = batches
 
     def stop(self, reason: BaseException) -> None:
         """Leave it."""

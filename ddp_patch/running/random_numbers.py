@@ -57,9 +57,13 @@ class RandomNumbers:
     def enter(self, *, own: bool) -> object:
         """Note that a pass begins, and whether it is over a divided loader; return its key."""
         key = object()
+        self.change(key, own=own)
+        return key
+
+    def change(self, key: object, *, own: bool) -> None:
+        """Note that a pass goes on over a divided loader, or a whole one."""
         self._passes[key] = own
         self._swap()
-        return key
 
     def leave(self, key: object) -> None:
         """Note that a pass has ended, or was left."""

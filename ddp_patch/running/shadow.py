@@ -152,13 +152,14 @@ def is_shadowed() -> bool:
 
 
 @contextmanager
-def shadowed(rank: int, folder: str, *, keep: bool = False) -> Iterator[None]:
+def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True) -> Iterator[None]:
     """Let a rank but the first one write into a world of its own, while entered; the first one keeps what was.
 
     Args:
         rank: The rank.
         folder: A folder of all ranks on this machine. Whoever leaves last removes it.
         keep: Whether the folder stays.
+        writes: Whether the first rank writes where the script says.
     """
     global _entered
     home = os.path.realpath(folder)
@@ -169,7 +170,7 @@ def shadowed(rank: int, folder: str, *, keep: bool = False) -> Iterator[None]:
     past = Past(home)
     try:
         with ExitStack() as stack:
-            if rank == 0:
+            if rank == 0 and writes:
                 _keep(stack, Keeper(past, left_alone))
             else:
                 _lay_over(stack, Overlay(own, past, left_alone))

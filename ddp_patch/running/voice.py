@@ -1,6 +1,8 @@
 """One voice: what the script prints on other ranks than the first."""
 
+import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from types import TracebackType
 from typing import IO
 
 from _ddp_patch_command import INTERRUPTED
+from ddp_patch.errors import MissingRanksError
 from ddp_patch.loaders.hooks import OURS
 
 __all__ = ["Voice", "errors_reported"]
@@ -24,10 +27,12 @@ class Voice:
     Args:
         rank: This rank. The first one speaks as ever.
         log_dir: The folder for what the others write, ``rank-1.log`` and so on; None to forget it.
+        sees_rank: Whether the script sees which rank it is.
     """
 
-    def __init__(self, rank: int, log_dir: Path | None) -> None:
-        self._rank, self._log_dir = rank, log_dir
+    def __init__(self, rank: int, log_dir: Path | None, *, sees_rank: bool = True) -> None:
+        self._rank, self._log_dir, self._sees_rank = rank, log_dir, sees_rank
+        self._reported: BaseException | None = None
         self._real = [os.dup(number) for number in (1, 2)]
         self._held: list[IO[bytes]] = []
         if rank:
@@ -65,26 +70,51 @@ class Voice:
         with open(self._real[1], "wb", closefd=False) as out:
             out.write(lines.encode(errors="replace"))
 
+    def report_error(self, error: BaseException) -> None:
+        """Show what ends this rank, once; an error that says who is missing names the lines itself."""
+        if error is self._reported or isinstance(error, SystemExit | KeyboardInterrupt):
+            return
+        self._reported = error
+        if isinstance(error, MissingRanksError):
+            self.report(f"{type(error).__name__}: {error}")
+            return
+        self.report("".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__))))
+        if isinstance(error, KeyError) and not self._sees_rank and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+            self.report(
+                f"ddp_patch: the ranks train as one process, so the script sees no {error.args[0]}. If it starts as "
+                "one of several ranks, pass --mode ranks."
+            )
 
-def _redirect(out: int, err: int) -> None:
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the script may have put anything there
             stream.flush()
+
+
+def _redirect(out: int, err: int) -> None:
+    _flush()
     os.dup2(out, 1)
     os.dup2(err, 2)
 
 
 @contextmanager
-def errors_reported(voice: Voice, *, sees_rank: bool) -> Iterator[None]:
+def errors_reported(voice: Voice, *, at_once: bool) -> Iterator[None]:
     """Show what ends this rank, with its number, and end it with the exit code that Python would give.
 
     Args:
         voice: Lets the first rank speak.
-        sees_rank: Whether the script sees which rank it is.
+        at_once: Whether Ctrl-C ends the process here, with the workers of its loaders, for which torch would wait.
     """
     try:
         yield
     except KeyboardInterrupt:
+        if at_once:
+            _flush()
+            for worker in multiprocessing.active_children():
+                if worker.pid is not None:
+                    os.kill(worker.pid, signal.SIGKILL)
+            os._exit(INTERRUPTED)
         sys.exit(INTERRUPTED)
     except SystemExit as ended:
         if isinstance(ended.code, str):
@@ -92,12 +122,7 @@ def errors_reported(voice: Voice, *, sees_rank: bool) -> Iterator[None]:
             sys.exit(1)
         raise
     except BaseException as error:  # noqa: BLE001 - whatever the script raises
-        voice.report("".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__))))
-        if isinstance(error, KeyError) and not sees_rank and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
-            voice.report(
-                f"ddp_patch: the ranks train as one process, so the script sees no {error.args[0]}. If it starts as "
-                "one of several ranks, pass --mode ranks."
-            )
+        voice.report_error(error)
         sys.exit(1)
     finally:
         voice.release()

@@ -169,7 +169,7 @@ def test_without_several_ranks_nothing_happens() -> None:
     with autopatch(rank=0, num_replicas=1):
         assert len(items(loader)) == N
     assert not summary.records
-    assert any("--init-process-group" in note for note in summary.notes)
+    assert any("ddp-patch run -n 8" in note for note in summary.notes)
     assert not ddp_patch.check_loaders_is_patched(loader)
 
 
@@ -496,47 +496,45 @@ def test_a_summary_tells_of_each_loader() -> None:
         items(loader)
         items(loader)
         len(leave_alone(made(batch_sampler=BatchSampler(range(4), 2, False), batch_size=1)))
-    first, second = summary.rows
-    assert first[1:] == ("DataLoader, in order, 10 samples", "patched", "2", "4 samples, 2 steps", "2 repeated")
-    assert second[2].startswith("left alone")
-    text = str(summary)
-    assert text.splitlines()[0].split("  ")[0] == "made at"
-    assert all(cell in text for cell in first)
+    text = " ".join(str(summary).split())
+    assert "DataLoader, in order, 10 samples: 3 ranks x 2 steps; 4 samples a rank; 2 repeated, 2 passes" in text
+    assert "left alone (leave_alone() or unpatched())" in text
     assert "DistributedDataParallel" in text
 
 
 @pytest.mark.parametrize(
-    ("workers", "share"), [(0, ("12 samples, 3 steps", "1 repeated")), (2, ("12 samples, 4 steps", "1 repeated"))]
+    ("workers", "share"),
+    [(0, "2 ranks x 3 steps; 12 samples a rank; 1 repeated"), (2, "2 ranks x 4 steps; 12 samples a rank; 1 repeated")],
 )
-def test_a_summary_tells_of_streams_what_a_pass_has_shown(workers: int, share: tuple[str, str]) -> None:
+def test_a_summary_tells_of_streams_what_a_pass_has_shown(workers: int, share: str) -> None:
     with autopatch(rank=0, num_replicas=2) as summary:
         loader = DataLoader(Source(splits=True), batch_size=4, num_workers=workers)
         next(iter(loader))
-        assert workers or summary.rows[0][4:] == ("", "")  # which workers read ahead of
+        assert workers or share not in " ".join(str(summary).split())  # which workers read ahead of
         items(loader)
-        assert summary.rows[0][4:] == share
+        assert share in " ".join(str(summary).split())
         items(loader)
         del loader
         again = DataLoader(Source(splits=True), batch_size=4, num_workers=workers)
         items(again)
         items(again)
         del again
-    assert [row[4:] for row in summary.rows] == [share] * 2
+    assert " ".join(str(summary).split()).count(share) == 2
 
 
 @pytest.mark.parametrize(
-    ("options", "share", "padding"),
+    ("options", "share"),
     [
-        ({"uneven": "drop"}, "3 samples, 2 steps", "1 left out"),
-        ({"uneven": "keep"}, "4 samples, 2 steps", "none"),
-        ({"share": "batches"}, "2 batches, 2 steps", "1 repeated"),
-        ({"share": "within_batches"}, "a part of each batch, 5 steps", ""),
+        ({"uneven": "drop"}, "2 steps; 3 samples a rank; 1 left out"),
+        ({"uneven": "keep"}, "2 steps; 4 samples a rank,"),
+        ({"share": "batches"}, "2 steps; 2 batches a rank; 1 repeated"),
+        ({"share": "within_batches"}, "5 steps; a part of each batch a rank,"),
     ],
 )
-def test_a_summary_tells_shares_as_they_are(options: Any, share: str, padding: str) -> None:
+def test_a_summary_tells_shares_as_they_are(options: Any, share: str) -> None:
     with autopatch(rank=0, num_replicas=3, **options) as summary:
         len(made())
-    assert summary.rows[0][4:] == (share, padding)
+    assert share in " ".join(str(summary).split())
 
 
 def test_a_dry_run_patches_nothing() -> None:

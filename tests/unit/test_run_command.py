@@ -1,26 +1,21 @@
 """``ddp-patch run`` in one process: the script sees what it sees under python, and what is printed."""
 
-import dataclasses
 import json
 import logging
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
 import ddp_patch.running.command as command
 from ddp_patch.auditing.commands import commands
-from ddp_patch.options import Options
-from ddp_patch.running import autopatch, one_process
-from ddp_patch.running.command import process_group, run
+from ddp_patch.running.command import run
 
 SCRIPT = """
     import json, sys
@@ -81,7 +76,7 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         assert caught.value.args in {(5,), ("of the script",)}
         assert (sys.argv, sys.path, sys.modules["__main__"], logger.level, logger.handlers) == before
         assert logger.propagate
-        assert "--init-process-group" in capsys.readouterr().err  # no group was made
+        assert "start it with ddp-patch run -n 8" in " ".join(capsys.readouterr().err.split())  # no group was made
     del sys.modules["helper"]
 
 
@@ -90,13 +85,13 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
     [
         ([], "TARGET"),
         (["--no-such", "script.py"], "TARGET"),
-        (["--uneven", "no", "script.py"], "--uneven"),
-        (["--share", "within_batches", "--uneven", "drop", "script.py"], "within_batches"),
+        (["--seed", "-1", "script.py"], "seed=-1"),
+        (["--check", "script.py"], "-n 4"),
+        (["--check", "-n", "1", "script.py"], "-n 4"),
         (["--only", "", "script.py"], "only="),
         (["--mode", "one", "--whole", "", "script.py"], "names no file"),
-        (["--init-process-group", "gloo", "script.py"], "RANK, WORLD_SIZE"),
         (["absent.py"], "absent.py"),
-        (["--loss", "sum", "--keep-shadows", "logs", "script.py"], "--loss, --keep-shadows"),
+        (["--sync-batchnorm", "--keep-shadows", "logs", "script.py"], "--sync-batchnorm, --keep-shadows"),
         (["--mode", "ranks", "--whole", "val.py", "script.py"], "--whole"),
         (["--nnodes", "2", "script.py"], "--nnodes"),
     ],
@@ -120,7 +115,7 @@ def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: py
         seen.append(dict(os.environ))
         return 0
 
-    monkeypatch.setattr(command, "_started", started)
+    monkeypatch.setattr(command, "started", started)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     outer = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "-", "MASTER_PORT": "1"}  # as a container's job sets them
     for name, value in outer.items():
@@ -147,62 +142,31 @@ def test_ranks_of_another_launcher_start_none(
     assert "as rank 1 of 4" in capsys.readouterr().err
 
 
-def test_nccl_gets_the_ranks_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(device))
-    monkeypatch.setattr(one_process, "_init_process_group", lambda backend: done.append(backend))
-    for name, value in {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "-",
-        "MASTER_PORT": "-",
-    }.items():
-        monkeypatch.setenv(name, value)
-    with process_group("nccl"):
-        assert done == [1, "nccl"]  # the device first: the group is made for it
-
-
 def test_all_generators_are_seeded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(()).item())"
     (folder / "script.py").write_text(code)
     for seed in ("1", "1", "2"):
-        run(["--manual-seed", seed, "script.py"])
+        run(["--mode", "one", "--seed", seed, "script.py"])
     first, again, other = capsys.readouterr().out.splitlines()
     assert first == again
     assert not {*first.split()} & {*other.split()}
 
 
-def test_every_option_that_a_line_can_give_is_one() -> None:
-    names = {field.name for field in dataclasses.fields(Options)}
-    assert set(command._SWITCHES) == {name for name in names if not name.startswith("cost")}
+def test_the_summary_fits_in_100_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "script.py").write_text("from torch.utils.data import DataLoader\nlist(DataLoader(range(7), 2))\n")
+    run(["--mode", "one", "script.py"])
+    told = capsys.readouterr().err.partition("ddp_patch:\n")[2]
+    assert "script.py:2 DataLoader, in order, 7 samples: each batch divided over 1 rank, 4 steps" in told
+    assert "1 pass" in told
+    assert "1 rank trained as one process: 0 optimizer steps." in told
+    assert max(map(len, told.splitlines())) <= 100
 
 
-def summary_of(isatty: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    with autopatch(rank=0, num_replicas=2) as summary:
-        from torch.utils.data import DataLoader
-
-        len(DataLoader(range(7)))  # type: ignore[arg-type]  # a range is a dataset
-    monkeypatch.setattr(sys.stderr, "isatty", isatty, raising=False)
-    command._print(summary)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_summary_is_a_table(
-    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_other_ranks_print_no_summary(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    summary_of(lambda: is_terminal, monkeypatch)
-    text = capsys.readouterr().err
-    assert ("┃" in text) is is_terminal
-    assert "DataLoader, in order, 7 samples" in text
-    assert "4 samples, 4 steps" in text
-    assert "DistributedDataParallel" in text
-
-
-def test_other_ranks_print_no_summary(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    summary_of(lambda: False, monkeypatch)
+    run(["script.py"])
     assert not capsys.readouterr().err
 
 
