@@ -184,6 +184,8 @@ class Training:
         places = [place for place, is_alive in enumerate(attempt.alive) if is_alive] or [0]
         quorum = [self.replicas[place] for place in places]
         step = max(one.step for one in quorum)
+        # One that is ahead is lost: else there would be two models of one step, which numbers() tells apart.
+        self.replicas = [self.replica() if one.step > step else one for one in self.replicas]
         source = next(one for one in quorum if one.step == step)
         state, model = source.loader.state(step), [*source.model]
         joining = [one for one in quorum if one.step < step]
