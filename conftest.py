@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch.utils.data._utils
-from compatibility import write_row
-from documented import blocks
 from hypothesis import settings
 from sybil import Sybil
 
 if "DDP_PATCH_DIST" in os.environ:
     # nox has installed the package that it built, and pytest has put this folder, which holds its source, before it.
     sys.path.remove(str(Path(__file__).parent))
+
+from compatibility import write_row
+from documented import blocks  # which imports the package
 
 # torch waits so long for a worker whose iterator the garbage collector ends, which may have lost the word to stop.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0

@@ -28,7 +28,7 @@ from ddp_patch.auditing.report import Report, Reports, page
 from ddp_patch.auditing.show import annotation
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, explain
 from ddp_patch.loaders.hooks import places_recorded
-from ddp_patch.options import Order, Share, Uneven
+from ddp_patch.options import Layout, Order, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
 __all__ = ["commands", "refusal_text"]
@@ -144,6 +144,7 @@ def _one_of(values: Any) -> click.Choice[str]:
 @click.option("--processes", is_flag=True, help="Use real ranks, processes of a gloo group.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that real ranks may take.")
 @click.option("--uneven", type=_one_of(Uneven), help=_PASSED_ON)
+@click.option("--layout", type=_one_of(Layout), help=_PASSED_ON)
 @click.option("--order", type=_one_of(Order), help=f"{_PASSED_ON} 'leader' needs --processes.")
 @click.option("--seed", type=click.IntRange(0), help=_PASSED_ON)
 @click.option("--share", type=_one_of(Share), help=_PASSED_ON)

@@ -237,7 +237,7 @@ def _number(value: Any) -> int:
 
 
 # More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
-_MOST = 2**62
+_MOST = 2**63 - 1
 
 
 def _count(value: Any) -> int:

@@ -183,8 +183,8 @@ class StreamPasses(Passes[None]):
             by_worker = "Pass share='by_worker', if each worker shuffles what it takes by get_worker_info(). Or: "
         return (
             f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
-            f"{by_worker}{remedy}. {ONE_STREAM} If only augmentation differs, seed it alike, or give items a string "
-            f"that names them, with the key {SAMPLE_KEY!r}."
+            f"{by_worker}{remedy}. {ONE_STREAM} If only augmentation differs, seed it alike, or name items by a string "
+            f"with the key {SAMPLE_KEY!r}."
         )
 
     @property

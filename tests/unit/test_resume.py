@@ -169,6 +169,7 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
             "sampler length": N,
             "uneven": "pad",
             "order": "drawn",
+            "layout": "interleaved",
         },
         "epoch": 0,
         "seed": 7,

@@ -188,8 +188,8 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
         Source(30), batch_size=2, num_workers=2, multiprocessing_context=start, collate_fn=as_it_is
     )
     patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-    assert not patched.sampler.worker.is_compared  # there is nobody to compare with
-    patched.sampler.worker.is_compared = True
+    assert not patched.sampler.rank_passes.worker.is_compared  # there is nobody to compare with
+    patched.sampler.rank_passes.worker.is_compared = True
     for _ in patched:
         pass
     digest = patched.sampler.rank_passes.latest.source.digest
@@ -199,7 +199,7 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
 def test_another_reader_of_the_same_pass_marks_nothing() -> None:
     loader: Any = DataLoader(Source(30), batch_size=2, collate_fn=as_it_is)
     patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-    patched.sampler.worker.is_compared = True
+    patched.sampler.rank_passes.worker.is_compared = True
     first = iter(patched)
     next(first)
     digest = patched.sampler.rank_passes.latest.source.digest
@@ -220,7 +220,7 @@ def test_that_items_have_no_names_is_said_once_on_one_rank(
         recwarn.clear()
         loader: Any = DataLoader(Made(make, splits), batch_size=2, num_workers=workers)
         patched: Any = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
-        patched.sampler.worker.is_compared = True
+        patched.sampler.rank_passes.worker.is_compared = True
         for _ in range(2):
             for _ in patched:
                 pass
