@@ -61,7 +61,9 @@ class Passes(Generic[T]):
         facts: Mapping[str, object],
     ) -> None:
         self.name: str = name
-        self.agreed, self.batching, self.sampler_states = agreed, batching, sampler_states
+        self.agreed: Agreed = agreed
+        self.batching: Batching = batching
+        self.sampler_states: SamplerStates = sampler_states
         self.plan: Plan = agreed.plan(agreed.world.rank)
         self.batch_plan: Plan | None = agreed.batch_plan
         self.monitor: PassMonitor = PassMonitor(agreed.peers, slack=int(self.plan.uneven == "keep"))

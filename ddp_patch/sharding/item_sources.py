@@ -282,6 +282,7 @@ class Streamed(ItemSource[T]):
         keeps_sizes: Whether to record how many samples the items have.
     """
 
+    length: int | None
     sizes: Sizes | None
 
     def __init__(

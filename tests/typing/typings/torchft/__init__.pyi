@@ -1,0 +1,1 @@
+# The manager's class alone: torchft is not there where types are checked.
