@@ -9,7 +9,6 @@ import pytest
 
 from ddp_patch import integrations
 
-
 # torchft is in a session of its own.
 NAMES = sorted({module.name for module in pkgutil.iter_modules(integrations.__path__)} - {"torchft"})
 
