@@ -141,4 +141,5 @@ def make_folders(place: str) -> None:
     """Make a folder, and those that it is in."""
     if not is_there(place):
         make_folders(os.path.dirname(place))
-        real.mkdir(place)
+        with suppress(FileExistsError):  # another rank made it meanwhile
+            real.mkdir(place)
