@@ -340,7 +340,9 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
     passes = sharded.rank_passes
     passes.note_loader(type(facts.loader).__name__, facts.batches_ahead, readers)
-    if facts.unit is not ShardedUnit.ITERABLE and (held := next(streams_in(facts.dataset), None)) is not None:
+    # Where batches are divided, each may have padding, which repeats another rank's samples.
+    has_indices = facts.unit is not ShardedUnit.ITERABLE and not agreed.options.divides_batches
+    if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:
         passes.monitor.expect_parts(partial(_why_samples_are_the_same, *held))
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)

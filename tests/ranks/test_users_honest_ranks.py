@@ -85,6 +85,42 @@ def rows_are_shuffled_alike(job: Job) -> None:
         job.train(train)
 
 
+class Noisy(users.Numbers):
+    """Takes what comes next of its noise, beside the sample of its index."""
+
+    def __init__(self) -> None:
+        self.noise = iter(range(10**6))
+
+    def __getitem__(self, index: int) -> int:
+        next(self.noise)
+        return super().__getitem__(index)
+
+
+@program(
+    "complete",
+    each={
+        "shuffled": ({"shuffle": True}, {}),
+        "in order": ({}, {}),
+        "batches with padding": ({"batch_size": 5, "shuffle": True}, {"share": "within_batches"}),
+    },
+)
+def a_dataset_holds_an_iterator(job: Job, how: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    given, options = how
+    train = job.patch(loader(Noisy(), **given), **options)
+    job.train(train, epochs=4, padding=N)
+
+
+@program("complete")
+def samples_of_a_dataset_that_holds_an_iterator_are_drawn_again_and_again(job: Job) -> None:
+    train = job.patch(loader(Noisy(), sampler=WeightedRandomSampler([1.0] * N, N, generator=users.seeded())))
+    for _ in range(4):
+        epoch = job.begin(padding=3 * N)
+        for _ in job.step(epoch, train):
+            pass
+        epoch.samples += epoch.due  # which come or not, by chance
+        job.end()
+
+
 @program("complete")
 def a_part_is_chosen_alike(job: Job) -> None:
     train = job.patch(loader(Subset(range(N), list(range(24))), shuffle=True))  # type: ignore[arg-type]  # a range does
