@@ -22,6 +22,7 @@ __all__ = [
     "Shards",
     "SizedShards",
     "SplitByInit",
+    "Standing",
     "init_splits",
     "shards_of",
 ]
@@ -43,6 +44,25 @@ class ShardPerWorker(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         info: Any = get_worker_info()
         return iter(self.shards[info.id])
+
+
+class Standing(IterableDataset[int]):
+    """Goes on by its own state."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.place = n, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < self.n:
+            self.place += 1
+            yield self.place
+        self.place = 0
 
 
 class Shards(IterableDataset[int]):

@@ -59,7 +59,8 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         MissingRanksError: A rank did not arrive in time.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
-        UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` has changed their order.
+        UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` or ``layout=`` has changed their
+            order.
         InvalidOptionError: ``dst`` is not one of the ranks.
 
     Examples:

@@ -96,7 +96,7 @@ def check(ranks: int, steps: int, target: str, arguments: Sequence[str]) -> int:
             return _ran(Recording(Path(folder, f"{number}-{how.get('double')}"), on, steps, **how), arguments)
 
         one, again, many = run(1, 1), run(2, 1, nudged=True), run(3, ranks)
-        for failed, of in ((one, 1), (many, ranks)):
+        for failed, of in ((one, 1), (again, 1), (many, ranks)):
             if failed.code:
                 return _told([f"It fails on {of} rank{'s' * (of > 1)}, by exit code {failed.code}:", *failed.errors], 1)
         still = run(4, 1, still=True, double=True)

@@ -14,14 +14,13 @@ from ddp_patch.errors import StateError
 from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.remedies import ONE_STREAM, SEED
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position, States
 from ddp_patch.streams.dataset import ShardedIterable
-from ddp_patch.streams.stream_source import StreamSource
+from ddp_patch.streams.stream_source import ONE_STREAM, SEED, StreamSource
 from ddp_patch.streams.worker import StreamWorker, generators_only
 
 __all__ = ["StreamSampler"]
@@ -180,11 +179,10 @@ class StreamPasses(Passes[None]):
             )
         by_worker = ""
         if source is not None and source.is_in_parts:  # it asks for its worker
-            by_worker = "Pass share='by_worker', if each worker shuffles what it takes by get_worker_info(). Or: "
+            by_worker = "Pass share='by_worker' if each worker shuffles what is its own. Or: "
         return (
             f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
-            f"{by_worker}{remedy}. {ONE_STREAM} If only augmentation differs, seed it alike, or name items by a string "
-            f"with the key {SAMPLE_KEY!r}."
+            f"{by_worker}{remedy}. {ONE_STREAM} If only augmentation differs, give items a string {SAMPLE_KEY!r}."
         )
 
     @property

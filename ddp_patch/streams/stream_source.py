@@ -9,22 +9,29 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, count, repeat
 from time import monotonic, perf_counter, sleep
-from typing import Any
+from typing import Any, Final
 
 from ddp_patch.compat.packages import order_remedy
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
-from ddp_patch.ranks.remedies import SEED
 from ddp_patch.sharding.item_sources import ItemSource, Rounds
 from ddp_patch.sharding.saved_position import BatchNote, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.balanced_rounds import BalancedRounds
 from ddp_patch.streams.stream_marks import StreamDigest
 from ddp_patch.streams.worker import StreamWorker
 
-__all__ = ["StreamSource", "faster_by_worker"]
+__all__ = ["ONE_STREAM", "SEED", "StreamSource", "faster_by_worker"]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
+
+# What to do where ranks read different streams, and no package is known to shuffle.
+SEED: Final = (
+    "Give its shuffle a seed, the same on every rank, such as random.Random(epoch) with set_epoch()'s epoch, and sort "
+    "files"
+)
+
+ONE_STREAM: Final = "Skip an unreadable item on every rank, or raise an error."
 
 _INDICES = [None] * 1024
 

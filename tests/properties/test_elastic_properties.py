@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import Phase, given, settings
+from iterables import Standing
 from quick import soaked
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from zoo import as_it_is, seed_ambient
@@ -68,25 +69,6 @@ class Items(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(self.n).tolist()
-
-
-class Standing(IterableDataset[int]):
-    """Goes on by its own state."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.place = n, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-    def __iter__(self) -> Iterator[int]:
-        while self.place < self.n:
-            self.place += 1
-            yield self.place
-        self.place = 0
 
 
 def of(n: int, size: int, sampler: Any = None) -> DataLoader[Any]:

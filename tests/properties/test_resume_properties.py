@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from iterables import Standing
 from quick import soaked
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from zoo import Bare, as_it_is, seed_ambient
@@ -51,25 +52,6 @@ class Items(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(self.n).tolist()
-
-
-class Standing(IterableDataset[int]):
-    """Goes on by its own state."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.place = n, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-    def __iter__(self) -> Iterator[int]:
-        while self.place < self.n:
-            self.place += 1
-            yield self.place
-        self.place = 0
 
 
 def indices(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
