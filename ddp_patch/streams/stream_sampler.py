@@ -179,9 +179,9 @@ class StreamPasses(Passes[None]):
             )
         by_worker = ""
         if source is not None and source.is_in_parts:  # it asks for its worker
-            by_worker = "Pass share='by_worker' if each worker shuffles what is its own. Or: "
+            by_worker = "Pass share='by_worker' if each worker shuffles its own. Or: "
         return (
-            f"Each rank keeps its shard of what should be one stream of {name}, so samples would be lost. {seen}"
+            f"Each rank keeps its shard of what should be one stream of {name}, so samples are lost. {seen}"
             f"{by_worker}{remedy}. {ONE_STREAM} If only augmentation differs, give items a string {SAMPLE_KEY!r}."
         )
 

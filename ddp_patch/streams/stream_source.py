@@ -27,11 +27,10 @@ logger: logging.Logger = logging.getLogger("ddp_patch")
 
 # What to do where ranks read different streams, and no package is known to shuffle.
 SEED: Final = (
-    "Give its shuffle a seed, the same on every rank, such as random.Random(epoch) with set_epoch()'s epoch, and sort "
-    "files"
+    "Give its shuffle a seed, the same on every rank, as random.Random(epoch) with set_epoch()'s epoch, and sort files"
 )
 
-ONE_STREAM: Final = "Skip an unreadable item on every rank, or raise an error."
+ONE_STREAM: Final = "Skip unreadable items on every rank, or raise an error."
 
 _INDICES = [None] * 1024
 
