@@ -231,7 +231,9 @@ def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
             """
             model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            train = DataLoader(data[:28], batch_size=7, shuffle=True)
             epoch()
+            epoch(1)
             """,
             1,
             ["without batch normalisation: the same in 5 steps", "Batch normalisation sees a part of each batch."],
@@ -259,7 +261,17 @@ def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
             ["The script draws random numbers between its steps"],
         ),
         ("model(next(iter(train)).view(7, 2))\nnext(iter(train))", 1, ["No optimizer of torch.optim made a step"]),
-        ("for batch in train:\n    epoch(2)\n    batch.view(7, 2)", 1, ["It fails on 2 ranks, by exit code 1", "view"]),
+        (
+            """
+            for batch in train:
+                model(batch).pow(2).mean().backward()
+                optimizer.step()
+                if len(batch) > 2:
+                    batch.view(7, 2)
+            """,
+            1,
+            ["It fails on 2 ranks, by exit code 1", "view"],
+        ),
     ],
 )
 def test_a_check_says_what_is_so(tmp_path: Path, body: str, code: int, words: list[str]) -> None:
