@@ -471,9 +471,9 @@ def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
     is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
     if not is_split or world.share_of_rank is None or world.num_replicas == 1:
         return None
-    from ddp_patch.streams.by_worker import EvenSteps  # most loaders do not need it
+    from ddp_patch.streams.by_worker import even_batches  # most loaders do not need it
 
-    return EvenSteps(sharded.rank_passes, facts.num_workers, type(facts.loader).__name__)
+    return partial(even_batches, sharded.rank_passes, facts.num_workers, type(facts.loader).__name__)
 
 
 def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampler[Any], dict[str, Any]]:

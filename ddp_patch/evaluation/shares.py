@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ddp_patch.evaluation.steps import require_counted
 from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.plan import Schedule
 from ddp_patch.ranks.records import State
@@ -118,7 +117,6 @@ def _latest_pass(operation: str, batches: Batches) -> tuple[Pass[Any], str]:
             "used two iterators of the loader at once, so it is unknown which of them the outputs belong to; finish "
             "one before the next begins"
         )
-    require_counted(operation, current)
     begins = "" if current.begins_at == "0" else f" from {current.begins_at} on"
     return current, f"{operation}() of patched loader {batches.passes.agreed.number} for epoch {current.epoch}{begins}"
 

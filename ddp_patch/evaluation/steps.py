@@ -23,7 +23,7 @@ from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.walks import elements
 
-__all__ = ["Steps", "iter_with_mask", "iter_with_weights", "require_counted", "shared_batches", "steps_of"]
+__all__ = ["Steps", "iter_with_mask", "iter_with_weights", "shared_batches", "steps_of"]
 
 
 def shared_batches(operation: str, loader: DataLoader[Any]) -> Batches | None:
@@ -43,16 +43,6 @@ def shared_batches(operation: str, loader: DataLoader[Any]) -> Batches | None:
             "reads, so there is no common order and no padding. Leave share out."
         )
     return batches
-
-
-def require_counted(operation: str, current: Pass[Any]) -> None:
-    """Refuse a pass of which the first batches were counted elsewhere."""
-    if current.resumed_elsewhere:
-        raise UnsupportedLoaderError(
-            f"{operation} cannot know which samples a batch holds: the loader's own load_state_dict() resumed within "
-            f"epoch {current.epoch}, so its first batches were counted elsewhere. Take the state with loader_state(), "
-            "and resume with restore_loader()."
-        )
 
 
 # Each batch with its record, or with an earlier one's that surely has the same numbers of samples.
@@ -83,7 +73,6 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
                 current = cast("Pass[Any]", passes.latest)
-                require_counted(operation, current)
             if number >= until:
                 schedule = current.schedule(batches)
                 record, until = schedule.record(number), schedule.same_size_until(number)

@@ -29,10 +29,6 @@ __all__ = ["Channel", "StepSums", "opened", "opened_sums"]
 # members have met for another channel: they are deleted then.
 _stale: defaultdict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
 
-# The first message of a value, which has it whole where that is small. Of a larger one, up to so much is in one more:
-# to copy that takes less than a message for each part.
-_FIRST_BYTES, _JOINED_BYTES = 4096, 2**20
-
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
 
@@ -104,12 +100,10 @@ class Channel:
     ) -> None:
         self.index: int = members.index(dist.get_rank())
         self.batches_delivered: int = 0
-        self._begun = self._heard = 0  # how many gathers or sums
+        self._begun = 0  # how many gathers and sums
         self._members, self._doing, self._group = members, doing, group
         self._stale, self._timeout = stale, timeout
         self._in_group = [group.ranks.index(member) for member in members]
-        self._work: Any = None
-        self._values = torch.empty(0)
         self._sends: list[tuple[int, Any]] = []
         self._store: Any = default_store()
         # Who left first, and why: that stays until its writer opens its next channel. Who waits for which gather.
@@ -120,85 +114,66 @@ class Channel:
             while stale:
                 self._store.delete_key(stale.pop())
 
-    def count_batch(self) -> None:
-        """Count a batch that this rank has given."""
-        self.batches_delivered += 1
-
-    def begin_gather(self, row: Sequence[int]) -> None:
-        """Begin to send a row of numbers to all members, in the background; equally many on each."""
-        self._begun += 1
-        self._values = torch.empty(len(self._members), len(row), dtype=torch.int64)
-        self._work = self._group.gather(torch.tensor(row, dtype=torch.int64), self._values)
-
-    def gathered(self, meanwhile: Callable[[], bool] = lambda: False) -> list[list[int]]:
-        """Return each member's row, as soon as all have sent theirs; see ``_wait``."""
-        self._wait(meanwhile)
-        rows: list[list[int]] = self._values[self._in_group].tolist()
+    def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
+        """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""
+        values = torch.empty(len(self._members), len(row), dtype=torch.int64)
+        self._wait(self._group.gather(torch.tensor(row, dtype=torch.int64), values), meanwhile)
+        rows: list[list[int]] = values[self._in_group].tolist()
         return rows
 
     def summed(self, values: Sequence[float]) -> list[float]:
         """Return the sums of all members' values; see ``_wait``."""
-        self._begun += 1
-        self._values = torch.tensor(values, dtype=torch.float64)
-        self._work = self._group.sum(self._values)
-        self._wait(lambda: False)
-        sums: list[float] = self._values.tolist()
+        totals = torch.tensor(values, dtype=torch.float64)
+        self._wait(self._group.sum(totals), lambda: False)
+        sums: list[float] = totals.tolist()
         return sums
 
-    def meet(self) -> None:
-        """Wait until all members are here; see ``_wait``."""
-        self.summed([0.0])
-
-    def _wait(self, meanwhile: Callable[[], bool]) -> None:
+    def _wait(self, work: Any, meanwhile: Callable[[], bool]) -> None:
         """Wait until all members have sent what was begun.
 
         Args:
+            work: What was begun.
             meanwhile: Called while this waits; returns whether to call it again in a moment.
 
         Raises:
             RankMismatchError: A rank has left or failed.
             MissingRanksError: A rank has ended, or sent nothing in time.
         """
+        self._begun += 1
         begun = looked = monotonic()
         wait_s = min(_SLICE_S, self._timeout / 4)
-        while not self._has_come(_MOMENT_S if meanwhile() else wait_s):
+        while not self._has_come(work, _MOMENT_S if meanwhile() else wait_s):
             if (now := monotonic()) < looked + wait_s / 2:
                 continue
             looked = now
             with store_reached(self._doing):
-                self._store.set(self._waits[self.index], f"{self._heard}")
-                self.require_nobody_left(self._heard)
+                self._store.set(self._waits[self.index], f"{self._begun}")
+                self.require_nobody_left(self._begun)
                 if now > begun + self._timeout:
                     waiting = already_in(self._store, dict(enumerate(self._waits)))
-                    missing = [at for at in range(len(self._waits)) if int(waiting.get(at, -1)) != self._heard]
+                    missing = [at for at in range(len(self._waits)) if int(waiting.get(at, 0)) != self._begun]
                     raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
-        self._heard += 1
 
-    def _has_come(self, seconds: float) -> bool:
+    def _has_come(self, work: Any, seconds: float) -> bool:
         try:
-            self._work.wait(timedelta(seconds=seconds))
+            work.wait(timedelta(seconds=seconds))
         except RuntimeError:  # the time is over, or the connection failed
-            if not self._work.is_completed():
+            if not work.is_completed():
                 return False
         try:
-            self._work.wait()
+            work.wait()
         except RuntimeError as error:
             raise self._lost(error, self._closed()) from error
         return True
 
     def send(self, target: int, value: Any) -> None:
-        """Begin to send a value to a member, which receives it; it must not change before ``all_sent``."""
+        """Begin to send a value to a member, which receives it."""
         parts = in_parts(value)
-        header = bytes_of(torch.tensor([len(parts), *map(len, parts)]))
-        if len(header) + sum(map(len, parts)) <= _FIRST_BYTES:  # one message has it all
-            header, parts = torch.cat([header, *parts]), []
-        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
-        first[: len(header)] = header[:_FIRST_BYTES]
-        if parts and sum(map(len, parts)) <= _JOINED_BYTES:
-            parts = [torch.cat(parts)]
-        messages = [first, header[_FIRST_BYTES:], *parts]
+        sizes = bytes_of(torch.tensor([*map(len, parts)]))
+        body = torch.cat([sizes, *parts])  # to copy that takes less than a message for each part
         with self._connected(target):
-            self._sends += [(target, self._group.send(part, self._in_group[target])) for part in messages if len(part)]
+            for message in (bytes_of(torch.tensor([len(parts), len(body)])), body):
+                self._sends.append((target, self._group.send(message, self._in_group[target])))
 
     def all_sent(self) -> None:
         """Wait until all that was sent has left this rank."""
@@ -209,31 +184,21 @@ class Channel:
 
     def receive(self, source: int) -> Any:
         """Return the value that a member sends here."""
-        header = self._received(source, _FIRST_BYTES)
-        begin = 8 * (1 + int(header.view(torch.int64)[0]))
-        header = torch.cat([header, self._received(source, begin - _FIRST_BYTES)])
-        sizes: list[int] = header[8:begin].view(torch.int64).tolist()
-        if (total := sum(sizes)) > _JOINED_BYTES:
-            return from_parts([self._received(source, size) for size in sizes])
-        joined = header[begin : begin + total] if begin + total <= _FIRST_BYTES else self._received(source, total)
-        return from_parts([part.clone() for part in torch.split(joined, sizes)])  # each begins where any dtype may
+        count, size = self._received(source, 16).view(torch.int64).tolist()
+        body = self._received(source, size)
+        sizes: list[int] = body[: 8 * count].view(torch.int64).tolist()
+        # Each part is copied to where any dtype may begin.
+        return from_parts([part.clone() for part in torch.split(body[8 * count :], sizes)])
 
     def _received(self, source: int, size: int) -> torch.Tensor:
-        into = torch.empty(max(0, size), dtype=torch.uint8)
-        if size > 0:
-            with self._connected(source):
-                self._group.receive(into, self._in_group[source])
+        into = torch.empty(size, dtype=torch.uint8)
+        with self._connected(source):
+            self._group.receive(into, self._in_group[source])
         return into
 
     def fail(self, error: BaseException) -> None:
         """Write why this rank cannot continue, before its row tells the others."""
         self._note("failed", f"{type(error).__name__}: {message_of(error)}")
-
-    def say_goodbye(self, row: Sequence[int]) -> None:
-        """Write that this rank breaks off, and send a last row, which the others may have begun to wait for."""
-        self._note("left", f"{self.batches_delivered} batches")
-        with suppress(RuntimeError):  # the others may be gone
-            self.begin_gather(row)
 
     def leave(self, error: BaseException) -> None:
         """Leave before the end, and write why: this rank asks for no more, or cannot continue."""
@@ -259,13 +224,13 @@ class Channel:
         """Raise the error of the member that left first, if one did.
 
         Args:
-            gather: Which gather this rank waits for. A member that left after its part in that is not to blame.
+            gather: Which gather or sum this rank waits for, from 1. A member that left after it is not to blame.
         """
         with store_reached(self._doing):
             if not self._store.check([self._left]):
                 return
             index, kind, why, gathers = json.loads(self._store.get(self._left))
-        if kind == "left" and gather is not None and gather < gathers:
+        if kind == "left" and gather is not None and gather <= gathers:
             return
         who = ranks_text([self._members[index]])
         if kind == "missing":
@@ -288,7 +253,6 @@ class Channel:
             self._group.close()
             with suppress(ValueError):  # the process group, or another pass, may have ended it
                 kept_groups(self._members).remove(self._group)
-        self._work = None
         with suppress(RuntimeError):  # the store may be gone
             self._store.delete_key(self._waits[self.index])
 

@@ -59,7 +59,6 @@ class ItemSource(Generic[T]):
         is_endless: Whether more is given than there is: workers find the end.
         is_in_parts: Whether several workers read a part each; False while that is unknown.
         has_own_length: Whether other ranks may have more or fewer batches.
-        resumed_elsewhere: How many items are left out because another package's loader resumed within the pass.
     """
 
     # Subclasses annotate again what they set: pyright asks for it.
@@ -71,7 +70,6 @@ class ItemSource(Generic[T]):
     is_endless: bool = False
     is_in_parts: bool = False
     has_own_length: bool = False
-    resumed_elsewhere: int = 0
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""

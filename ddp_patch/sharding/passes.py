@@ -108,11 +108,6 @@ class Pass(IterationProgress, Generic[T]):
     def _batches_asked(self, batching: Batching) -> int:
         return batching.count(self.items_taken - self.skip)
 
-    @property
-    def resumed_elsewhere(self) -> int:
-        """How many items it leaves out because another package's loader resumed within it."""
-        return self.source.resumed_elsewhere
-
     # ---- its items ----
 
     def runs(self) -> Iterator[Iterator[T]]:

@@ -308,6 +308,12 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None
             "than those of its WorkerConfig. Leave share out: with WorkerConfig(rank=0, world_size=1, ...), each rank "
             "keeps its share; with its own rank and the world's size, Energon shards it itself."
         )
+    if torchdata_batch_sampler(type(facts.loader)) is not None:
+        raise UnsupportedLoaderError(
+            f"{type(facts.loader).__name__} cannot be patched with {name}, an iterable dataset: its state counts what "
+            "one rank's workers have read of the shared stream. Use a torch.utils.data.DataLoader, and save its "
+            "position by loader_state() and restore_loader()."
+        )
     if options.order == "leader":
         raise InvalidOptionError(
             f"order='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
@@ -331,12 +337,6 @@ def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) 
             f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
             "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
-        )
-    if world.share_of_rank is not None and torchdata_batch_sampler(type(facts.loader)) is not None:
-        raise UnsupportedLoaderError(
-            f"{type(facts.loader).__name__} cannot be patched with share='by_worker': its state covers "
-            f"only this rank's workers, and ranks give each other batches of {name}, so a resumed run would lose some. "
-            "Leave share out, or use a torch.utils.data.DataLoader."
         )
 
 

@@ -5,6 +5,8 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
+from torch.utils.data import get_worker_info
+
 from ddp_patch.compat.packages import loses_items_when_loaded
 from ddp_patch.errors import StateError
 from ddp_patch.options import Options
@@ -13,13 +15,19 @@ from ddp_patch.orders.generators import is_stateful
 from ddp_patch.orders.random_states import look
 from ddp_patch.sharding.saved_position import StreamStart
 
-__all__ = ["begun_anew", "begun_at", "can_snapshot", "is_again", "start_of", "tell_epoch"]
+__all__ = ["begun_anew", "begun_at", "can_snapshot", "is_again", "start_of", "tell_epoch", "this_worker"]
 
 
 T = TypeVar("T")
 
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
+
+
+def this_worker() -> tuple[int, int]:
+    """Return which worker of how many this is; the main process is the only one."""
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
 
 
 def tell_epoch(dataset: object, epoch: int) -> None:

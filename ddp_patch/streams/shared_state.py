@@ -5,7 +5,7 @@ each batch back until the next item is there. Nor do notes travel through iterat
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ _REPORT = np.dtype(
         ("number", np.int64),  # the pass
         ("worker", np.int64),  # which worker the reader is
         ("way", np.int64),  # STREAM or PARTS
-        ("offset", np.int64),  # how many items it leaves out because another package's loader resumed within the pass
         ("length", np.int64),  # how many items it found by its end
         ("spent_ms", np.int64),  # how long the dataset took to give these
         ("batches", np.int64),  # where the dataset splits itself: of how many batches it has read the items
@@ -41,8 +40,8 @@ _REPORT = np.dtype(
         ("end", np.int64),  # the digest of all
     ]
 )
-# What the main process tells: its latest pass, the latest state that it loaded, and which epoch each pass is over.
-_BEGUN = np.dtype([("latest", np.int64), ("loads", np.int64), ("epochs", np.int64, (_PASSES_KEPT,))])
+# What the main process tells: its latest pass, and which epoch each pass is over.
+_BEGUN = np.dtype([("latest", np.int64), ("epochs", np.int64, (_PASSES_KEPT,))])
 # The dataset's own state at the end of a pass.
 _STATE = np.dtype([("number", np.int64), ("size", np.int64), ("data", np.uint8, (LARGEST,))])
 
@@ -52,7 +51,7 @@ class SharedWorkerState:
 
     Args:
         readers: How many workers read the dataset; 1 where the main process does.
-        keeps_states: Whether a worker writes, at the end too, its dataset's own state: it goes on from that.
+        keeps_states: Whether a worker leaves, at its end, its dataset's own state: the next pass goes on from that.
 
     Examples:
         >>> shared = SharedWorkerState(readers=2)
@@ -64,23 +63,21 @@ class SharedWorkerState:
 
     def __init__(self, readers: int, *, keeps_states: bool = False) -> None:
         self.readers: int = readers
-        self._sizes = 1, _PASSES_KEPT * readers, readers * keeps_states
-        size = sum(count * kind.itemsize for count, kind in zip(self._sizes, (_BEGUN, _REPORT, _STATE), strict=True))
+        size = _BEGUN.itemsize + _PASSES_KEPT * readers * _REPORT.itemsize + keeps_states * readers * _STATE.itemsize
         self._memory = torch.full((size,), 255, dtype=torch.uint8, device="cpu")  # every number is -1
         self._map()
 
     def _map(self) -> None:
         """Lay records over the memory; that of a copy is not shared yet."""
         self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        memory, at, records = self._memory.numpy(), 0, list[Any]()
-        for count, kind in zip(self._sizes, (_BEGUN, _REPORT, _STATE), strict=True):
-            records.append(memory[at : at + count * kind.itemsize].view(kind))
-            at += count * kind.itemsize
-        (self._begun,), reports, self._states = records
-        self._reports = reports.reshape(_PASSES_KEPT, self.readers)
+        memory, begun = self._memory.numpy(), _BEGUN.itemsize
+        reported = begun + _PASSES_KEPT * self.readers * _REPORT.itemsize
+        (self._begun,) = memory[:begun].view(_BEGUN)
+        self._reports = memory[begun:reported].view(_REPORT).reshape(_PASSES_KEPT, self.readers)
+        self._states = memory[reported:].view(_STATE)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("readers", "_sizes", "_memory")}
+        return {"readers": self.readers, "_memory": self._memory}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -92,16 +89,6 @@ class SharedWorkerState:
     def latest_pass(self) -> int:
         """The number of the latest pass that was begun; -1 before the first."""
         return int(self._begun["latest"])
-
-    @property
-    def loads(self) -> int:
-        """The number of the latest state that was loaded; -1 before the first."""
-        return int(self._begun["loads"])
-
-    def load(self) -> int:
-        """Write that another state was loaded; return its number."""
-        self._begun["loads"] += 1
-        return self.loads
 
     def begin(self, number: int, epoch: int) -> None:
         """Write which epoch pass ``number`` is over."""
@@ -134,9 +121,9 @@ class SharedWorkerState:
         found: list[Any] = np.where(is_known if slot[what].ndim == 1 else is_known[:, None], slot[what], -1).tolist()
         return found
 
-    def ways(self, number: int) -> set[Literal["stream", "parts"]]:
-        """Return how the readers of pass ``number`` read, as far as they know it: all one stream, or each a part."""
-        return {"parts" if way == PARTS else "stream" for way in self.reported(number, "way") if way >= 0}
+    def ways(self, number: int) -> set[int]:
+        """Return how the readers of pass ``number`` read, as far as they know it: STREAM, PARTS or both."""
+        return {*self.reported(number, "way")} - {-1}
 
     def first_part(self, number: int) -> int:
         """Return whose part the first reader of pass ``number`` reads; each next one reads the next."""
@@ -154,10 +141,7 @@ class SharedWorkerState:
         return made, [every >= 0 for every in in_all]
 
     def keep_state(self, number: int, part: int, state: bytes | None) -> None:
-        """Write the dataset's own state, pickled, of the reader of a part at the end of pass ``number``, if it has one.
-
-        Nothing is written unless this keeps states.
-        """
+        """Write the dataset's own state, pickled, of the reader of a part at the end of pass ``number``."""
         if part < len(self._states) and state is not None:
             self._states[part]["data"][: len(state)] = np.frombuffer(state, np.uint8)
             self._states[part]["number"], self._states[part]["size"] = number, len(state)

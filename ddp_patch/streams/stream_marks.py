@@ -17,7 +17,7 @@ import torch
 
 from ddp_patch.compat.packages import SAMPLE_KEY
 from ddp_patch.orders.digest import END, Digest, Mark, mark_counts
-from ddp_patch.streams.shared_state import MOST_MARKS, SharedWorkerState
+from ddp_patch.streams.shared_state import MOST_MARKS, STREAM, SharedWorkerState
 
 __all__ = ["StreamDigest", "marked", "name_of"]
 
@@ -84,7 +84,7 @@ class StreamDigest:
 
     @property
     def _is_one_stream(self) -> bool:
-        return self._shared.ways(self._number) == {"stream"}
+        return self._shared.ways(self._number) == {STREAM}
 
     def _parts(self) -> list[tuple[list[int], int | None]]:
         """Return the marks of each part, and the digest of all of it, or None before its end."""

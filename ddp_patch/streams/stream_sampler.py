@@ -19,9 +19,9 @@ from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import OF_BY_WORKER, Position, States
-from ddp_patch.streams.dataset import ShardedIterable
+from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
+from ddp_patch.streams.reading import tell_epoch
 from ddp_patch.streams.stream_source import ONE_STREAM, SEED, StreamSource
-from ddp_patch.streams.worker import StreamWorker, generators_only
 
 __all__ = ["StreamSampler"]
 
@@ -59,6 +59,17 @@ class StreamSampler(EpochSampler[None]):
 
     def __iter__(self) -> Iterator[None]:
         return self.rank_passes.indices()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refuse: the sampler of a stream does not know what workers read."""
+        raise StateError(
+            f"{type(self).__name__} has no state of its own: workers read what it asks for. Use loader_state(loader) "
+            "and restore_loader(loader, state)."
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse, likewise: a loader's workers must begin anew."""
+        self.state_dict()
 
     def __len__(self) -> int:
         raise TypeError(f"object of type {type(self).__name__!r} has no len()")  # as torch's endless sampler has none
@@ -101,7 +112,8 @@ class StreamPasses(Passes[None]):
         self._workers = given.num_workers
         # How many batches each worker may be ahead of the training loop.
         self._ahead = getattr(given.loader, "prefetch_factor", None) or 2
-        self._iterated = 0  # the epoch of the latest iterator, drawn from or not
+        self._told_epoch: int | None = 0  # so that one that was set on the dataset before counts
+        self._said = set[str]()
 
     def stream_length(self, epoch: int) -> int:
         if self.worker.splits_itself:
@@ -114,16 +126,35 @@ class StreamPasses(Passes[None]):
         return super().iterator_context(loader)
 
     def _follow_dataset(self) -> None:
-        """Let an epoch that somebody has set on the dataset be the next one."""
-        epoch = self.worker.take_chosen_epoch()
+        """Let an epoch that somebody has set on the dataset be the next one, by the loader's ``set_epoch`` or past it.
+
+        What the dataset stores counts, if that has changed: somebody has set it on the user's own dataset.
+        """
+        chosen, self.worker.chosen_epoch = self.worker.chosen_epoch, None
+        now = self._stored_epoch() if chosen is None else None
+        epoch = chosen if now is None or now < 0 or now == self._told_epoch else now
         if epoch is not None and epoch != self.epochs.upcoming:
             self.choose(epoch)
+
+    def _stored_epoch(self) -> int | None:
+        """Return the ``epoch`` of a dataset that takes one, or its first whole number with that word in its name."""
+        dataset = self.worker.dataset
+        if not callable(getattr(dataset, "set_epoch", None)):
+            return None
+        stored = (value for name, value in vars(dataset).items() if "epoch" in name.lower())
+        found = (value for value in (getattr(dataset, "epoch", None), *stored) if type(value) is int)
+        return next(found, None)
+
+    def _may_say(self, what: str) -> bool:
+        """Return whether to say something now: on one rank, once for each loader."""
+        is_first = what not in self._said and (self.batch_plan or self.plan).rank == 0
+        self._said.add(what)
+        return is_first
 
     def indices(self) -> Iterator[None]:
         """Return an index for each item of the upcoming epoch, forever."""
         self.require_no_failure()
         self._follow_dataset()
-        self._iterated = self.epochs.upcoming
         return self._indices() if self.batch_plan is None else compress(self._indices(), cycle(self._takes))
 
     @property
@@ -143,10 +174,10 @@ class StreamPasses(Passes[None]):
 
     def _indices(self) -> Iterator[None]:
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
-        epoch = self._iterated = self.epochs.upcoming
+        epoch = self.epochs.upcoming
         number = self.epochs.passes + 1
-        start = self.position or self._start_of_epoch(epoch)
-        source = StreamSource(start, self.worker, number, self._ahead, self.monitor.why_orders_differ)
+        start = self.position or Position(epoch, states=self.snapshot())
+        source = StreamSource(start, self.worker, number, self._ahead, self.monitor.why_orders_differ, self._may_say)
         current = Pass(start, self, source, source.digest)
         if start.is_within_pass:
             # A loader may have drawn from them since.
@@ -158,7 +189,8 @@ class StreamPasses(Passes[None]):
         self._note_begun(current, takes_position=True)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
-        self.worker.tell_epoch(epoch)
+        tell_epoch(self.worker.dataset, epoch)
+        self._told_epoch = self._stored_epoch()
         try:
             yield from chain.from_iterable(current.runs())
         finally:
@@ -222,24 +254,3 @@ class StreamPasses(Passes[None]):
     def snapshot(self) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
         return replace(super().snapshot(), streams=self.worker.snapshots_between())
-
-    def _start_of_epoch(self, epoch: int) -> Position:
-        return Position(epoch, states=self.snapshot())
-
-    def position_now(self) -> Position:
-        """Return where the pass began: other packages' loaders find the position in an epoch by reading it again."""
-        if self.position is not None:
-            return self.position
-        current, source = self.latest, self._source
-        if current is None or source is None or current.epoch != self._iterated:
-            return self._start_of_epoch(self._iterated)
-        if not self._workers and self._is_done_without_workers(current):
-            return self._start_of_epoch(current.epoch + 1)
-        return source.position_at_start(current.position(current.skip))
-
-    def _is_done_without_workers(self, current: Pass[None]) -> bool:
-        """Return whether a loader without workers has found the end of a pass: it asked for more than there is."""
-        if self.worker.loaded_end is not None and self.worker.loaded_end.epoch == current.epoch:
-            return current.items_taken > current.skip
-        end, count = current.schedule(self.batching).count, self.batching.count
-        return end is not None and count(current.items_taken - current.skip) + count(current.resumed_elsewhere) > end

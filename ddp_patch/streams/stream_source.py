@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain, count, repeat
+from itertools import count, repeat
 from time import monotonic, perf_counter, sleep
 from typing import Any, Final
 
@@ -16,9 +16,10 @@ from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.sharding.item_sources import ItemSource, Rounds
 from ddp_patch.sharding.saved_position import BatchNote, Position, StreamSnapshot, split_consumed
-from ddp_patch.streams.balanced_rounds import BalancedRounds
+from ddp_patch.streams.dataset import StreamWorker
+from ddp_patch.streams.rounds import BalancedRounds
+from ddp_patch.streams.shared_state import PARTS
 from ddp_patch.streams.stream_marks import StreamDigest
-from ddp_patch.streams.worker import StreamWorker
 
 __all__ = ["ONE_STREAM", "SEED", "StreamSource", "faster_by_worker"]
 
@@ -56,6 +57,7 @@ class StreamSource(ItemSource[None]):
         number: Which pass of the loader it is.
         ahead: How many batches each worker may be ahead of the training loop.
         why_orders_differ: Says what may cause that workers read other orders, and what to do.
+        may_say: Returns whether to say something now: on one rank, once for each loader.
 
     Attributes:
         rounds: What the pass has given, if ranks send each other batches.
@@ -74,13 +76,14 @@ class StreamSource(ItemSource[None]):
         number: int,
         ahead: int,
         why_orders_differ: Callable[[], str],
+        may_say: Callable[[str], bool],
     ) -> None:
         self.digest: StreamDigest | None = StreamDigest(worker.shared, number) if worker.is_compared else None
         self.is_open_ended = not worker.splits_itself
         self.has_own_length = worker.splits_itself and worker.plan.uneven == "keep"
         self._start, self._worker, self._shared, self._number = start, worker, worker.shared, number
         self._plan, self._batch_size = worker.plan, worker.batching.size
-        self._why_orders_differ, self._began_s = why_orders_differ, perf_counter()
+        self._why_orders_differ, self._may_say, self._began_s = why_orders_differ, may_say, perf_counter()
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
         self._starts: dict[int, list[BatchNote]] = defaultdict(list)
         self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=ahead + 2))
@@ -108,7 +111,7 @@ class StreamSource(ItemSource[None]):
         Warns:
             StreamOrderWarning: None of them has a name.
         """
-        if self.digest is not None and self.digest.is_unnamed and self._worker.may_say("unnamed"):
+        if self.digest is not None and self.digest.is_unnamed and self._may_say("unnamed"):
             warnings.warn(
                 f"The ranks cannot compare in which order they read {self._worker.name}: its items have no string and "
                 "no whole number that names them, and tensors and floats may be augmented. If each rank reads its own "
@@ -123,7 +126,7 @@ class StreamSource(ItemSource[None]):
         """Say once, on one rank, if something would be faster."""
         ranks, lengths = self._plan.num_replicas, self._shared.lengths(self._number)
         is_known = self._start.is_at_epoch_start and self._worker.batch_plan is None  # which by_worker cannot divide
-        if is_known and self._worker.may_say("advice") and ranks > 1 and self.is_in_parts and None not in lengths:
+        if is_known and self._may_say("advice") and ranks > 1 and self.is_in_parts and None not in lengths:
             spent_s, took_s = (
                 max(self._shared.reported(self._number, "spent_ms")) / 1000,
                 perf_counter() - self._began_s,
@@ -145,12 +148,7 @@ class StreamSource(ItemSource[None]):
     def is_in_parts(self) -> bool:  # type: ignore[override]  # what workers find
         """Whether several workers read a part each; False while that is unknown."""
         shared = self._shared
-        return not self._worker.splits_itself and shared.readers > 1 and shared.ways(self._number) == {"parts"}
-
-    @property
-    def resumed_elsewhere(self) -> int:  # type: ignore[override]  # as above
-        """How many items were left out because another package's loader resumed within the pass."""
-        return int(max(0, *self._shared.reported(self._number, "offset")))
+        return not self._worker.splits_itself and shared.readers > 1 and shared.ways(self._number) == {PARTS}
 
     def lengths_found(self) -> Sequence[int | None]:
         """Return how many items the stream had, or each part of it; None if no worker came to the end."""
@@ -181,11 +179,6 @@ class StreamSource(ItemSource[None]):
         return most
 
     # ---- rounds of all ranks' batches ----
-
-    def in_rounds(self) -> BalancedRounds:
-        """Return what records the rounds in which ranks send each other batches."""
-        self.rounds = rounds = BalancedRounds()
-        return rounds
 
     def batches_made(self) -> Sequence[int]:
         """Return how many batches each worker of a dataset that splits itself made; -1 for those that may make more."""
@@ -223,10 +216,6 @@ class StreamSource(ItemSource[None]):
         parts = self._shared.readers * ranks
         return self._start.parts if len(self._start.parts) == parts else [()] * parts
 
-    def position_at_start(self, position: Position) -> Position:
-        """Return where the pass began, as a position within it; ``position`` is that of one stream."""
-        return self._start if len(self._start.parts) > 1 else replace(position, states=self._start.states)
-
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
         """Return the position after this many batches.
 
@@ -234,15 +223,9 @@ class StreamSource(ItemSource[None]):
             StateError: No state can describe it.
         """
         if not batches:
-            return self.position_at_start(position)
+            return self._start if len(self._start.parts) > 1 else replace(position, states=self._start.states)
         if self._worker.splits_itself:
             return self._position_of_all(position, batches)
-        if self.resumed_elsewhere:
-            raise StateError(
-                f"The state of {self._worker.name} cannot be saved by a number of batches: the loader's own "
-                "load_state_dict() resumed within this pass, and its first batches were not counted here. Use the "
-                "loader's own state_dict(), or resume by restore_loader()."
-            )
         if self.is_in_parts:
             return self._position_in_parts(position, batches, schedule())
         ranks = self._plan.num_replicas
@@ -285,5 +268,5 @@ class StreamSource(ItemSource[None]):
         """Return the position of all ranks' workers, if ranks send each other batches."""
         if not isinstance(self.rounds, BalancedRounds):
             return position
-        made = chain.from_iterable(self.rounds.made(batches, self._batches_before))
+        made = self.rounds.made(batches, self._batches_before)
         return replace(position, parts=[((1, count * self._batch_size),) for count in made])

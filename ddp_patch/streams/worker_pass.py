@@ -12,18 +12,25 @@ from typing import Any, Generic, TypeVar, cast
 from ddp_patch.compat.packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
+from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, draw, split_chunks
 from ddp_patch.orders.fingerprint import number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.plan import Plan
+from ddp_patch.plan import Consumed, Plan, require_steps
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.saved_position import RECOGNISED_BY, BatchNote, StreamSnapshot, StreamStart
-from ddp_patch.streams.reading import begun_anew, begun_at, is_again, start_of, tell_epoch
+from ddp_patch.sharding.saved_position import (
+    RECOGNISED_BY,
+    BatchNote,
+    Position,
+    StreamSnapshot,
+    StreamStart,
+    split_consumed,
+)
+from ddp_patch.streams.dataset import StreamWorker, pickled
+from ddp_patch.streams.reading import begun_anew, begun_at, is_again, start_of, tell_epoch, this_worker
 from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
 from ddp_patch.streams.stream_marks import marked, name_of
-from ddp_patch.streams.stream_refusals import require_ends, require_one_way, require_split_by_worker
-from ddp_patch.streams.worker import StreamWorker, WorkerPosition, pickled, this_worker
 
 __all__ = ["WorkerPass"]
 
@@ -40,23 +47,34 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     Args:
         worker: What its process knows of the stream.
-        number: The pass.
-        start: Where it begins.
     """
 
-    def __init__(self, worker: StreamWorker[T], number: int, start: WorkerPosition) -> None:
-        self._worker, self._number, self._start = worker, number, start
+    def __init__(self, worker: StreamWorker[T]) -> None:
+        self._worker = worker
+        self._number, self._epoch = worker.begin()
         self._worker_index, self._workers = this_worker()
-        self._report = worker.shared.report(number, start.part)
-        self._report["worker"], self._report["offset"] = self._worker_index, start.offset
-        self._told_worker, self._told_workers = worker.told(start.part)
-        self._info = worker.info(start.part, start.epoch)
+        self._part = worker.part_of(self._number)
+        # What was taken before the pass, by other numbers of ranks and of this rank's share; what is known of the
+        # stream there; and whether a state counts one stream or parts.
+        self._before: Consumed = ()
+        self._taken_before = self._skip = 0
+        self._known = StreamSnapshot()
+        self._counts: int | None = None
+        if (position := worker.resumed_at(self._number)) is not None:
+            self._resume(position)
+        if not self._skip and not self._taken_before and not self._known.initial_state:
+            self._known = replace(self._known, initial_state=worker.unread())
+        worker.is_underway = True
+        self._report = worker.shared.report(self._number, self._part)
+        self._report["worker"] = self._worker_index
+        self._told_worker, self._told_workers = worker.told(self._part)
+        self._info = worker.info(self._part, self._epoch)
         self._telling = worker_info_told(self._info)
-        self._states = PrivateRNG(worker.seed.value, start.epoch)
+        self._states = PrivateRNG(worker.seed.value, self._epoch)
         self._spent_s = 0.0  # in the dataset
         self._has_own_states = False
-        self._is_at_end = self._is_over = False  # the dataset has no more items; this worker gives no more
-        self._place = start.offset  # how many items of the rank's share this worker has gone through
+        self._is_at_end = False  # the dataset has no more items
+        self._place = 0  # how many items of the rank's share this worker has gone through
         # How the stream began: None if it was not read from its beginning. And whether it may have been read before.
         self._first: StreamStart | None = None
         self._is_drawn = False
@@ -65,7 +83,18 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._generators = generator_states([worker.dataset]) if worker.takes_states else ()
         # What was noted: how the stream began, and the dataset's own state then.
         self._noted: StreamStart | None = None
-        self._has_noted_initial_state = not start.snapshot.initial_state
+        self._has_noted_initial_state = not self._known.initial_state
+
+    def _resume(self, position: Position) -> None:
+        """Begin where a state was taken."""
+        if self._worker.splits_itself:
+            self._skip = self._worker.batches_done(position)[self._part] * self._worker.batching.size
+            return
+        parts, snapshots = position.parts, position.states.streams
+        self._before, self._skip = split_consumed(parts[self._part % len(parts)], self._worker.plan.num_replicas)
+        self._taken_before = sum(ranks * each for ranks, each in self._before)
+        self._counts = PARTS if len(parts) > 1 else None if position.is_at_epoch_start else STREAM
+        self._known = snapshots[self._part % len(snapshots)] if snapshots else StreamSnapshot()
 
     def __enter__(self) -> None:
         self._telling.__enter__()  # first: a torch without that raises
@@ -83,11 +112,11 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """Tell the dataset its epoch, and return what this worker gives of it."""
         with worker_info_told(self._info):
             # Told after the generators' states were put back, because it may seed them.
-            tell_epoch(self._worker.dataset, self._start.epoch)
+            tell_epoch(self._worker.dataset, self._epoch)
         if self._worker.splits_itself:
             self._worker.giving = self
             return self._by_worker()
-        return iter(()) if self._start.ended else self._exact()
+        return self._exact()
 
     def _by_worker(self) -> Iterator[T]:
         """Yield the items that the dataset gives this one of all ranks' workers, and note how many batches they make.
@@ -95,17 +124,17 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         Raises:
             StateError: There are fewer than were done.
         """
-        worker, batching, start = self._worker, self._worker.batching, self._start
+        worker, batching, skip = self._worker, self._worker.batching, self._skip
         stream = self._detecting_split(self._read(partial(iter, worker.dataset)))
         read = 0
-        for length, items in self._drawn(stream, Plan(0, 1), start.skip):
+        for length, items in self._drawn(stream, Plan(0, 1), skip):
             before, read = read, read + length
-            if read > start.skip and read % batching.size == 0:
+            if read > skip and read % batching.size == 0:
                 self._report["batches"] = read // batching.size
-            yield from items if before >= start.skip else items[start.skip - before :]
-        if read < start.skip if batching.drop_last else read <= start.skip - batching.size:
+            yield from items if before >= skip else items[skip - before :]
+        if read < skip if batching.drop_last else read <= skip - batching.size:
             raise StateError(
-                f"{worker.name} cannot resume from the state: worker {start.part} of {self._workers} had only "
+                f"{worker.name} cannot resume from the state: worker {self._part} of {self._workers} had only "
                 f"{read} items before its end, so the workers no longer took turns, and nobody knows which batches "
                 "were done. Begin the epoch again, or leave share out."
             )
@@ -113,30 +142,55 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def _exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
-        worker, start, plan = self._worker, self._start, self._worker.plan
+        worker, plan = self._worker, self._worker.plan
         skipped = self._skipped_rounds()
         if skipped is None:
             read = self._from_beginning()
             if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
                 read = marked(read, self._report)
-            stream: Iterator[T] = islice(self._detecting_split(read), start.taken_before, None)
+            stream: Iterator[T] = islice(self._detecting_split(read), self._taken_before, None)
         else:
-            if start.counts == "parts":
+            if self._counts == PARTS:
                 self._use_own_states()  # the first item, after which all workers do, was read before
-            read = self._read(partial(begun_at, worker.dataset, *start.snapshot.state))
+            read = self._read(partial(begun_at, worker.dataset, *self._known.state))
             stream = self._detecting_split(self._followed(read))
-        chunks = self._drawn(stream, plan, start.skip if skipped is None else 0)
-
-        def on_end(drawn: int) -> None:
-            self._report["spent_ms"] = round(1000 * self._spent_s)
-            self._report["length"] = drawn
-            require_ends(worker, self._number, start, drawn)
-
-        of_rank = (item for (part,) in split_chunks([plan], chunks, on_end, skipped) for item in part)
-        mine = self._of_worker(islice(of_rank, start.items_consumed if skipped is None else 0, None))
+        chunks = self._drawn(stream, plan, self._skip if skipped is None else 0)
+        of_rank = (item for (part,) in split_chunks([plan], chunks, self._note_end, skipped) for item in part)
+        mine = self._of_worker(islice(of_rank, self._skip if skipped is None else 0, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
-        self._is_over = True
-        worker.end(self._number, start.part)
+        worker.end(self._number, self._part)
+
+    def _note_end(self, drawn: int) -> None:
+        """Report where the stream ended; refuse an end that contradicts the other workers' or a state.
+
+        Args:
+            drawn: How many items all ranks shared.
+
+        Raises:
+            UnsupportedLoaderError: Workers read other streams.
+            StateError: More was done than there is.
+            NoStepsError: A rank would make no step in the epoch.
+        """
+        worker, plan, shared = self._worker, self._worker.plan, self._worker.shared
+        self._report["spent_ms"] = round(1000 * self._spent_s)
+        self._report["length"] = drawn
+        lengths = shared.lengths(self._number)
+        if shared.ways(self._number) == {STREAM}:
+            lengths = list({length for length in lengths if length is not None})
+            if len(lengths) > 1:
+                raise UnsupportedLoaderError(
+                    f"{worker.name} cannot be sharded with {shared.readers} workers: it never called "
+                    f"get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two of them. Split it by "
+                    "get_worker_info() in __iter__, or use num_workers=0."
+                )
+        if not self._skip and not self._taken_before and None not in lengths:
+            require_steps(plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
+        if self._skip > plan.largest_share(drawn):
+            raise StateError(
+                f"{worker.name} cannot resume from the state: {self._skip} items of each rank's share were "
+                f"done in it, and the stream ended after {drawn} items of all ranks. Restore it with the dataset that "
+                "it was taken of; one that is its own iterator must be rebuilt."
+            )
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives."""
@@ -156,7 +210,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         size, start = self._worker.batching.size, self._start_at(self._place)
         news = None if start == self._noted else start
         state = self._snapshot() if self._notes_states and self._place % size == 0 else None
-        before = None if self._has_noted_initial_state else pickled(self._start.snapshot.initial_state[0])
+        before = None if self._has_noted_initial_state else pickled(self._known.initial_state[0])
         if state is not None and len(state) > LARGEST:
             self._notes_states, state = False, None
         self._noted, self._has_noted_initial_state = start or self._noted, True
@@ -165,21 +219,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
-        read = self._start.taken_before + self._worker.plan.num_replicas * (self._start.skip + place)
+        read = self._taken_before + self._worker.plan.num_replicas * (self._skip + place)
         return self._first if self._first is not None and self._first.seen == min(RECOGNISED_BY, read) else None
-
-    def position(self) -> WorkerPosition:
-        """Return how far it is; or where the next pass begins, if this one was over before or cannot be resumed."""
-        start, snapshot = self._start, self._start.snapshot
-        if start.ended or self._worker.splits_itself:
-            return self._worker.position_unbegun()
-        if self._is_over:
-            snapshot = StreamSnapshot(initial_state=self._worker.unread())
-        elif self._place != start.offset:
-            state = self._snapshot()
-            states = () if state is None else (pickle.loads(state),)  # noqa: S301 - ours
-            snapshot = StreamSnapshot(self._start_at(self._place) or snapshot.first, states, snapshot.initial_state)
-        return replace(start, offset=self._place, snapshot=snapshot, seed=self._worker.seed.value, ended=self._is_over)
 
     def _detecting_split(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
@@ -193,11 +234,11 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         if asked and not self._has_own_states:
             self._use_own_states()
         self._report["asked_rank"] = worker.has_asked_rank
-        self._report["way"] = PARTS if asked else STREAM
+        self._report["way"] = asked
         if worker.splits_itself and worker.plan.num_replicas > 1:
-            require_split_by_worker(worker, asked=asked)
+            self._require_split_by_worker(asked=asked)
         if not worker.splits_itself and worker.shared.readers > 1:
-            require_one_way(worker, self._number, self._start)
+            self._require_one_way()
         if first is _NOTHING:
             return
         yield first
@@ -212,6 +253,42 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                     "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
                 )
             yield item
+
+    def _require_split_by_worker(self, *, asked: bool) -> None:
+        """Refuse a dataset that is to split itself over all ranks' workers, and does not, or not by its worker alone.
+
+        One whose class says ``is_ddp_aware = False`` may ask for its rank, as for a log.
+        """
+        name = self._worker.name
+        if self._worker.has_asked_rank and not may_ask_rank(self._worker.dataset):
+            raise UnsupportedLoaderError(
+                f"{name} cannot be read with share='by_worker': it asked for its rank by its first item, so it is "
+                "sharded already, and sharding it by workers again would lose samples. Let its class say is_ddp_aware "
+                "= True, and its loader is left as it is; or False, if it asks for another reason, such as a log."
+            )
+        if not asked:
+            raise UnsupportedLoaderError(
+                f"{name} cannot be read with share='by_worker': it gave its first item, and had not asked "
+                "get_worker_info() which worker it is in (id, num_workers or seed), so each rank would read all of it. "
+                "Leave share out: then each rank keeps its share of the stream."
+            )
+
+    def _require_one_way(self) -> None:
+        """Refuse a dataset that is neither one stream nor split into parts, and a state that counts the other."""
+        name, readers, ways = self._worker.name, self._worker.shared.readers, self._worker.shared.ways(self._number)
+        if len(ways) > 1:
+            raise UnsupportedLoaderError(
+                f"{name} cannot be sharded with {readers} workers: it called get_worker_info() in some workers and "
+                "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
+                "__iter__, or use num_workers=0."
+            )
+        if self._counts is not None and {self._counts} != ways:
+            counts = {STREAM: "one stream, as 0 or 1 workers read it", PARTS: f"the parts of {readers} workers"}
+            raise StateError(
+                f"{name} cannot resume from the state, which counts items of {counts[self._counts]}: with "
+                f"num_workers={readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the "
+                "state was taken with."
+            )
 
     def _use_own_states(self) -> None:
         self._has_own_states = True
@@ -254,19 +331,19 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
         Padding repeats items of the first round, so these are read where there may be padding.
         """
-        plan, start = self._worker.plan, self._start
-        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and start.items_consumed else 0
-        if not (self._notes_states and start.snapshot.state) or (repeats and start.consumed_before):
+        plan = self._worker.plan
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._skip else 0
+        if not (self._notes_states and self._known.state) or (repeats and self._before):
             return None
         first = list[T]()
         if repeats:
-            known = start.snapshot.first
+            known = self._known.first
             with self:
                 first = list(islice(self._from_beginning(), max(repeats, 0 if known is None else known.seen)))
             if len(first) < repeats:
                 raise self._other_stream()
-            self._states = PrivateRNG(self._worker.seed.value, start.epoch)
-        return Chunk(start.items_consumed * plan.num_replicas, first)
+            self._states = PrivateRNG(self._worker.seed.value, self._epoch)
+        return Chunk(self._skip * plan.num_replicas, first)
 
     # ---- how it reads the dataset ----
 
@@ -277,7 +354,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             StateError: It does.
         """
         seen: list[tuple[bytes | None, int]] = []
-        known = self._start.snapshot.first
+        known = self._known.first
         items = self._read(self._begun_anew)
         for item in items:
             seen.append((name_of(item), number_or_zero(item)))
@@ -292,7 +369,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
     def _begun_anew(self) -> Iterator[T]:
         """Begin the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset: Any = self._worker.dataset
-        iterator, items = begun_anew(dataset, self._start.snapshot.initial_state, self._start.epoch)
+        iterator, items = begun_anew(dataset, self._known.initial_state, self._epoch)
         self._is_drawn = iterator is dataset or is_again(dataset, iterator)
         if iterator is not dataset and is_stateful(iterator):
             self._has_state = False
@@ -319,7 +396,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._is_at_end = True
 
     def _other_stream(self) -> StateError:
-        first = self._start.snapshot.first
+        first = self._known.first
         return StateError(
             f"{self._worker.name} cannot resume from the state: its first {first.seen if first else 0} items differ "
             "from those when the state was taken, so the finished ones cannot be skipped. Restore the state with the "

@@ -16,8 +16,7 @@ from parts import Read, assert_nothing_is_lost, assert_parts_are_shared, epoch, 
 from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata import nodes
-from torchdata.stateful_dataloader import StatefulDataLoader
-from zoo import N, Source, seed_ambient
+from zoo import N, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
 
@@ -157,55 +156,14 @@ def assert_read_of(alone: dict[int, list[Any]], reads: list[Read]) -> None:
         assert read_by_rank.parts == {worker: share(part, rank, len(reads), "pad") for worker, part in alone.items()}
 
 
-# torchdata: its loader, and its nodes in a dataset.
-
-
 class Nodes(IterableDataset[int]):
-    """A pipeline of torchdata's, made where it is read."""
+    """A pipeline of torchdata's nodes, made where it is read."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         shards = SHARDS[info.id :: info.num_workers] if info else SHARDS
         numbers = nodes.IterableWrapper(list(chain.from_iterable(shards)))
         yield from nodes.Loader(nodes.Mapper(numbers, abs))
-
-
-TORCHDATA: dict[str, Callable[[], Any]] = {
-    "nodes": Nodes,
-    "unequal shards": iterables.Shards,
-    "a run for each worker": partial(iterables.RunPerWorker, (16, 7)),
-    "the iterator has a state": partial(iterables.RunWithState, (16, 7)),
-    "the dataset has a state": partial(iterables.HasState, (16, 7)),
-}
-
-
-@worlds
-@with_and_without_workers
-@pytest.mark.parametrize("make", TORCHDATA.values(), ids=TORCHDATA)
-def test_torchdata(make: Callable[[], Any], workers: int, world_size: int) -> None:
-    assert_parts_are_shared(make, workers, world_size, "pad", kind=StatefulDataLoader)
-
-
-def test_a_shard_for_each_worker_of_torchdatas_loader() -> None:
-    assert_parts_are_shared(
-        partial(iterables.ShardPerWorker, (2, 14, 7)), 3, 2, "pad", kind=StatefulDataLoader, persistent_workers=True
-    )
-
-
-UNSPLIT: dict[str, Callable[[], Any]] = {
-    "a stream": Source,
-    "its own iterator": iterables.OwnIterator,
-    "its own iterator with a state": iterables.OwnIteratorWithState,
-}
-
-
-@worlds
-@with_and_without_workers
-@pytest.mark.parametrize("make", UNSPLIT.values(), ids=UNSPLIT)
-def test_torchdatas_loader_of_what_never_asks(make: Callable[[], Any], workers: int, world_size: int) -> None:
-    reads = ranks(lambda: loader_of(make(), workers, StatefulDataLoader), world_size)
-    for rank, read_by_rank in enumerate(reads):
-        assert read_by_rank.items == share(list(range(N)), rank, world_size, "pad")
 
 
 # Real ranks.
@@ -216,7 +174,7 @@ def on_rank(rank: int, world_size: int, tars: list[str]) -> list[list[Read]]:
     given = [
         loader_of(web(tars, shardshuffle=5, seed=3), 2, item_of=first),
         loader_of(generated().shuffle(seed=3, buffer_size=5), 2, item_of=number),
-        loader_of(Nodes(), 2, StatefulDataLoader),
+        loader_of(Nodes(), 2),
     ]
     return [[epoch(patched) for _ in range(2)] for patched in map(patch_dataloader_to_ddp, given)]
 

@@ -1,9 +1,7 @@
 """torchdata's StatefulDataLoader: shared like any loader, and resumed in the middle of an epoch."""
 
-import os
 import pickle
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,29 +15,16 @@ from quick import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
-from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
+from worlds import assert_shared_exactly, epoch_of, ranks_of
 from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
     check_loaders_is_patched,
-    iter_with_mask,
-    iter_with_weights,
-    loader_state,
     patch_dataloader_to_ddp,
-    restore_loader,
 )
-from ddp_patch.errors import NotALoaderError, StateError, UnsupportedLoaderError
-from ddp_patch.loaders.facts import look_at
-from ddp_patch.options import Options
-from ddp_patch.ranks.world import World
-from ddp_patch.sharding.refusals import require_shareable
-from ddp_patch.streams.worker import StreamWorker, WorkerPosition, this_worker
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
-
-import datasets
+from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -141,14 +126,6 @@ def test_epochs_differ_where_it_shuffles(num_replicas: int, num_workers: int) ->
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-@with_and_without_workers
-def test_an_iterable_dataset_is_shared_exactly(num_workers: int) -> None:
-    def make() -> Any:
-        return StatefulDataLoader(Source(shuffles=True), 3, collate_fn=as_it_is, num_workers=num_workers)
-
-    assert_epochs_differ_and_are_shared_exactly(ranks_of(make, 2), as_it_is, N)
-
-
 def assert_resumes_anywhere(run: Run) -> None:
     """In the second epoch, from states that are taken within the loop, as checkpoints are; and between epochs."""
     first, second, third, fourth = run.uninterrupted()
@@ -211,163 +188,6 @@ def test_resumed_twice_with_workers(make: Make) -> None:
     test_resumed_twice(partial(make, num_workers=2))
 
 
-class Stood(Source):
-    """Goes on by its own state."""
-
-    place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-    def __iter__(self) -> Iterator[int]:
-        for item in islice(super().__iter__(), self.place, None):
-            self.place += 1
-            yield item
-        self.place = 0
-
-
-class Restarting(Source):
-    """Is its own iterator, and begins anew at each ``iter()``."""
-
-    def __iter__(self) -> Iterator[int]:
-        self.left = iter(list(super().__iter__()))
-        return self
-
-    def __next__(self) -> int:
-        return next(self.left)
-
-
-STREAMS: dict[str, Callable[[], Any]] = {
-    "one stream": partial(Source, shuffles=True),
-    "parts": partial(Source, splits=True, shuffles=True),
-    "own state": partial(Stood, splits=True),
-    "own state, one stream": Stood,
-    "own iterator": Restarting,
-    "Hugging Face": lambda: datasets.Dataset.from_dict({"n": range(N)}).to_iterable_dataset(num_shards=3),
-}
-
-
-# Each stream without workers, and with workers of one of three kinds, at half of the stops; the soak tries them all.
-WORKERS: list[dict[str, Any]] = [{"num_workers": 2}, PERSISTENT, {"num_workers": 1}]
-STOPS = [(1, 1, 1), (0, 2, 0), (4, 0, 0), (5, 2, 1)]  # there are 4 batches; the fifth is the end
-READ: list[Any] = [pytest.param(make, {}, STOPS, id=name) for name, make in STREAMS.items()]
-READ += [
-    pytest.param(
-        make,
-        options,
-        STOPS[half::2],
-        id=f"{name}, {options}, {half}",
-        marks=[pytest.mark.soak] * (number % 3 != place or number // 3 != half),
-    )
-    for number, (name, make) in enumerate(STREAMS.items())
-    for place, options in enumerate(WORKERS)
-    for half in range(2)
-]
-
-
-@pytest.mark.parametrize(("make", "options", "all_stops"), READ)
-def test_an_iterable_dataset_is_exact_over_three_stops_and_at_an_epochs_end(
-    make: Make, options: Any, all_stops: list[tuple[int, ...]]
-) -> None:
-    run = Run(lambda: StatefulDataLoader(make(), 3, collate_fn=as_it_is, **options))
-    whole = run.uninterrupted()[:3]
-    for stops in all_stops:
-        state, epoch, done = None, 0, 0
-        for stop, batches in enumerate(stops):
-            stopped = run.start(stop, state)
-            iterator = iter(stopped)
-            taken = list(islice(iterator, batches))
-            assert taken == whole[epoch][done : done + batches], stops
-            state, done = stopped.state_dict(), done + len(taken)
-            if len(taken) < batches:
-                epoch, done = epoch + 1, 0
-        resumed = run.start(9, state)
-        rest = [list(resumed) for _ in range(3 - epoch)]
-        assert rest == [whole[epoch][done:], *whole[epoch + 1 :]], stops
-
-
-def test_a_dataset_that_would_go_on_where_it_was_read_is_refused() -> None:
-    class Once(Source):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left = iter(range(N))
-
-        def __iter__(self) -> Iterator[int]:
-            return self
-
-        def __next__(self) -> int:
-            return next(self.left)
-
-    dataset = Once()
-    run = Run(lambda: StatefulDataLoader(dataset, 3, collate_fn=as_it_is))
-    stopped = run.start(1)
-    list(islice(stopped, 2))
-    resumed = run.start(2, stopped.state_dict())
-    with raises(StateError, ("Once", "items differ"), "rebuild"):
-        list(resumed)
-
-
-@with_and_without_workers
-def test_its_batches_are_counted_by_the_loop_alone(num_workers: int) -> None:
-    loader = Run(lambda: StatefulDataLoader(Source(), 3, collate_fn=as_it_is, num_workers=num_workers)).start(1)
-    iterator = iter(loader)
-    next(iterator)
-    with raises(StateError, ("StatefulDataLoader", "state_dict() of its own"), "batches_done="):
-        loader_state(loader)
-    assert loader_state(loader, batches_done=1)["parts"][0]
-
-
-@with_and_without_workers
-def test_batches_are_not_counted_in_a_pass_that_it_resumed(num_workers: int) -> None:
-    run = Run(lambda: StatefulDataLoader(Source(), 3, collate_fn=as_it_is, num_workers=num_workers))
-    stopped = run.start(1)
-    list(islice(stopped, 1))
-    resumed = run.start(2, stopped.state_dict())
-    list(islice(resumed, 1))
-    with raises(StateError, ("Source", "load_state_dict()"), "state_dict()"):
-        loader_state(resumed, batches_done=1)
-    for iterate in (iter_with_mask, iter_with_weights):
-        resumed = run.start(2, stopped.state_dict())
-        with raises(UnsupportedLoaderError, (iterate.__name__, "load_state_dict()", "epoch 0"), "restore_loader()"):
-            next(iterate(resumed))
-
-
-def test_batches_are_not_counted_while_the_worker_that_resumed_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = StreamWorker.begin
-
-    def late(worker: StreamWorker[int], loaded: WorkerPosition | None) -> Any:
-        if this_worker()[0] == 0:
-            time.sleep(1)  # the other worker's batch comes first
-        return begin(worker, loaded)
-
-    monkeypatch.setattr(StreamWorker, "begin", late)
-    test_batches_are_not_counted_in_a_pass_that_it_resumed(2)
-
-
-@with_and_without_workers
-def test_resumed_by_both_ways_in_turn(num_workers: int) -> None:
-    run = Run(lambda: StatefulDataLoader(Source(splits=True), 2, collate_fn=as_it_is, num_workers=num_workers))
-    whole, *_ = run.uninterrupted()
-    stopped = run.start(1)
-    list(islice(stopped, 1))
-    second = run.start(2)
-    restore_loader(second, loader_state(stopped, batches_done=1))
-    assert list(islice(second, 2)) == whole[1:3]
-    third = run.start(3, second.state_dict())
-    assert list(third) == whole[3:]
-
-
-def test_a_state_of_a_loader_that_was_not_patched_is_refused() -> None:
-    given = StatefulDataLoader(Stood(), 3, collate_fn=as_it_is)
-    list(islice(given, 1))
-    patched: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
-    with raises(StateError, "ddp_patch", "loader"):
-        iter(patched.dataset).load_state_dict(given.dataset.state_dict())
-
-
 def on_rank(rank: int, world_size: int) -> Any:
     """torchdata's RandomSampler seeds itself from a state that is another on each rank: rank 0's must be sent."""
 
@@ -394,37 +214,15 @@ def test_real_ranks_share_and_resume() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def a_stream_on_rank(rank: int, world_size: int) -> Any:
-    """Each start has another seed, which the state replaces: in the workers too, which torchdata starts before."""
-
-    def start(ambient_seed: int) -> Any:
-        seed_ambient(ambient_seed)
-        given = StatefulDataLoader(Source(splits=True, shuffles=True), 2, collate_fn=as_it_is, num_workers=2)
-        return patch_dataloader_to_ddp(given)
-
-    stopped = start(100 + rank)
-    iterator = iter(stopped)
-    first = [next(iterator)]
-    resumed = start(200 + rank)
-    resumed.load_state_dict(stopped.state_dict())
-    rest = list(iterator)
-    assert [list(resumed), list(resumed)] == [rest, list(stopped)]
-    return [item for batch in first + rest for item in batch]
-
-
-def test_real_ranks_adopt_the_seed_of_a_stream_in_their_workers() -> None:
-    shares = run_ranks(a_stream_on_rank, 2)
-    assert {item for share in shares for item in share} == set(range(N))
-
-
-def test_it_is_refused_where_ranks_hand_each_other_batches() -> None:
-    """Its state tells what one rank's workers have read, of which other ranks got some."""
-    facts, options = look_at(StatefulDataLoader(Source(splits=True))), Options(share="by_worker")
+def test_it_is_refused_with_an_iterable_dataset() -> None:
+    """Its state tells what one rank's workers have read."""
     with raises(
-        UnsupportedLoaderError, ("StatefulDataLoader", "by_worker"), ("Leave share out", "torch.utils.data.DataLoader")
+        UnsupportedLoaderError,
+        ("StatefulDataLoader", "Source"),
+        ("torch.utils.data.DataLoader", "loader_state()", "restore_loader()"),
     ):
-        require_shareable(facts, options, World(0, 2, {0: 0, 1: 1}))
-    require_shareable(facts, Options(share="by_worker", uneven="keep"), World(0, 2))
+        patch_dataloader_to_ddp(StatefulDataLoader(Source()), rank=0, num_replicas=2)
+    patch_dataloader_to_ddp(DataLoader(Source()), rank=0, num_replicas=2)
 
 
 class OfNodes(IterableDataset[Any]):

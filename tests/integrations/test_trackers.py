@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
-from zoo import Indices, Source, as_it_is, seeded_generator
+from zoo import Indices, as_it_is, seeded_generator
 
 from ddp_patch import audit, patch_dataloader_to_ddp
 
@@ -87,13 +87,12 @@ def test_the_audit_names_workers_that_get_nothing() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("make", [Indices, Source], ids=["map-style", "iterable"])
-def test_a_stateful_loaders_state_at_an_epochs_end_yields_the_whole_next_epoch(make: Any, workers: int) -> None:
+def test_a_stateful_loaders_state_at_an_epochs_end_yields_the_whole_next_epoch(workers: int) -> None:
     """pytorch/data 1437: a loader that loads it had an empty epoch, or the last one again."""
 
     def patched(rank: int) -> Any:
-        shuffle: dict[str, Any] = {"shuffle": True, "generator": seeded_generator()} if make is Indices else {}
-        given: Any = StatefulDataLoader(make(23), batch_size=4, collate_fn=as_it_is, num_workers=workers, **shuffle)
+        shuffle: dict[str, Any] = {"shuffle": True, "generator": seeded_generator()}
+        given: Any = StatefulDataLoader(Indices(23), batch_size=4, collate_fn=as_it_is, num_workers=workers, **shuffle)
         return patch_dataloader_to_ddp(given, rank=rank, num_replicas=2)
 
     for rank in range(2):

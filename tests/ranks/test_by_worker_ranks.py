@@ -230,8 +230,8 @@ def times_ranks_talk(rank: int, world_size: int) -> list[tuple[int, int]]:
         loader = made(Case([], workers), Numbers(2 * BATCH * 500 // max(1, workers)))
         with pytest.MonkeyPatch.context() as patch:
             rows: list[Sequence[int]] = []
-            begin = Channel.begin_gather
-            patch.setattr(Channel, "begin_gather", lambda self, row: [rows.append(row), begin(self, row)])  # type: ignore[func-returns-value]  # noqa: B023 - called here
+            gathered = Channel.gathered
+            patch.setattr(Channel, "gathered", lambda *args: [rows.append(args[1]), gathered(*args)][1])  # type: ignore[func-returns-value]  # noqa: B023 - called here
             found.append((len(list(loader)), len(rows)))
     return found
 

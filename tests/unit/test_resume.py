@@ -602,7 +602,7 @@ def test_who_restores_by_the_stateful_protocol_is_told_the_length_of_whole_epoch
     epochs = [list(whole) for _ in range(2)]
     state = state_of(make(), 2, num_replicas=2)
     loaded, restored = start(make(), 0, 2), start(make(), 0, 2)
-    loaded.sampler.load_state_dict(state)
+    loaded.load_state_dict(state)
     restore_loader(restored, state)
     steps = len(whole)
     assert (len(loaded), len(restored)) == (steps, steps - 2)

@@ -1,4 +1,4 @@
-"""The cases of torchdata's own tests of stateful iterable datasets, with patched loaders: each batch comes once."""
+"""Iterable datasets with a state of their own, as torchdata's tests have them: each batch comes once after a stop."""
 
 import pickle
 from collections.abc import Iterator, Sequence
@@ -10,13 +10,9 @@ import pytest
 import torch
 from quick import soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import as_it_is
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
-
-# torchdata 0.11 calls it in the constructor of every loader.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 N = 40
 
@@ -149,62 +145,48 @@ STOPS = [0, 1, 2, "middle", "last", "end"]
 PLACES = ["the same", "the same, read on", "a new one", "a new one over the same dataset"]
 
 
-def patched(loader: type[Any], dataset: Any, share: Any, options: Any) -> Any:
+def patched(dataset: Any, share: Any, options: Any) -> Any:
     torch.manual_seed(0)
     batch_size, rank, ranks = share
-    given = loader(dataset, batch_size=batch_size, collate_fn=as_it_is, pin_memory=False, **dict(options))
+    given: Any = DataLoader(dataset, batch_size=batch_size, collate_fn=as_it_is, **dict(options))
     return patch_dataloader_to_ddp(given, rank=rank, num_replicas=ranks)
 
 
 @cache
-def uninterrupted(kind: Any, loader: Any, share: Any, options: Any) -> list[list[Any]]:
-    running = patched(loader, kind(), share, options)
+def uninterrupted(kind: Any, share: Any, options: Any) -> list[list[Any]]:
+    running = patched(kind(), share, options)
     return [list(running) for _ in range(3)]
 
 
-def assert_goes_on(kind: Any, loader: Any, options: Any, share: Any, epoch: int, stop: Any, place: str) -> None:
-    whole, dataset = uninterrupted(kind, loader, share, options), kind()
+def assert_goes_on(kind: Any, options: Any, share: Any, epoch: int, stop: Any, place: str) -> None:
+    whole, dataset = uninterrupted(kind, share, options), kind()
     batches = {"middle": len(whole[epoch]) // 2, "last": len(whole[epoch]), "end": N + 1}.get(stop, stop)
-    stopped = patched(loader, dataset, share, options)
+    stopped = patched(dataset, share, options)
     assert [list(stopped) for _ in range(epoch)] == whole[:epoch]
     running = iter(stopped)
     assert list(islice(running, batches)) == whole[epoch][:batches]
-    # torchdata's loader has a way of its own.
-    own, ours = (StatefulDataLoader.state_dict, StatefulDataLoader.load_state_dict), (loader_state, restore_loader)
-    save, restore = own if loader is StatefulDataLoader else ours
-    state = pickle.dumps(save(stopped))
-    assert str(pickle.loads(state)) == str(save(stopped))  # noqa: S301 - our own
+    state = pickle.dumps(loader_state(stopped))
+    assert str(pickle.loads(state)) == str(loader_state(stopped))  # noqa: S301 - our own
     if place == "the same, read on":
         list(running)
     given = dataset if place.endswith("dataset") else kind()
-    resumed = patched(loader, given, share, options) if place.startswith("a new one") else stopped
-    restore(resumed, pickle.loads(state))  # noqa: S301 - our own
+    resumed = patched(given, share, options) if place.startswith("a new one") else stopped
+    restore_loader(resumed, pickle.loads(state))  # noqa: S301 - our own
     rest = whole[epoch + 1 :] if stop == "end" else [whole[epoch][batches:], *whole[epoch + 1 :]]
     assert [list(resumed) for _ in rest[:2]] == rest[:2], (share, epoch, stop, place)
 
 
-@pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_stop_without_workers(kind: Any, loader: Any) -> None:
+def test_every_stop_without_workers(kind: Any) -> None:
     for (epoch, stop, place), share in zip(product(range(2), STOPS, PLACES), cycle(SHARES), strict=False):
-        assert_goes_on(kind, loader, (("num_workers", 0),), share, epoch, stop, place)
+        assert_goes_on(kind, (("num_workers", 0),), share, epoch, stop, place)
 
 
-# Every other stop with workers that persist, and those between with workers that do not; the session soak tries all.
-@pytest.mark.parametrize(
-    ("persistent", "loader", "first"),
-    [
-        (False, StatefulDataLoader, 0),
-        (True, DataLoader, 1),
-        soaked(False, StatefulDataLoader, 1),
-        soaked(True, DataLoader, 0),
-        *(soaked(False, DataLoader, first) for first in range(2)),
-        *(soaked(True, StatefulDataLoader, first) for first in range(2)),
-    ],
-)
+# Every other stop with workers that persist; the session soak tries the others, and workers that do not.
+@pytest.mark.parametrize(("persistent", "first"), [(True, 1), soaked(True, 0), soaked(False, 0), soaked(False, 1)])
 @pytest.mark.parametrize("kind", [OwnCountsEpochs, OwnFromIter, BothHave, CountsEpochs])
-def test_stops_with_workers(kind: Any, persistent: bool, loader: Any, first: int) -> None:
+def test_stops_with_workers(kind: Any, persistent: bool, first: int) -> None:
     options = (("num_workers", 2), ("persistent_workers", persistent))
     ways = zip(STOPS, cycle(PLACES), cycle(SHARES[:1] + SHARES[-1:]), strict=False)
     for stop, place, share in islice(ways, first, None, 2):
-        assert_goes_on(kind, loader, options, share, 1, stop, place)
+        assert_goes_on(kind, options, share, 1, stop, place)
