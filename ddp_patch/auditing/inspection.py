@@ -30,7 +30,7 @@ from ddp_patch.auditing.pictured import Pictured, pictured
 from ddp_patch.auditing.report import Report
 from ddp_patch.auditing.words import EpochReport
 from ddp_patch.auditing.world import MadeUpWorld
-from ddp_patch.streams.stream_source import faster_by_worker
+from ddp_patch.streams.stream_sampler import faster_by_worker
 
 __all__ = ["Expectations", "Inspection", "beside"]
 

@@ -19,8 +19,7 @@ from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.ranks.group import closed_at_exit
 from ddp_patch.streams.rounds import BalancedRounds, gets_of, rounds_ahead
-from ddp_patch.streams.stream_sampler import StreamPasses
-from ddp_patch.streams.stream_source import StreamSource
+from ddp_patch.streams.stream_sampler import StreamPasses, StreamSource
 from ddp_patch.walks import nested
 
 __all__ = ["AHEAD", "AHEAD_IF_FAST", "OwnBatches", "even_batches", "even_steps"]

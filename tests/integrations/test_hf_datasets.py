@@ -5,7 +5,6 @@ import json
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -134,21 +133,6 @@ def test_workers_do_not_set_the_epoch_in_each_others_way(monkeypatch: pytest.Mon
     for epoch in range(2):
         assert_shared_exactly(epoch_of(loaders, numbers), N)
         assert {source.epoch for source in sources} == {epoch}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"share": "by_worker", "uneven": "keep"}])
-def test_who_reads_what(options: dict[str, Any], workers: int, tmp_path: Path) -> None:
-    """Split by worker nothing is read to be dropped; exact shares cost that every rank reads all."""
-    reads = tmp_path / "reads"
-    loaders = ranks_of(lambda: loader(generated(reads), num_workers=workers), num_replicas=2, **options)
-    taken = Counter(number for patched in loaders for batch in patched for number in numbers(batch))
-    read = Counter(map(int, reads.read_text().split()))
-    assert set(taken) == set(range(N))
-    if options:
-        assert read == taken == Counter(range(N))
-    else:
-        assert read == Counter(dict.fromkeys(range(N), 2))
 
 
 def on_rank(rank: int, world_size: int, persistent: bool) -> tuple[list[list[int]], list[tuple[bool, str]]]:

@@ -7,12 +7,11 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import iterables
 import pytest
-from parts import Read, assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
+from parts import Read, assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, share
 from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata import nodes
@@ -195,30 +194,6 @@ def test_real_ranks(world_size: int, tars: list[str]) -> None:
             assert_read_of(alone, list(reads))
             assert_nothing_is_lost(alone, list(reads), "pad")
             assert len({tuple(read_by_rank.steps) for read_by_rank in reads}) == 1
-
-
-def test_what_is_read_twice(tmp_path: Path) -> None:
-    """Reading costs the job as many times as there are ranks, however many workers they have."""
-    counts = []
-    for workers in (0, 2):
-        notes = tmp_path / f"{workers}"
-        ranks(lambda notes=notes, workers=workers: loader_of(Noted(notes), workers), 2)  # type: ignore[misc]
-        counts.append(len(notes.read_text().split()))
-    assert counts == [2 * N, 2 * N]
-
-
-class Noted(iterables.Shards):
-    """Notes each item that it reads in a file."""
-
-    def __init__(self, notes: Path) -> None:
-        super().__init__()
-        self.notes = notes
-
-    def __iter__(self) -> Iterator[int]:
-        for item in super().__iter__():
-            with self.notes.open("a") as file:
-                file.write(f"{item}\n")
-            yield item
 
 
 def shuffled_without_a_seed(rank: int, world_size: int, tars: list[str]) -> list[int]:

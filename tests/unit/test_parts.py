@@ -1,6 +1,5 @@
 """The parts of an iterable dataset: what each worker of the unpatched loader reads, shared by the ranks."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -127,10 +126,6 @@ def test_a_dataset_that_never_asks_gives_each_sample_once(name: str, uneven: Une
         for rank, read in enumerate(reads):
             assert read.items == share(stream, rank, world_size, uneven)
             assert read.steps == [step % max(1, workers) for step in range(len(read.steps))]
-
-
-def test_torch_itself_has_each_worker_give_all_of_a_dataset_that_never_asks() -> None:
-    assert Counter(epoch(loader_of(Source(), 2)).items) == Counter([*Source(), *Source()])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -120,37 +120,11 @@ class Short(Stateful):
         return list(range(5)) if info is None or info.id == 0 else list(range(100, 120))
 
 
-class OwnIteratorFromNextIter(OwnIterator):
-    """Takes a state when ``iter()`` is called next."""
-
-    begins = 0
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begins = state["place"]
-
-    def __iter__(self) -> Iterator[int]:
-        self.place, self.begins = self.begins, 0
-        return self
-
-
-class Deaf(OwnIteratorFromNextIter):
-    """Takes none."""
+class Deaf(OwnIterator):
+    """Takes no state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
-
-
-class IteratorWithState(Stateful):
-    """The place is in the iterator's state, and another thing in the dataset's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"version": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(OwnIterator(True))
 
 
 class StatelessIterator(OwnIterator):
@@ -230,8 +204,6 @@ MAKES: dict[str, Callable[[], IterableDataset[Any]]] = {
     "stateful parts, augmented by a generator": NoisyByItsOwn,
     "own iterator": partial(OwnIterator, False),
     "own iterator that begins anew": partial(OwnIterator, True),
-    "own iterator that takes a state at iter()": partial(OwnIteratorFromNextIter, True),
-    "iterator with a state": IteratorWithState,
     "own iterator without a state": partial(StatelessIterator, True, splits=False),
 }
 SET_UPS: dict[str, dict[str, Any]] = {
@@ -249,7 +221,7 @@ SET_UPS: dict[str, dict[str, Any]] = {
 
 FIRST = ("plain", "no workers")
 WHOLE = {
-    *(("plain", name) for name in ("parts, shuffled", "stateful parts", "own iterator", "iterator with a state")),
+    *(("plain", name) for name in ("parts, shuffled", "stateful parts", "own iterator")),
     ("persistent", "stateful parts"),
 }
 OTHERS = SET_UPS.keys() - FIRST
@@ -537,7 +509,7 @@ class DrawsInMidStream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
-@pytest.mark.parametrize("stops", [[8], [8, 2], [4, 6], [7, 2, 1]])
+@pytest.mark.parametrize("stops", [[8, 2], [7, 2, 1]])
 def test_a_part_that_draws_in_mid_stream_goes_on_in_its_order(stops: list[int], uneven: Any) -> None:
     def made() -> Any:
         given = DataLoader(DrawsInMidStream(), 2, num_workers=2, collate_fn=as_it_is)
