@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import combinations, islice
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
+from ddp_patch.orders.fingerprint import number_of
 
-__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "relation_of", "row_hashes"]
+__all__ = ["Common", "FirstSamples", "are_parts", "first_samples", "in_common", "row_hashes"]
 
 # Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
 _MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
@@ -130,10 +131,10 @@ def in_common(parties: Mapping[int, FirstSamples]) -> Common:
     return Common(held, (last + 1) / 256**_BYTES, largest, pairs)
 
 
-def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Literal["parts", "overlapping", "unclear"]:
-    """Return how the streams of several groups of ranks relate; each group has its own order.
+def are_parts(parties: Sequence[FirstSamples], n: int, ranks: int) -> bool:
+    """Return whether several groups of ranks, each with an order of its own, surely have a part of the data each.
 
-    They are parts if they share no more than padding, or far less than by chance, and either hold all samples between
+    They do if they share no more than padding, or far less than by chance, and either hold all samples between
     them or would share many if they were drawn independently of each other. Two ranks that shuffle a million samples
     with a generator each have other samples among their first hundred too, so that alone proves nothing.
 
@@ -144,28 +145,25 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Literal[
 
     Examples:
         >>> halves = [FirstSamples([*range(start, 12, 2)], 6, 6, [1], 0, True) for start in (0, 1)]
-        >>> relation_of(halves, 12, 2), relation_of([halves[0], halves[0]], 12, 2), relation_of(halves, 10**6, 2)
-        ('parts', 'overlapping', 'unclear')
+        >>> are_parts(halves, 12, 2), are_parts([halves[0], halves[0]], 12, 2), are_parts(halves, 10**6, 2)
+        (True, False, False)
     """
     if not (n and all(party.are_chosen for party in parties)):
-        return "unclear"  # numbers that mean something else
+        return False  # numbers that mean something else
     common = in_common(dict(enumerate(parties)))
     counts, again = [len(own) for own in common.held.values()], common.pairs.total()
     expected = sum(one * other for one, other in combinations(counts, 2)) / (n * common.looked_at)
-    if again > max(ranks - 1, expected / 2):
-        return "overlapping"
     rests = [party.rest for party in parties if party.rest is not None and not party.is_cut]
     missing = n - (sum(counts) - again) - sum(rests)
     are_all = len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest
-    is_little = again <= max(ranks - 1, expected / 4)
-    return "parts" if is_little and (are_all or expected >= _EXPECTED) else "unclear"
+    return again <= max(ranks - 1, expected / 4) and (are_all or expected >= _EXPECTED)
 
 
 def row_hashes(batch: Any, most: int) -> list[int]:
     """Return a hash of 32 bits for each of the first samples in a batch, the same in every process.
 
-    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values. Its tensors count
-    by their bytes. Nothing is known of tensors on accelerators, nor of batches of other objects.
+    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values. Nothing is known
+    of tensors on accelerators, nor of batches of other objects.
 
     Args:
         batch: The batch, as a loader gives it.
@@ -184,10 +182,8 @@ def row_hashes(batch: Any, most: int) -> list[int]:
         return []
     # Most of what a batch holds has one value for each sample.
     size = Counter(map(len, columns)).most_common(1)[0][0]
-    count = min(most, size)
-    bytes_of = [_bytes_of(column, count) for column in columns if len(column) == size]
-    rows = zip(*bytes_of, strict=True)
-    return [int.from_bytes(blake2b(b"\0".join(row), digest_size=4).digest(), "little") for row in rows]
+    parts = [_thinned(column) for column in columns if len(column) == size]
+    return [number_of(part[place] for part in parts) % 2**32 for place in range(min(most, size))]
 
 
 def _columns(value: Any) -> Iterator[Any]:
@@ -205,13 +201,10 @@ def _columns(value: Any) -> Iterator[Any]:
             yield from _columns(part)
 
 
-def _bytes_of(column: Any, count: int) -> Sequence[bytes]:
+def _thinned(column: Any) -> Any:
+    """Return a column with so many bytes of each sample at most."""
     if isinstance(column, list | tuple):
-        return [repr(value).encode("utf-8", "surrogatepass") for value in column[:count]]
-    first = column[:count]
-    width = prod(first.shape[1:])
-    if isinstance(first, torch.Tensor):
-        plain = first.detach().resolve_conj().resolve_neg().reshape(count, width).contiguous().view(torch.uint8).numpy()
-    else:
-        plain = np.ascontiguousarray(first).reshape(count, width).view(np.uint8)
-    return [row.tobytes() for row in plain[:, :: max(1, plain.shape[1] // _LOOKED_AT)]]
+        return column
+    width = prod(column.shape[1:])
+    step = max(1, width * column.dtype.itemsize // _LOOKED_AT)
+    return column.reshape(len(column), width)[:, ::step]

@@ -3,7 +3,6 @@
 import inspect
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from threading import Lock
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -165,10 +164,19 @@ def test_what_is_neither_a_loader_nor_a_nest_is_refused(other: Any) -> None:
         patch_dataloader_to_ddp([other, loader()], **WORLD)
 
 
-class Locked(dict[str, Any]):
+class Favourite(dict[str, Any]):
+    """Keeps one of its loaders as an attribute, too."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.lock = Lock()
+        self.best = self["train"]
+
+
+class Doubling(dict[str, Any]):
+    """Does not keep what is put into it."""
+
+    def __getitem__(self, name: str) -> Any:
+        return loader()
 
 
 class MadeAnew(Mapping[str, Any]):
@@ -192,9 +200,10 @@ class Alike:
 @pytest.mark.parametrize(
     ("nest", "why"),
     [
-        (Locked({"train": loader()}), "cannot pickle"),
+        (Favourite({"train": loader()}), "loaders for attributes"),
         ([MappingProxyType({"train": loader()})], "cannot pickle"),
-        (MadeAnew(), "other elements"),
+        (MadeAnew(), "does not support item assignment"),
+        (Doubling({"train": loader()}), "other elements"),
     ],
 )
 def test_a_nest_that_cannot_be_returned_with_others_is_refused(nest: Any, why: str) -> None:
@@ -210,7 +219,7 @@ def test_places_that_cannot_be_told_apart_are_refused() -> None:
 def test_all_keywords_of_one_loader_hold_for_several() -> None:
     keywords = [*inspect.signature(patch_dataloader_to_ddp).parameters][1:-1]  # without **unknown
     assert sorted(PatchOptions.__annotations__) == sorted(keywords)
-    with pytest.raises(TypeError, match="has no option unevn: did you mean uneven"):
+    with pytest.raises(TypeError, match=r"has no option unevn\. Use these: "):
         patch_dataloader_to_ddp([loader()], unevn="drop")  # type: ignore[call-overload]  # on purpose
 
 
