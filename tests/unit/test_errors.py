@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from torch._utils import ExceptionWrapper
 
 from ddp_patch import errors
+from ddp_patch.__main__ import loaded
 from ddp_patch.auditing.commands import commands
-from ddp_patch.cli import loaded
 from ddp_patch.errors import DDPPatchError, DDPPatchWarning, InvalidOptionError, StateError, WorldError, message_of
 
 CLASSES = [value for name in errors.__all__ if isinstance(value := getattr(errors, name), type)]

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -38,7 +37,7 @@ WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
 def test_torchs_batch_sampler_is_rebuilt_over_the_wrapped_sampler(is_given: bool) -> None:
     inner: Any = RandomSampler(Indices())
     over = {"batch_sampler": BatchSampler(inner, 5, drop_last=True)} if is_given else {"sampler": inner}
-    given = loader(5, drop_last=not is_given, **over)  # type: ignore[arg-type]  # options of several types
+    given = loader(5, drop_last=not is_given, **over)
     patched = patch_dataloader_to_ddp(given, **WORLD)
     assert type(patched.batch_sampler) is BatchSampler
     assert isinstance(patched.sampler, DDPSamplerWrapper)
@@ -294,17 +293,6 @@ def flat(loader: DataLoader[Any]) -> list[Any]:
     return [item for batch in loader for item in (batch if isinstance(batch, list) else [batch])]
 
 
-def test_set_epoch_reaches_every_nested_sampler() -> None:
-    inner = EpochSeeded()
-    patched: Any = patch_dataloader_to_ddp(loader(batch_sampler=Reversed(BatchSampler(inner, 4, False))), **WORLD)
-    patched.batch_sampler.set_epoch(5)
-    assert inner.epoch == 5
-    list(patched)
-    assert (patched.batch_sampler.epoch, inner.epoch) == (5, 5)
-    list(patched)
-    assert (patched.batch_sampler.epoch, inner.epoch) == (6, 6)
-
-
 def test_an_error_in_the_sampler_comes_through_after_what_was_drawn_and_restores_the_states() -> None:
     class Broken(Drawn):
         def __iter__(self) -> Any:
@@ -400,13 +388,6 @@ def test_a_scheduler_is_recognised_as_torch_does_by_the_size_that_its_script_set
     monkeypatch.setenv("WORLD_SIZE", "4")
     with raises(ddp_patch.errors.WorldError, "WORLD_SIZE=4", "torch.distributed.init_process_group()"):
         patch_dataloader_to_ddp(given)
-
-
-def test_an_explicit_world_of_one_is_a_world() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patched = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
-    assert check_loaders_is_patched(patched)
 
 
 def test_a_generator_that_two_loaders_share() -> None:
