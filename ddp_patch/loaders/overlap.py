@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
-from ddp_patch.orders.fingerprint import number_of
 
 __all__ = ["Common", "FirstSamples", "are_parts", "first_samples", "in_common", "row_hashes"]
 
@@ -162,8 +161,8 @@ def are_parts(parties: Sequence[FirstSamples], n: int, ranks: int) -> bool:
 def row_hashes(batch: Any, most: int) -> list[int]:
     """Return a hash of 32 bits for each of the first samples in a batch, the same in every process.
 
-    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values. Nothing is known
-    of tensors on accelerators, nor of batches of other objects.
+    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values. Its tensors count
+    by their bytes. Nothing is known of tensors on accelerators, nor of batches of other objects.
 
     Args:
         batch: The batch, as a loader gives it.
@@ -182,8 +181,10 @@ def row_hashes(batch: Any, most: int) -> list[int]:
         return []
     # Most of what a batch holds has one value for each sample.
     size = Counter(map(len, columns)).most_common(1)[0][0]
-    parts = [_thinned(column) for column in columns if len(column) == size]
-    return [number_of(part[place] for part in parts) % 2**32 for place in range(min(most, size))]
+    count = min(most, size)
+    bytes_of = [_bytes_of(column, count) for column in columns if len(column) == size]
+    rows = zip(*bytes_of, strict=True)
+    return [int.from_bytes(blake2b(b"\0".join(row), digest_size=4).digest(), "little") for row in rows]
 
 
 def _columns(value: Any) -> Iterator[Any]:
@@ -201,10 +202,13 @@ def _columns(value: Any) -> Iterator[Any]:
             yield from _columns(part)
 
 
-def _thinned(column: Any) -> Any:
-    """Return a column with so many bytes of each sample at most."""
+def _bytes_of(column: Any, count: int) -> Sequence[bytes]:
     if isinstance(column, list | tuple):
-        return column
-    width = prod(column.shape[1:])
-    step = max(1, width * column.dtype.itemsize // _LOOKED_AT)
-    return column.reshape(len(column), width)[:, ::step]
+        return [repr(value).encode("utf-8", "surrogatepass") for value in column[:count]]
+    first = column[:count]
+    width = prod(first.shape[1:])
+    if isinstance(first, torch.Tensor):
+        plain = first.detach().resolve_conj().resolve_neg().reshape(count, width).contiguous().view(torch.uint8).numpy()
+    else:
+        plain = np.ascontiguousarray(first).reshape(count, width).view(np.uint8)
+    return [row.tobytes() for row in plain[:, :: max(1, plain.shape[1] // _LOOKED_AT)]]

@@ -117,6 +117,7 @@ BY_HAND: dict[str, Make] = {
     "range": part(range(2 * N)),
     "array": part(np.arange(2 * N * 5).reshape(-1, 5)),
     "tensor": part(X),
+    "tensor, transposed": part(X.T.contiguous().T),
     "TensorDataset": lambda rank: TensorDataset(X[rank::2], X[rank::2, 0]),
     "Subset of a list": lambda rank: Subset(names()[rank::2], range(10)),  # type: ignore[arg-type]  # a list will do
     "ConcatDataset": lambda rank: ConcatDataset([TensorDataset(X[rank::2]), Indices()]),
