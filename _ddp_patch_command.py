@@ -20,7 +20,7 @@ _STDERR = 2
 def main() -> None:
     """Run the command line."""
     with _ended_by_interrupts():
-        from ddp_patch.cli import loaded
+        from ddp_patch.__main__ import loaded
 
         run = loaded(sys.argv[1:])
     run()

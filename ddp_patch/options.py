@@ -1,8 +1,8 @@
 """The options of sharding, checked once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast, get_args
 
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
@@ -25,31 +25,10 @@ Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_w
 # From the resolution of torch's stores to some years.
 _TIMEOUTS_S = (0.001, 1e8)
 
-# What the options that are chosen from a list may be, and what each choice does.
-_CHOICES: Mapping[str, Mapping[str, str]] = {
-    "uneven": {
-        "pad": "repeats the first items to fill the last round",
-        "drop": "leaves the last, incomplete round out",
-        "keep": "gives some ranks one item less",
-    },
-    "layout": {
-        "interleaved": "gives rank r every num_replicas-th item",
-        "contiguous": "gives rank r the r-th run of items",
-    },
-    "order": {
-        "auto": "is 'seeded', but 'leader' if the ranks would draw different orders",
-        "seeded": "derives every epoch's order from (seed, epoch)",
-        "leader": "lets rank 0 draw and send every rank its share",
-        "scalable": "computes torch's shuffle instead of drawing it, each rank its share",
-    },
-    "share": {
-        "auto": "shards samples, but whole batches of a batch sampler, or of a sampler that groups samples into "
-        "batches",
-        "samples": "gives each rank samples, from which it makes its own batches",
-        "batches": "gives each rank whole batches of one process",
-        "within_batches": "divides each batch of one process over the ranks",
-        "by_worker": "lets an iterable dataset split itself by get_worker_info(), over the workers of all ranks",
-    },
+# The options that are chosen from a list; ``patch_dataloader_to_ddp`` says what each choice does.
+_CHOICES: Mapping[str, Sequence[str]] = {
+    name: get_args(choices)
+    for name, choices in {"uneven": Uneven, "layout": Layout, "order": Order, "share": Share}.items()
 }
 
 
@@ -144,7 +123,8 @@ class Options:
 
 def check_choice(name: str, value: object) -> None:
     """Raise InvalidOptionError unless an option that is chosen from a list has one of these values."""
-    meanings = _CHOICES[name]
-    if not (isinstance(value, str) and value in meanings):
-        listed = ", ".join(f"{choice!r} {meaning}" for choice, meaning in meanings.items())
-        raise InvalidOptionError(f"{name}={value!r} does not exist. Pass one of these: {listed}.")
+    choices = _CHOICES[name]
+    if not (isinstance(value, str) and value in choices):
+        raise InvalidOptionError(
+            f"{name}={value!r} does not exist. Pass one of these: {', '.join(map(repr, choices))}."
+        )

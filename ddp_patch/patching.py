@@ -19,9 +19,8 @@ from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
-from ddp_patch.loaders.claims import claim_of, split_claim
 from ddp_patch.loaders.copying import METHODS, copy_loader
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, look_at, split_claim
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
 from ddp_patch.loaders.samples import length_of

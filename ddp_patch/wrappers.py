@@ -2,13 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from difflib import get_close_matches
-from inspect import signature
 from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
@@ -20,7 +17,7 @@ from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
 from ddp_patch.sharding.refusals import require_shuffle, require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
-from ddp_patch.validation import as_index, check_flag, shown
+from ddp_patch.validation import check_flag
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "alone", "split_options", "with_mesh"]
 
@@ -167,26 +164,17 @@ def _is_made_anew(options: Mapping[str, object]) -> bool:
 
 
 def _require_itself(wrapper: DDPBatchSamplerWrapper[Any], sampler: object, *, drops_last: bool) -> None:
-    """Refuse to rebuild a wrapper over anything but itself: Lightning gives predict the one in the loader."""
-    if sampler is not wrapper:
-        raise UnsupportedLoaderError(
-            f"{type(wrapper).__name__} cannot be rebuilt over a {type(sampler).__name__} by batch_size and drop_last: "
-            "it shards the batches of another batch sampler, and these would be lost. Lightning's overfit_batches "
-            "does this: leave it out, and patch a loader of the few samples instead. By hand, wrap a whole batch "
-            "sampler."
-        )
-    if wrapper.drop_last and not drops_last:
-        raise UnsupportedLoaderError(
-            f"{type(wrapper).__name__} cannot be rebuilt with drop_last=False, as Lightning's predict does: it shards "
-            f"the batches of a {wrapper.rank_passes.name} with drop_last=True, so some samples would get no "
-            "prediction. Build the loader to predict on with drop_last=False."
-        )
-
-
-def _check_flag(name: str, value: object) -> None:
-    number = as_index(value)
-    meant = f" For {number} ranks, pass num_replicas={number} and rank= by name."
-    check_flag(name, value, "" if number is None else meant)
+    """Refuse to rebuild a wrapper over anything but itself, and to keep a batch that it leaves out."""
+    if sampler is wrapper and (drops_last or not wrapper.drop_last):
+        return
+    name = type(wrapper).__name__
+    given = "itself" if sampler is wrapper else f"a {type(sampler).__name__}"
+    raise UnsupportedLoaderError(
+        f"{name} cannot be rebuilt over {given} with batch_size and drop_last={drops_last}: it shards the batches of "
+        "another batch sampler, and some would be lost, as with Lightning's overfit_batches and predict. Patch a "
+        "loader of the few samples to overfit; build the one to predict on with drop_last=False. By hand, wrap a whole "
+        "batch sampler."
+    )
 
 
 def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -202,18 +190,12 @@ def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[d
     """
     names = known.__annotations__
     if unknown := sorted(given.keys() - names.keys()):
-        raise TypeError(f"{called}() has no option {', '.join(unknown)}: {_remedy(unknown[0], given, names)}")
+        raise TypeError(
+            f"{called}() has no option {', '.join(unknown)}. Use these: {', '.join(names)}. What a DataLoader takes, "
+            "give the DataLoader: it keeps that here."
+        )
     where = {name: value for name, value in given.items() if name in _WORLD}
     return where, {name: value for name, value in given.items() if name not in _WORLD}
-
-
-def _remedy(name: str, given: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return what was probably meant by a keyword that does not exist, and what to do."""
-    if name in signature(DataLoader).parameters:
-        return f"set it on the DataLoader, as in DataLoader(..., {name}={shown(given[name])}), which keeps it here."
-    if close := get_close_matches(name, names, n=1):
-        return f"did you mean {close[0]}? Pass {close[0]}=."
-    return f"use these: {', '.join(names)}."
 
 
 def with_mesh(given: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
@@ -232,8 +214,9 @@ def _agreed_here(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
     where, chosen = split_options(wrapper, given, SharingOptions)
     world = find_world(**where)
     with failures_broadcast(world):
-        _check_flag("shuffle_samples_between_gpus", shuffles)
-        _check_flag("pad_data_to_num_gpus", pads)
+        for name, flag in {"shuffle_samples_between_gpus": shuffles, "pad_data_to_num_gpus": pads}.items():
+            # In Catalyst's wrappers, a number of ranks stands there.
+            check_flag(name, flag, " Pass a number of ranks as num_replicas=, with rank=.")
         sampler = stream.source
         is_iterable = isinstance(sampler, Iterable) or hasattr(type(sampler), "__getitem__")
         if not is_iterable and not is_random_access(sampler):

@@ -327,19 +327,17 @@ class Logged(DataLoader[Any]):
 
 
 def stream(workers: int = 0, persistent: bool = False, **source: Any) -> Callable[[], DataLoader[Any]]:
-    return lambda: DataLoader(
-        Source(**source),
-        batch_size=3,
-        num_workers=workers,
-        persistent_workers=persistent,
-        collate_fn=as_it_is,
-    )
+    return read_by(partial(Source, **source), workers, persistent_workers=persistent)
 
 
 def read_by(
-    make: Callable[[], IterableDataset[int]], workers: int = 0, **options: Any
+    make: Callable[..., IterableDataset[int]], workers: int = 0, *given: Any, **options: Any
 ) -> Callable[[], DataLoader[Any]]:
-    return lambda: DataLoader(make(), batch_size=3, num_workers=workers, collate_fn=as_it_is, **options)
+    return lambda: DataLoader(make(*given), batch_size=3, num_workers=workers, collate_fn=as_it_is, **options)
+
+
+# How many items each worker reads.
+RUNS, SHARDS = (16, 7), (2, 14, 7)
 
 
 @dataclass(frozen=True)
@@ -405,6 +403,10 @@ def in_turns(parts: Sequence[list[Any]], size: int) -> list[Any]:
 
 STEPS = 5  # of an endless loader
 
+in_batches = partial(Kind, batches=True)
+with_state = partial(Kind, stateful=True)
+streamed = partial(Kind, sized=False, shuffles=False)
+
 KINDS = [
     # Samplers of torch's.
     Kind("sequential", loader, shuffles=False),
@@ -435,16 +437,8 @@ KINDS = [
         lambda: loader(sampler=Own(partial(torch.randperm, N, generator=seeded_generator()))),
         stateful=True,
     ),
-    Kind(
-        "own numpy Generator",
-        lambda: loader(sampler=Own(partial(np.random.default_rng(5).permutation, N))),
-        stateful=True,
-    ),
-    Kind(
-        "own numpy RandomState",
-        lambda: loader(sampler=Own(partial(np.random.RandomState(5).permutation, N))),
-        stateful=True,
-    ),
+    with_state("own numpy Generator", lambda: loader(sampler=Own(partial(np.random.default_rng(5).permutation, N)))),
+    with_state("own numpy RandomState", lambda: loader(sampler=Own(partial(np.random.RandomState(5).permutation, N)))),
     Kind("own random.Random", lambda: loader(sampler=Own(partial(shuffled_by, random.Random(5)))), stateful=True),
     # Samplers of any shape.
     Kind("a list", lambda: loader(sampler=list(range(N))), shuffles=False),
@@ -516,64 +510,19 @@ KINDS = [
     ),
     Kind("iterable, batch_size=None", lambda: DataLoader(Source(), batch_size=None), shuffles=False, sized=False),
     # Iterable datasets, by what they make of the worker that reads them. Unequal shards have 2, 14, 0 and 7 items.
-    Kind(
-        "iterable, a shard for each worker, 3 workers",
-        read_by(partial(iterables.ShardPerWorker, (2, 14, 7)), 3),
-        shuffles=False,
-        sized=False,
-        parts=(2, 14, 7),
+    streamed(
+        "iterable, a shard for each worker, 3 workers", read_by(iterables.ShardPerWorker, 3, SHARDS), parts=SHARDS
     ),
-    Kind(
-        "iterable, unequal shards, 2 workers",
-        read_by(iterables.Shards, 2),
-        shuffles=False,
-        sized=False,
-        parts=(2, 21),
-    ),
-    Kind(
-        "iterable, unequal shards with len, 3 workers",
-        read_by(iterables.SizedShards, 3),
-        shuffles=False,
-        sized=False,
-        parts=(9, 14, 0),
-    ),
+    streamed("iterable, unequal shards, 2 workers", read_by(iterables.Shards, 2), parts=(2, 21)),
+    streamed("iterable, unequal shards with len, 3 workers", read_by(iterables.SizedShards, 3), parts=(9, 14, 0)),
     Kind("iterable, unequal shards, no workers", read_by(iterables.SizedShards), shuffles=False),
-    Kind(
-        "iterable, a run for each worker, 2 workers",
-        read_by(partial(iterables.RunPerWorker, (16, 7)), 2),
-        shuffles=False,
-        sized=False,
-        parts=(16, 7),
-    ),
-    Kind(
-        "iterable, the iterator has a state, 2 workers",
-        read_by(partial(iterables.RunWithState, (16, 7)), 2),
-        shuffles=False,
-        sized=False,
-        parts=(16, 7),
-    ),
-    Kind(
-        "iterable, the dataset has a state, 2 workers",
-        read_by(partial(iterables.HasState, (16, 7)), 2),
-        shuffles=False,
-        sized=False,
-        parts=(16, 7),
-    ),
+    streamed("iterable, a run for each worker, 2 workers", read_by(iterables.RunPerWorker, 2, RUNS), parts=RUNS),
+    streamed("iterable, the iterator has a state, 2 workers", read_by(iterables.RunWithState, 2, RUNS), parts=RUNS),
+    streamed("iterable, the dataset has a state, 2 workers", read_by(iterables.HasState, 2, RUNS), parts=RUNS),
     Kind("iterable, its own iterator", read_by(iterables.OwnIterator), shuffles=False, sized=False),
     Kind("iterable, its own iterator, 2 workers", read_by(iterables.OwnIterator, 2), shuffles=False, sized=False),
-    Kind(
-        "iterable, its own iterator with a state, 2 workers",
-        read_by(iterables.OwnIteratorWithState, 2),
-        shuffles=False,
-        sized=False,
-    ),
-    Kind(
-        "iterable, its own iterator, once",
-        read_by(partial(iterables.OwnIterator, begins_anew=False)),
-        shuffles=False,
-        sized=False,
-        epochs=1,
-    ),
+    streamed("iterable, its own iterator with a state, 2 workers", read_by(iterables.OwnIteratorWithState, 2)),
+    streamed("iterable, its own iterator, once", read_by(partial(iterables.OwnIterator, begins_anew=False)), epochs=1),
     Kind(
         "iterable, shuffled by worker seed, 2 workers",
         read_by(iterables.SeededByWorker, 2),
@@ -617,22 +566,14 @@ OUR_KINDS = [
     ),
     Kind("scalable", lambda: loader(sampler=ScalableRandomSampler(N))),
     Kind("scalable, seed", lambda: loader(sampler=ScalableRandomSampler(N, seed=5))),
-    Kind(
-        "scalable, generator",
-        lambda: loader(sampler=ScalableRandomSampler(N, generator=seeded_generator())),
-        stateful=True,
-    ),
+    with_state("scalable, generator", lambda: loader(sampler=ScalableRandomSampler(N, generator=seeded_generator()))),
     Kind("windows", lambda: loader(sampler=WindowSampler(N, 3))),
     Kind("windows, seed", lambda: loader(sampler=WindowSampler(N, 3, seed=5))),
     Kind("windows in their order", lambda: loader(sampler=WindowSampler(N, 4, 2, shuffle=False, seed=5))),
     Kind("PKBatchSampler", lambda: loader(batch_sampler=pk_batches()), batches=True),
     Kind("PKBatchSampler, seed", lambda: loader(batch_sampler=pk_batches(seed=5)), batches=True),
     Kind("PKBatchSampler, more batches", lambda: loader(batch_sampler=pk_batches(num_batches=9)), batches=True),
-    Kind(
-        "length buckets",
-        lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, max_tokens=20)),
-        batches=True,
-    ),
+    in_batches("length buckets", lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, max_tokens=20))),
     Kind(
         "length buckets, seed",
         lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, batch_size=3, seed=5)),

@@ -42,11 +42,9 @@ __all__ = [
     "gather_in_accelerate",
     "held_loaders",
     "is_any_of",
-    "is_fastai_loader",
     "is_hugging_face_table",
     "is_interleaved",
     "is_of_energon",
-    "is_of_nodes",
     "is_single_node_only",
     "is_split_by_node",
     "is_table",
@@ -59,6 +57,7 @@ __all__ = [
     "loses_items_when_loaded",
     "may_hold_a_normal",
     "order_remedy",
+    "remedy_for_loader",
     "repeats_over_ranks",
     "rows_at",
     "set_lightning_steps",
@@ -360,22 +359,29 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
     return (f"{_STAGES}[0]", stages[0]) if isinstance(stages, list) and stages else None
 
 
-# ---- fastai, seen in 2.8.12 ----
+# ---- loaders that are no subclass of torch's: fastai's, seen in 2.8.12, and those of torchdata's nodes, in 0.11.0 ----
+
+_LOADER_REMEDIES: Final[Mapping[str, str]] = {
+    "fastai.": "Use fastai's learn.distrib_ctx(), which shards it; or build torch's over the same data, which skips "
+    "after_item and after_batch: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
+    "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch).",
+    "torchdata.nodes.": "Wrap it in an IterableDataset whose __iter__ returns iter(loader), and pass "
+    "DataLoader(dataset, batch_size=None): each rank then keeps its share of the batches.",
+}
 
 
-def is_of_nodes(kind: type) -> bool:
-    """Return whether a class is of torchdata's nodes, whose ``Loader`` is no ``DataLoader``; seen in 0.11.0."""
-    return any(parent.__module__.startswith("torchdata.nodes") for parent in kind.__mro__)
+def remedy_for_loader(kind: type) -> str | None:
+    """Return what to do with a loader of another package whose class is none of torch's."""
+    names = [full_name(parent) for parent in kind.__mro__]
+    return next((do for of, do in _LOADER_REMEDIES.items() if any(name.startswith(of) for name in names)), None)
+
+
+# ---- Megatron-Energon, seen in 7.4.1 ----
 
 
 def is_of_energon(kind: type) -> bool:
-    """Return whether a dataset's class is of Megatron-Energon, which refuses other worker numbers; seen in 7.4.1."""
+    """Return whether a dataset's class is of Megatron-Energon, which refuses other worker numbers."""
     return any(parent.__module__.startswith("megatron.energon") for parent in kind.__mro__)
-
-
-def is_fastai_loader(kind: type) -> bool:
-    """Return whether a class is fastai's own ``DataLoader``, which is no subclass of torch's."""
-    return is_any_of(kind, {"fastai.data.load.DataLoader"})
 
 
 # ---- litdata, seen in 0.2.76 ----

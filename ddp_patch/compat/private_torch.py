@@ -12,6 +12,7 @@ from datetime import timedelta
 from pkgutil import resolve_name
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
 
-from ddp_patch.compat.packages import full_name, is_any_of
+from ddp_patch.compat.packages import full_name
 from ddp_patch.errors import StreamLengthError, TorchVersionError
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ __all__ = [
     "has_gradient_hooks",
     "has_own_iteration",
     "has_own_iterators",
+    "has_thread_workers",
     "imported_fsdp",
     "is_torch_batch_sampler",
+    "items_changed",
     "lacking",
     "length_not_noted",
     "noted_worker_info",
@@ -50,7 +53,6 @@ __all__ = [
     "replace_worker_seed",
     "root_mesh",
     "sum_in_background",
-    "thread_workers",
     "torchdata_batch_sampler",
     "worker_info_told",
 ]
@@ -408,21 +410,15 @@ def has_own_iteration(loader_kind: type) -> bool:
 _WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")
 
 
-def thread_workers(loader: object) -> tuple[str, str] | None:
-    """Return how a loader says that its workers are threads, and how it would say processes; None if they are.
+def has_thread_workers(loader: object) -> bool:
+    """Return whether a loader says that its workers are threads.
 
     torch 2.15.0 has fields for a ``worker_method`` in its worker info, but no such loader yet; this is how its
     development has it. MONAI 1.6.1 makes a context for ``use_thread_workers=True`` whose processes are threads.
     """
-    if getattr(loader, "worker_method", None) == "thread":
-        return "worker_method='thread'", "worker_method='multiprocessing'"
-    context = getattr(loader, "multiprocessing_context", None)
-    process = getattr(context, "Process", None)
-    if not (isinstance(process, type) and issubclass(process, threading.Thread)):
-        return None
-    if is_any_of(type(loader), {"monai.data.thread_buffer.ThreadDataLoader"}):
-        return "use_thread_workers=True", "use_thread_workers=False"
-    return f"multiprocessing_context={type(context).__name__}()", "multiprocessing_context='spawn'"
+    process = getattr(getattr(loader, "multiprocessing_context", None), "Process", None)
+    is_thread = isinstance(process, type) and issubclass(process, threading.Thread)
+    return is_thread or getattr(loader, "worker_method", None) == "thread"
 
 
 # The attributes of a worker info.
@@ -506,3 +502,48 @@ def replace_worker_seed(seed: int) -> None:
     except (AttributeError, TypeError) as error:
         name = "a worker info whose seed can be replaced"
         raise lacking(name, "Seeding workers by rank", "Or use num_workers=0.") from error
+
+
+class _Items:
+    """Stands for a dataset while a batch is made of its items.
+
+    Args:
+        dataset: The dataset.
+        item_of: Returns an item, by the dataset and the index.
+    """
+
+    def __init__(self, dataset: Any, item_of: Callable[[Any, Any], Any]) -> None:
+        self._dataset, self._item_of = dataset, item_of
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._item_of(self._dataset, index)
+
+
+@contextmanager
+def items_changed(item_of: Callable[[Any, Any], Any], change: Callable[[Any], Any]) -> Iterator[None]:
+    """Let torch's loaders, and workers that are forked, change the items of datasets while entered.
+
+    Args:
+        item_of: Returns an item of a dataset, by the dataset and the index.
+        change: Returns what is put in the place of an item.
+    """
+    of_map, of_stream = (
+        private(f"torch.utils.data._utils.fetch.{name}", "Checking a script")
+        for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")
+    )
+    fetch, make = of_map.fetch, of_stream.__init__
+
+    def fetching(self: Any, index: Any) -> Any:
+        dataset = self.dataset
+        self.dataset = _Items(dataset, lambda of, index: change(item_of(of, index)))
+        try:
+            return fetch(self, index)
+        finally:
+            self.dataset = dataset
+
+    def making(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        self.dataset_iter = map(change, self.dataset_iter)
+
+    with patch.object(of_map, "fetch", fetching), patch.object(of_stream, "__init__", making):
+        yield

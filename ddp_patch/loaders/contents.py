@@ -4,7 +4,7 @@ import copy
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -22,8 +22,8 @@ from ddp_patch.walks import LOOKED_AT, stored
 
 __all__ = ["Content", "HeldData", "chosen_samples", "held_by"]
 
-# How many elements are compared, evenly spread: of what a dataset is, and of names and numbers that it holds in a pass.
-_SAMPLES, _NAMES = 16, 1024
+# How many elements are compared, evenly spread: by all that they are, and by their names and whole numbers alone.
+_WHOLLY, _BY_NAME = 16, 1024
 # A list of fewer elements is a setting. Of an element, so many parts count.
 _FEW = 8
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
@@ -47,27 +47,66 @@ class Content:
     identifies: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """One attribute of the objects in a list."""
-
-    objects: Any
-    name: str
-
-    def __len__(self) -> int:
-        return len(self.objects)
-
-    def __getitem__(self, place: int) -> Any:
-        return stored(self.objects[place])[self.name]
-
-
 class _Column(NamedTuple):
-    """What a dataset is, or holds: the values, and some of them described; whether it is held, and one a sample."""
+    """Values that a dataset is, or holds, one of which may belong to each sample.
 
+    Attributes:
+        name: Where they are.
+        values: The values, in plain data or in a table.
+        depth: How deep in a dataset's attributes they are; None where they are the dataset itself.
+        field: Which attribute of these values counts; empty if they count themselves.
+        samples: How many samples the dataset has.
+    """
+
+    name: str
     values: Any
-    elements: list[Any]
-    is_held: bool
-    is_whole: bool
+    depth: int | None
+    field: str
+    samples: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is surely one for each sample."""
+        return self.depth is None or len(self.values) == self.samples
+
+    def told(self, *, in_a_pass: bool) -> list[Any]:
+        """Describe some elements; none if they may well be no samples, or differ rightly.
+
+        An attribute counts at the patch if it has one element for each sample, and whatever these are. Where no two of
+        its names or whole numbers are alike, it counts in a pass, too, and at the patch for several samples each; and
+        in a pass, a mask.
+        """
+        n, size = self.samples, len(self.values)
+        if self.depth is None or (self.depth == 0 and size == n >= _FEW and not in_a_pass):
+            return self.elements(_WHOLLY)
+        if size < _FEW or not (in_a_pass or (n >= _FEW and n % size == 0)):
+            return []
+        elements = self.elements(_BY_NAME if in_a_pass else _WHOLLY, by_name=True)
+        is_mask = in_a_pass and {*map(type, elements)} == {bool}
+        return elements if is_mask or _are_distinct(elements) else []
+
+    def elements(self, most: int, *, by_name: bool = False) -> list[Any]:
+        """Describe some elements, evenly spread; none of a cache that fills, nor if one has no name."""
+        with suppress(Exception):  # the user's elements
+            places = _spread(len(self.values), most)
+            rows = rows_at(self.values, places) if is_table(self.values) else [self.values[place] for place in places]
+            parts = [stored(row)[self.field] for row in rows] if self.field else rows
+            # As few parts of paths as tell them apart.
+            tried = ([_told(one, length, by_name=by_name) for one in parts] for length in (1, 2, 3))
+            first = next(tried)
+            if None not in first:
+                return first if _are_distinct(first) else next(filter(_are_distinct, tried), first)
+        return []
+
+    @property
+    def whole_numbers(self) -> bytes:
+        """Many whole numbers as bytes, because one among them may change; nothing of other values."""
+        there = self.values[:: max(1, len(self.values) >> 18)]
+        with suppress(Exception):  # it has others
+            if isinstance(there, torch.Tensor | np.ndarray):
+                return b"" if "float" in str(there.dtype) else np.ascontiguousarray(there).tobytes()
+            return array("q", there).tobytes()
+        return b""
 
 
 def chosen_samples(dataset: Any) -> tuple[Content, ...]:
@@ -90,12 +129,35 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
     return tuple(
         Content(
             name,
-            fingerprint(column.elements for column in columns),
-            is_held=columns[0].is_held,
-            identifies=any(column.is_whole for column in columns) and all(map(_identifies, columns)),
+            fingerprint(elements for _, elements in told),
+            is_held=told[0][0].depth is not None,
+            identifies=any(column.is_whole for column, _ in told) and all(_identify(elements) for _, elements in told),
         )
-        for name, columns in _columns(dataset).items()
+        for name, told in _told_by_name(dataset).items()
     )
+
+
+def held_by(dataset: Any) -> str:
+    """Return a fingerprint of the whole numbers and texts that a dataset and what it wraps hold, alone or in lists.
+
+    Those of two ranks differ where each made its dataset for a part of the data: a first number, or a list of files.
+    Seeds, ranks and devices may differ rightly.
+
+    Examples:
+        >>> class Part(torch.utils.data.Dataset):
+        ...     def __init__(self, start):
+        ...         self.start = start
+        >>> held_by(Part(0)) == held_by(Part(0)), held_by(Part(0)) == held_by(Part(1))
+        (True, False)
+    """
+    found: list[Any] = []
+    for part in islice(nested_datasets(dataset), LOOKED_AT):
+        for name, value, depth in _attributes(part):
+            values = [value] if type(value) in {int, str} else _sequence(value)
+            is_own = any(word in name.lower().rpartition(".")[2] for word in ("seed", "rank", "device"))
+            if values is not None and not is_own:
+                found.append([name, len(values), _Column(name, values, depth, "", 0).elements(_WHOLLY)])
+    return fingerprint(found)
 
 
 class HeldData:
@@ -121,16 +183,23 @@ class HeldData:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._first = self._begun = _digests(dataset)
+        self._first = self._begun = self._now()
         self._named = {one.name for one in chosen_samples(dataset) if one.identifies or not one.is_held}
         self._written: set[str] = set()
         self._made: dict[str, str] = {}  # the latest look while samples were read
+
+    def _now(self) -> dict[str, str]:
+        """Return digests of all masks and of what tells samples apart, by name."""
+        return {
+            name: fingerprint([len(one.values), one.whole_numbers, elements] for one, elements in told)[:12]
+            for name, told in _told_by_name(self._dataset, in_a_pass=True).items()
+        }
 
     def begin(self) -> None:
         """Look at what is held when a pass begins."""
         # What was made while samples were read, and did not stay the same meanwhile, may be a cache.
         self._written |= self._made.keys() - self._begun.keys() - self._named
-        self._begun, self._made = _digests(self._dataset), {}
+        self._begun, self._made = self._now(), {}
 
     def told(self) -> dict[str, str]:
         """Return digests at the patch and when the pass began, by name; of masks, indices and names."""
@@ -144,7 +213,7 @@ class HeldData:
 
     def read(self) -> None:
         """Note what reading has changed since the pass began; what it has made counts once it stays as it is."""
-        now = _digests(self._dataset)
+        now = self._now()
         for name, digest in now.items():
             before = self._begun.get(name, self._made.get(name, digest))
             if before != digest and name not in self._named:
@@ -160,108 +229,44 @@ class HeldData:
         return tuple(name for name, (was, now), (other_was, other) in both if was == other_was and now != other)
 
 
-def _digests(dataset: Any) -> dict[str, str]:
-    """Return digests of all masks and of what tells samples apart, by name."""
-    return {
-        name: fingerprint([len(one.values), _whole_numbers(one.values), one.elements] for one in columns)[:12]
-        for name, columns in _columns(dataset, in_a_pass=True).items()
-    }
-
-
-def _whole_numbers(values: Any) -> bytes:
-    """Return many whole numbers of a sequence as bytes, because one among them may change; nothing of other values."""
-    there = values[:: max(1, len(values) >> 18)]
-    with suppress(Exception):  # it has others
-        if isinstance(there, torch.Tensor | np.ndarray):
-            return b"" if "float" in str(there.dtype) else np.ascontiguousarray(there).tobytes()
-        return array("q", there).tobytes()
-    return b""
-
-
-def held_by(dataset: Any) -> str:
-    """Return a fingerprint of the whole numbers and texts that a dataset and what it wraps hold, alone or in lists.
-
-    Those of two ranks differ where each made its dataset for a part of the data: a first number, or a list of files.
-    Seeds, ranks and devices may differ rightly.
-
-    Examples:
-        >>> class Part(torch.utils.data.Dataset):
-        ...     def __init__(self, start):
-        ...         self.start = start
-        >>> held_by(Part(0)) == held_by(Part(0)), held_by(Part(0)) == held_by(Part(1))
-        (True, False)
-    """
-    found: list[Any] = []
-    for part in islice(nested_datasets(dataset), LOOKED_AT):
-        for name, value, _ in _attributes(part):
-            values = [value] if type(value) in {int, str} else _sequence(value)
-            is_own = any(word in name.lower().rpartition(".")[2] for word in ("seed", "rank", "device"))
-            if values is not None and not is_own:
-                found.append([name, len(values), _described(values, _SAMPLES)])
-    return fingerprint(found)
-
-
-def _columns(dataset: Any, *, in_a_pass: bool = False) -> dict[str, list[_Column]]:
-    """Return what shows which samples a dataset holds, and masks, where a pass is looked at, by name."""
-    found: dict[str, list[_Column]] = defaultdict(list)
+def _told_by_name(dataset: Any, *, in_a_pass: bool = False) -> dict[str, list[tuple[_Column, list[Any]]]]:
+    """Return what shows which samples a dataset holds, described, by name; several datasets in it may have one name."""
+    found: dict[str, list[tuple[_Column, list[Any]]]] = defaultdict(list)
     for part in islice(nested_datasets(dataset), LOOKED_AT):
         with suppress(Exception):  # the user's indices, or a row that cannot be read yet
-            n = length_of(part, ()) or 0
-            for name, values, depth in _sequences(part):
-                elements = _told_of(values, depth, n, in_a_pass=in_a_pass)
-                if elements:
-                    found[name].append(_Column(values, elements, depth is not None, depth is None or len(values) == n))
+            for column in _columns(part):
+                if elements := column.told(in_a_pass=in_a_pass):
+                    found[column.name].append((column, elements))
     return found
 
 
-def _told_of(values: Any, depth: int | None, n: int, *, in_a_pass: bool) -> list[Any]:
-    """Return what some elements tell: of an attribute's, if it has one for each of n samples, or no two are alike."""
-    if depth is None:
-        return _described(values, _SAMPLES)
-    if len(values) < _FEW or not (in_a_pass or (n >= _FEW and n % len(values) == 0)):
-        return []
-    if depth == 0 and len(values) == n and not in_a_pass:
-        return _described(values, _SAMPLES)
-    elements = _described(values, _NAMES if in_a_pass else _SAMPLES, by_name=True)
-    is_mask = in_a_pass and {*map(type, elements)} == {bool}
-    return elements if is_mask or _are_distinct(elements) else []
-
-
-def _sequences(part: Any) -> Iterator[tuple[str, Any, int | None]]:
-    """Yield the plain sequences that a dataset is or was cut down to, and those that it holds, by name and depth."""
-    whole: Any = part
+def _columns(part: Any) -> Iterator[_Column]:
+    """Yield the plain sequences that a dataset is or was cut down to, those that it holds, and fields of objects."""
+    n, whole = length_of(part, ()) or 0, part
     if isinstance(part, Subset):
-        yield "the indices of a Subset", part.indices, None
+        yield _Column("the indices of a Subset", part.indices, None, "", n)
         whole = part.dataset  # if it is no Dataset, nobody else looks at it
     elif isinstance(part, TensorDataset):
-        yield from (("the tensors of a TensorDataset", tensor, None) for tensor in part.tensors)
+        for tensor in part.tensors:
+            yield _Column("the tensors of a TensorDataset", tensor, None, "", n)
     elif not isinstance(part, IterableDataset):
         for name, value, depth in _attributes(part):
-            is_whole = is_hugging_face_table(value)
-            if (values := _sequence(value)) is not None and (not is_whole or len(value) == length_of(part, ())):
-                yield name, values, None if is_whole else depth + (type(value) is dict)
-                yield from ((f"{name}[].{field.name}", field, depth + 1) for field in _fields(values))
+            is_table_of_all = is_hugging_face_table(value)
+            if (values := _sequence(value)) is not None and (not is_table_of_all or len(value) == n):
+                place = None if is_table_of_all else depth + (type(value) is dict)
+                yield _Column(name, values, place, "", n)
+                for field in _fields(values):
+                    yield _Column(f"{name}[].{field}", values, depth + 1, field, n)
     if (values := _sequence(whole)) is not None:
-        yield f"the elements of a {type(whole).__name__}", values, None
-        yield from ((f"{field.name} of the elements", field, 1) for field in _fields(values))
+        yield _Column(f"the elements of a {type(whole).__name__}", values, None, "", n)
+        for field in _fields(values):
+            yield _Column(f"{field} of the elements", values, 1, field, n)
 
 
-def _fields(values: Any) -> Iterator[_Field]:
+def _fields(values: Any) -> Iterator[str]:
     """Yield what the objects in a list store, as the first one does; nothing where they are plain."""
     first = values[0] if type(values) in {list, tuple} and len(values) else None
-    yield from (_Field(values, name) for name in islice(stored(first), _FEW))
-
-
-def _sequence(value: Any) -> Any:
-    """Return plain data or a table; the first and the last row of a Hugging Face dataset; None of anything else."""
-    if is_hugging_face_table(value):
-        return _ends(value)
-    if is_table(value):
-        return value
-    if type(value) is dict:  # of samples by their numbers
-        return [*value.values()] if 0 in value else None
-    is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
-    return value if type(value) in _PLAIN and getattr(value, "shape", (1,)) != () and not is_elsewhere else None
+    return islice(stored(first), _FEW)
 
 
 def _attributes(dataset: Any) -> Iterator[tuple[str, Any, int]]:
@@ -279,40 +284,32 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
 
 
-def _described(values: Any, most: int, *, by_name: bool = False) -> list[Any]:
-    """Return descriptions of some elements, evenly spread; none of a cache that fills, nor if one has no name."""
-    with suppress(Exception):  # the user's elements
-        places = _spread(len(values), most)
-        elements = rows_at(values, places) if is_table(values) else [values[place] for place in places]
-        # As few parts of paths as tell them apart.
-        tried = ([_told(one, parts, by_name=by_name) for one in elements] for parts in (1, 2, 3))
-        first = next(tried)
-        if None not in first:
-            return first if _are_distinct(first) else next(filter(_are_distinct, tried), first)
-    return []
+def _sequence(value: Any) -> Any:
+    """Return plain data or a table; the first and the last row of a Hugging Face dataset; None of anything else."""
+    if is_hugging_face_table(value):
+        rows = copy.copy(value)
+        rows.set_format("arrow")  # as they are stored, with nothing decoded
+        return [rows[place].to_pylist() for place in (0, len(value) - 1)] if len(value) else []
+    if is_table(value):
+        return value
+    if type(value) is dict:  # of samples by their numbers
+        return [*value.values()] if 0 in value else None
+    is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return value if type(value) in _PLAIN and getattr(value, "shape", (1,)) != () and not is_elsewhere else None
 
 
-def _identifies(column: _Column) -> bool:
+def _identify(elements: Sequence[Any]) -> bool:
     """Return whether no two elements are alike; but positions are the same for any data."""
-    elements = column.elements
-    return _are_distinct(elements) and not (
-        isinstance(elements[-1], int) and elements == _spread(elements[-1] + 1, _SAMPLES)
-    )
+    last = elements[-1]
+    return _are_distinct(elements) and not (isinstance(last, int) and elements == _spread(last + 1, _WHOLLY))
 
 
-def _are_distinct(elements: list[Any]) -> bool:
+def _are_distinct(elements: Sequence[Any]) -> bool:
     return bool(elements) and len({repr(value) for value in elements}) == len(elements)
 
 
 def _spread(n: int, most: int) -> list[int]:
     return [*range(n)] if n <= most else [place * (n - 1) // (most - 1) for place in range(most)]
-
-
-def _ends(table: Any) -> list[Any]:
-    """Return the first and the last row of a Hugging Face dataset as they are stored, with nothing decoded."""
-    rows = copy.copy(table)
-    rows.set_format("arrow")
-    return [rows[place].to_pylist() for place in (0, len(table) - 1)] if len(table) else []
 
 
 def _told(value: Any, parts: int, *, by_name: bool) -> Any:

@@ -1,17 +1,17 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain, cycle, islice
 from types import GeneratorType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ddp_patch.compat.packages import ITERATORS_KEPT_FOR_STATES
+from ddp_patch.compat.packages import ITERATORS_KEPT_FOR_STATES, repeats_over_ranks
 from ddp_patch.compat.private_torch import (
     RUNNING_ITERATOR,
     RunningLoader,
@@ -19,10 +19,18 @@ from ddp_patch.compat.private_torch import (
     is_torch_batch_sampler,
     torchdata_batch_sampler,
 )
-from ddp_patch.loaders.contents import Content, HeldData, chosen_samples
+from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
-from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
+from ddp_patch.loaders.recognition import (
+    HeldWorld,
+    may_ask_rank,
+    samplers_in_use,
+    samplers_within,
+    sharded_by,
+    stores_of_world,
+    world_of,
+)
 from ddp_patch.loaders.samples import (
     FirstOrder,
     first_order,
@@ -30,15 +38,20 @@ from ddp_patch.loaders.samples import (
     length_of,
     nested_samplers,
     or_unknown,
+    steps_of,
 )
+from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.generators import torch_generators
 from ddp_patch.plan import ONE_PER_STEP, Batching
-from ddp_patch.walks import first_parts
+from ddp_patch.walks import first_parts, stored
 
-__all__ = ["LoaderFacts", "ShardedUnit", "StreamFacts", "look_at"]
+__all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "look_at", "split_claim"]
 
 
 L = TypeVar("L", bound=DataLoader[Any])
+
+# What a loader shows that is said to be sharded already, so that ranks can compare it: plain data, as it travels.
+Claim: TypeAlias = Mapping[str, Any]
 
 # What cannot be started again: a loader that keeps one continues yielding what it began.
 _RUNNING = (RunningLoader, GeneratorType, map, filter, zip, chain, islice, cycle)
@@ -270,8 +283,8 @@ def look_at(loader: L) -> LoaderFacts[L]:
     iterated = _iterated(loader, repeater)
     unit, source = _sharded_part(loader, iterated)
     samplers = tuple(samplers_in_use(loader))
-    stored = getattr(loader, "__dict__", {})
-    kept = {name: first_parts(value) for name, value in stored.items() if name not in _LOOKED_AT_ELSEWHERE}
+    attributes = getattr(loader, "__dict__", {})
+    kept = {name: first_parts(value) for name, value in attributes.items() if name not in _LOOKED_AT_ELSEWHERE}
     running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader))
     harmless = () if iterates_itself and repeater is None else running
     begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
@@ -317,3 +330,55 @@ def _other_loader(loader: DataLoader[Any]) -> str | None:
         if any(part is not loader and isinstance(part, DataLoader) for part in first_parts(value)):
             return name
     return None
+
+
+def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
+    """Return what the ranks compare of a loader that is sharded already.
+
+    torch's ``DistributedSampler`` counts by its settings, and by the samples of its dataset, which must be the same on
+    all ranks. Other samplers count by the first samples that a copy gives,
+    as many as are one rank's share. It draws from the random states as they are, as the loader will.
+
+    Args:
+        facts: The loader.
+        ranks: How many ranks share its samples.
+
+    Examples:
+        >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, seed=7)
+        >>> claim = claim_of(look_at(DataLoader(range(10), batch_size=2, sampler=sampler)), 2)
+        >>> claim["steps"], claim["settings"]["seed"]
+        (3, 7)
+    """
+    holder, dataset, n = facts.sharded_by, facts.dataset, facts.dataset_length
+    samples = chosen_samples(dataset)
+    claim: dict[str, Any] = {
+        "name": type(holder).__name__,
+        "steps": steps_of(facts.loader),
+        "settings": {},
+        "stored": stores_of_world(holder),
+        "seed": next((one for name, one in stored(holder).items() if "seed" in name and type(one) is int), None),
+        "data": fingerprint([(one.name, one.fingerprint) for one in samples]),
+        "samples": [],
+    }
+    if isinstance(holder, DistributedSampler):
+        claim["samples"] = [astuple(one) for one in samples]
+        # Without a shuffle, the seed is of no account.
+        names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
+        claim["settings"] = {name: getattr(holder, name, None) for name in names}
+        claim["settings"]["number of samples"] = length_of(getattr(holder, "dataset", None), ())
+    samplers = [*samplers_within(facts.iterated)]
+    is_known = any(repeats_over_ranks(type(sampler)) for sampler in samplers) or (
+        isinstance(holder, DistributedSampler) and type(holder).__iter__ is DistributedSampler.__iter__
+    )
+    if not is_known and any(sampler is holder for sampler in samplers):
+        first = first_samples(facts.stream.source, dataset, n, ranks, seeded=False)
+        length = length_of(facts.stream.source, ()) or 0
+        claim["first"] = first and asdict(first)
+        claim["gives_all"] = first is not None and n is not None and min(first.sizes, default=0) * length >= n
+    return claim
+
+
+def split_claim(facts: LoaderFacts[Any]) -> Claim | None:
+    """Return what the ranks compare of an iterable dataset that is to split itself by workers: what it holds."""
+    dataset = facts.dataset
+    return None if may_ask_rank(dataset) else {"name": type(dataset).__name__, "held": held_by(dataset)}

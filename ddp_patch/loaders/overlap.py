@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import combinations, islice
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
 
-__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "relation_of", "row_hashes"]
+__all__ = ["Common", "FirstSamples", "are_parts", "first_samples", "in_common", "row_hashes"]
 
 # Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
 _MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
@@ -130,10 +130,10 @@ def in_common(parties: Mapping[int, FirstSamples]) -> Common:
     return Common(held, (last + 1) / 256**_BYTES, largest, pairs)
 
 
-def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Literal["parts", "overlapping", "unclear"]:
-    """Return how the streams of several groups of ranks relate; each group has its own order.
+def are_parts(parties: Sequence[FirstSamples], n: int, ranks: int) -> bool:
+    """Return whether several groups of ranks, each with an order of its own, surely have a part of the data each.
 
-    They are parts if they share no more than padding, or far less than by chance, and either hold all samples between
+    They do if they share no more than padding, or far less than by chance, and either hold all samples between
     them or would share many if they were drawn independently of each other. Two ranks that shuffle a million samples
     with a generator each have other samples among their first hundred too, so that alone proves nothing.
 
@@ -144,21 +144,18 @@ def relation_of(parties: Sequence[FirstSamples], n: int, ranks: int) -> Literal[
 
     Examples:
         >>> halves = [FirstSamples([*range(start, 12, 2)], 6, 6, [1], 0, True) for start in (0, 1)]
-        >>> relation_of(halves, 12, 2), relation_of([halves[0], halves[0]], 12, 2), relation_of(halves, 10**6, 2)
-        ('parts', 'overlapping', 'unclear')
+        >>> are_parts(halves, 12, 2), are_parts([halves[0], halves[0]], 12, 2), are_parts(halves, 10**6, 2)
+        (True, False, False)
     """
     if not (n and all(party.are_chosen for party in parties)):
-        return "unclear"  # numbers that mean something else
+        return False  # numbers that mean something else
     common = in_common(dict(enumerate(parties)))
     counts, again = [len(own) for own in common.held.values()], common.pairs.total()
     expected = sum(one * other for one, other in combinations(counts, 2)) / (n * common.looked_at)
-    if again > max(ranks - 1, expected / 2):
-        return "overlapping"
     rests = [party.rest for party in parties if party.rest is not None and not party.is_cut]
     missing = n - (sum(counts) - again) - sum(rests)
     are_all = len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest
-    is_little = again <= max(ranks - 1, expected / 4)
-    return "parts" if is_little and (are_all or expected >= _EXPECTED) else "unclear"
+    return again <= max(ranks - 1, expected / 4) and (are_all or expected >= _EXPECTED)
 
 
 def row_hashes(batch: Any, most: int) -> list[int]:

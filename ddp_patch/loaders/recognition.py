@@ -19,9 +19,8 @@ from ddp_patch.compat.packages import (
     WORLD_NAMES,
     WORLD_WORDS,
     held_loaders,
-    is_fastai_loader,
-    is_of_nodes,
     is_split_by_node,
+    remedy_for_loader,
     shards_in_accelerate,
     splits_by_node,
     webdataset_world,
@@ -112,19 +111,10 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
     if is_loader(loader) if wrappers else isinstance(loader, DataLoader):
         return
     name = type(loader).__name__
-    if is_fastai_loader(type(loader)):
+    if (remedy := remedy_for_loader(type(loader))) is not None:
+        package = type(loader).__module__.partition(".")[0]
         raise NotALoaderError(
-            f"{operation} needs a torch.utils.data.DataLoader, and fastai's {name} is another class: it has no "
-            "sampler, and draws indices in its own way. Use fastai's learn.distrib_ctx(), which shards it; or "
-            "build torch's over the same data: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
-            "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch). That one skips "
-            "fastai's after_item and after_batch."
-        )
-    if is_of_nodes(type(loader)):
-        raise NotALoaderError(
-            f"{operation} needs a torch.utils.data.DataLoader and got torchdata's {name} of nodes, which has no "
-            "dataset. Wrap it in an IterableDataset whose __iter__ returns iter(loader), and pass "
-            "DataLoader(dataset, batch_size=None): each rank then keeps its share of the batches."
+            f"{operation} needs a torch.utils.data.DataLoader, and {package}'s {name} is another class. {remedy}"
         )
     if (line := line_for_inner(operation, loader)) is not None:
         raise NotALoaderError(

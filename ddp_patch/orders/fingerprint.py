@@ -107,7 +107,7 @@ def _content(item: Any) -> Iterator[bytes]:  # noqa: C901 - one flat table of ty
         case torch.Tensor() if item.layout != torch.strided:
             yield from _encoded(item.detach().to_dense())
         case torch.Tensor():
-            plain = item.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+            plain = item.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
             yield f"{item.dtype}{tuple(item.shape)}".encode()
             yield plain.view(torch.uint8).numpy().tobytes()
         case np.ndarray() | np.generic():

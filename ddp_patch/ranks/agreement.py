@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, LeaderWarning
-from ddp_patch.loaders.claims import Claim
 from ddp_patch.loaders.contents import Content
-from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.overlap import FirstSamples, relation_of
+from ddp_patch.loaders.facts import Claim, StreamFacts
+from ddp_patch.loaders.overlap import FirstSamples, are_parts
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
@@ -390,20 +389,15 @@ def why_orders_differ(
     """
     parties, mark = by_value(orders), _MARK.format(name=name)
     listed, known = parties_text(parties), [told for one, *_ in parties.values() if (told := reported[one])]
-    relation = relation_of([one for _, one in known], known[0][0], ranks) if len(known) == len(parties) else "unclear"
-    if relation == "parts":
+    if len(known) == len(parties) and are_parts([one for _, one in known], known[0][0], ranks):
         raise mismatch(
             f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
             f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
             f"or, if you want each rank to have its own part, {mark}.",
             parties,
         )
-    if relation == "overlapping":
-        cause = f"the sampler {_OWN}. {_LEADS}Make the sampler's order the same on every rank to do without."
-    else:
-        cause = (
-            f"{name} either {_OWN}, or is sharded already, and then most samples are lost from now on. Its first "
-            f"samples do not show which. {_LEADS}Make the sampler's order the same on every rank; or, if it is "
-            f"sharded, {mark}."
-        )
-    return f"{listed.capitalize()} would draw different orders: {cause}"
+    return (
+        f"{listed.capitalize()} would draw different orders: the sampler {_OWN}; or it is sharded already, which its "
+        f"first samples do not show. {_LEADS}Make the sampler's order the same on every rank; or, if it is sharded, "
+        f"{mark}."
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.claims import Claim
+from ddp_patch.loaders.facts import Claim
 from ddp_patch.loaders.overlap import FirstSamples, in_common
 from ddp_patch.ranks.exchange import by_value, parties_text, who_has_what
 

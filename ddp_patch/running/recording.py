@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_patch.compat.fetching import items_changed
+from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.running.past import open_file
 from ddp_patch.running.replicas import models_of

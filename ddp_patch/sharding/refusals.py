@@ -15,7 +15,7 @@ from ddp_patch.compat.packages import (
     is_split_by_node,
     webdataset_world,
 )
-from ddp_patch.compat.private_torch import thread_workers, torchdata_batch_sampler
+from ddp_patch.compat.private_torch import has_thread_workers, torchdata_batch_sampler
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
@@ -232,12 +232,12 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
 
 def _require_processes(facts: LoaderFacts[Any]) -> None:
     """Refuse workers that are threads: their draws advance the random states from which samplers draw."""
-    if facts.num_workers > 0 and (found := thread_workers(facts.loader)) is not None:
-        threads, processes = found
+    if facts.num_workers > 0 and has_thread_workers(facts.loader):
         raise UnsupportedLoaderError(
-            f"{type(facts.loader).__name__} with {threads} and num_workers={facts.num_workers} cannot be patched: "
-            "its workers are threads, which use the same random states as the sampler, so ranks would draw different "
-            f"orders and lose samples. Use {processes}, or num_workers=0."
+            f"{type(facts.loader).__name__} with num_workers={facts.num_workers} cannot be patched: its workers are "
+            "threads, which use the same random states as the sampler, so ranks would draw different orders and lose "
+            "samples. Use num_workers=0, or processes: multiprocessing_context='spawn', "
+            "worker_method='multiprocessing' or, with MONAI, use_thread_workers=False."
         )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
@@ -169,27 +168,3 @@ def test_ranks_that_differ_are_told_in_which_loader_and_nothing_is_patched() -> 
         assert_tells(text, ("rank 1: NotALoaderError: loaders[1]: ", "5 (int)"), "all ranks again")
     # Seeds are counted as if those calls had not been made.
     assert [given for _, given in ranks] == [given for _, given in run_ranks(differing, 3, False)]
-
-
-def in_groups(rank: int, world_size: int) -> list[Any]:
-    """Two groups of ranks that share, each by itself."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    seed_ambient(10 + rank)
-    patched = patch_dataloader_to_ddp([loader(shuffle=True), loader()], process_group=groups[rank % 2])
-    given = patch_dataloader_to_ddp([loader(shuffle=True)], rank=rank // 2, num_replicas=2)
-    return [list(one) for one in (*patched, *given)]
-
-
-def test_options_that_say_who_shares_hold_for_all() -> None:
-    ranks = run_ranks(in_groups, 4)
-    assert ranks[0] == ranks[1]
-    assert ranks[2] == ranks[3]
-    for number in range(3):
-        assert {index for rank in (0, 2) for batch in ranks[rank][number] for index in batch} == set(range(N))
-
-
-@pytest.mark.parametrize("patch", [in_turn, in_one_call])
-def test_one_rank_alone_is_a_world_too(patch: Callable[[list[Any]], list[Any]]) -> None:
-    ((epochs, told, _),) = run_ranks(drawn, 1, patch)
-    assert not told
-    assert [len(one) for one in epochs[0][:2]] == [6, 6]

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.claims import claim_of
-from ddp_patch.loaders.facts import look_at
+from ddp_patch.loaders.facts import claim_of, look_at
 from ddp_patch.ranks.claims import require_apart
 
 

@@ -1,6 +1,8 @@
-"""Which samples datasets hold: other ones on each rank show, and nothing else that ranks may rightly differ in."""
+"""Which samples datasets hold, at the patch and in each pass: what ranks may rightly differ in is never told."""
 
-from collections import namedtuple
+import random
+import tracemalloc
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,11 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.contents import chosen_samples
+from ddp_patch.loaders.contents import HeldData, chosen_samples
 from ddp_patch.ranks.agreement import require_same_samples
 
 N = 40
+Make = Callable[[int], Any]
 
 
 class Holding(Dataset[Any]):
@@ -34,78 +37,13 @@ class Holding(Dataset[Any]):
         raise AssertionError("it was asked for a sample")
 
 
-def split(data: Any) -> list[Any]:
-    """As one splits by hand: each of two ranks takes every second sample."""
-    return [data[0::2], data[1::2]]
+class Masked(Holding):
+    """The samples behind a mask, as in active learning: it has another length than the mask."""
 
+    mask: Any
 
-def hold(**data: Any) -> list[Any]:
-    """One dataset for each rank, which holds its part of everything."""
-    return [Holding(**{name: split(value)[rank] for name, value in data.items()}) for rank in range(2)]
-
-
-def names(prefix: str = "/data/") -> list[str]:
-    return [f"{prefix}{index}.jpg" for index in range(2 * N)]
-
-
-LABELS = [index // N for index in range(2 * N)]  # sorted by class, so that both halves look alike
-X = torch.arange(2 * N * 3.0).reshape(2 * N, 3)
-
-
-def differ(datasets: Sequence[Any]) -> bool:
-    try:
-        require_same_samples({rank: chosen_samples(one) for rank, one in enumerate(datasets)})
-    except RankMismatchError:
-        return True
-    return False
-
-
-BY_HAND: dict[str, Callable[[], list[Any]]] = {
-    "list": lambda: split(list(range(2 * N))),
-    "list of paths": lambda: split(names()),
-    "list of Paths": lambda: split([Path(name) for name in names()]),
-    "list of pairs": lambda: split([*zip(names(), LABELS, strict=True)]),
-    "list of dicts": lambda: split([{"path": name, "label": 1} for name in names()]),
-    "list of tensors": lambda: split([torch.tensor([index, 1.0]) for index in range(2 * N)]),
-    "list of texts": lambda: split([f"{index}{'long ' * 10**6}" for index in range(2)]),
-    "list in runs": lambda: [[*range(N)], [*range(N, 2 * N)]],  # of which the first holds its own positions
-    "range in runs": lambda: [range(N), range(N, 2 * N)],
-    "tuple": lambda: split(tuple(range(2 * N))),
-    "range": lambda: split(range(2 * N)),
-    "array": lambda: split(np.arange(2 * N * 5).reshape(-1, 5)),
-    "tensor": lambda: split(X),
-    "TensorDataset": lambda: [TensorDataset(*both) for both in zip(split(X), split(X[:, 0]), strict=True)],
-    "Subset of a list": lambda: [Subset(part, range(10)) for part in split(names())],
-    "ConcatDataset": lambda: [ConcatDataset([TensorDataset(part), Indices()]) for part in split(X)],
-    "StackDataset": lambda: [StackDataset(TensorDataset(part)) for part in split(X)],
-    "a dataset of paths": lambda: hold(paths=names(), labels=LABELS),
-    "a dataset of labels": lambda: hold(labels=[index % 7 for index in range(2 * N)]),
-    "a dataset of tensors": lambda: hold(x=X, y=X[:, 0], mean=[0.5] * 2),
-    "a dataset with local indices": lambda: [Holding(x=part, ids=list(range(N))) for part in split(X)],
-    "a dataset in a dataset": lambda: [Holding(inner=part) for part in hold(x=X)],
-    "a list in another order": lambda: [names(), names()[::-1]],
-    "names in folders of their own": lambda: split([f"/data/{index}/image.png" for index in range(2 * N)]),
-    "a list of objects": lambda: split([Sample(name) for name in names()]),
-    "a dataset of objects": lambda: hold(samples=[Opaque(index) for index in range(2 * N)]),
-    "a dict of lists": lambda: [Holding(index={"paths": part}) for part in split(names())],
-    "two samples of each": lambda: [Holding(n=2 * N, paths=part) for part in split(names())],
-    "made by another seed": lambda: [
-        TensorDataset(torch.randn(N, 2, generator=torch.Generator().manual_seed(r))) for r in (0, 1)
-    ],
-}
-
-
-@pytest.mark.parametrize("kind", BY_HAND)
-def test_data_that_was_split_by_hand_shows(kind: str) -> None:
-    assert differ(BY_HAND[kind]())
-    assert not differ([BY_HAND[kind]()[0] for _ in range(2)])
-
-
-class Opaque:
-    """Has no value to tell."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __len__(self) -> int:
+        return sum(bool(one) for one in self.mask)
 
 
 @dataclass
@@ -113,14 +51,10 @@ class Sample:
     path: str
 
 
-class On:
-    """A sample on a device."""
-
-    def __init__(self, path: str, device: str) -> None:
-        self.path, self.device = path, device
-
-
-Row = namedtuple("Row", "number")
+class Numbered:
+    def __init__(self, number: int, **more: Any) -> None:
+        self.number = number
+        vars(self).update(more)
 
 
 class Reads(list[int]):
@@ -128,45 +62,6 @@ class Reads(list[int]):
 
     def __getitem__(self, index: Any) -> Any:
         raise OSError("it reads a file")
-
-
-def same_but(rank: int, **held: Any) -> Holding:
-    return Holding(paths=names()[:N], **held)
-
-
-def by_rank(make: Callable[[int], Any]) -> Callable[[], list[Any]]:
-    return lambda: [make(rank) for rank in range(2)]
-
-
-def noise(rank: int) -> Any:
-    return np.random.default_rng(rank)
-
-
-NO_ALARM: dict[str, Callable[[], list[Any]]] = {
-    "copies in folders of their own": by_rank(lambda r: names(f"/scratch/rank{r}/")[:N]),
-    "copies on Windows": by_rank(lambda r: names(f"C:\\scratch{r}\\")[:N]),
-    "the same in a dataset": by_rank(lambda r: Holding(paths=names(f"/scratch/rank{r}/")[:N])),
-    "NaN": by_rank(lambda r: [float("nan")] * N),
-    "NaN in tensors": by_rank(lambda r: torch.full((N,), torch.nan)),
-    "objects without a value": by_rank(lambda r: [Opaque(r) for _ in range(N)]),
-    "a cache that fills up": by_rank(lambda r: Holding(cache=[r if place < N * r else None for place in range(N)])),
-    "a full cache and an empty one": by_rank(lambda r: Holding(cache=[[1, 2] if r else None for _ in range(N)])),
-    "noise beside the samples": by_rank(lambda r: same_but(r, noise=noise(r).random(N), seeds=[*noise(r).random(N)])),
-    "settings": by_rank(lambda r: Holding(size=[r, r], rank=r, name=f"rank {r}", n=3)),
-    "as many settings as samples, of which there are few": by_rank(lambda r: Holding(n=3, mean=[r, r, r])),
-    "folders of their own, with one name": by_rank(lambda r: Holding(p=[f"/{r}/{i}/a.png" for i in range(N)])),
-    "objects on devices of their own": by_rank(lambda r: [On(f"{i}.png", f"cuda:{r}") for i in range(N)]),
-    "classes": by_rank(lambda r: Holding(classes=[f"{r} {i}" for i in range(N - 1)])),
-    "dicts": by_rank(lambda r: Holding(index=dict.fromkeys(range(N), r))),
-    "what reads a file": by_rank(lambda r: Reads([r] * N)),
-    "files in memory maps": by_rank(lambda r: mapped(r)),
-    "an iterable dataset": by_rank(lambda r: Iterated(r)),
-    "a dataset whose length raises": by_rank(lambda r: Holding(n="many", data=[r] * N)),
-    "a meta tensor": by_rank(lambda r: TensorDataset(torch.empty(N, r + 1, device="meta"))),
-    "a number": by_rank(lambda r: Holding(scale=torch.tensor(float(r)), array=np.array(r))),
-    "an empty list": by_rank(lambda r: []),
-    "other classes on one rank only": lambda: [names()[:N], Indices(N)],
-}
 
 
 class Iterated(IterableDataset[int]):
@@ -180,22 +75,134 @@ class Iterated(IterableDataset[int]):
         return iter(self.data)
 
 
-def mapped(rank: int) -> Any:
-    values = np.full(N, rank)
-    return values.view(np.memmap)
+Row = namedtuple("Row", "number")
 
 
-@pytest.mark.parametrize("kind", NO_ALARM)
+def names(folder: str = "/data/", n: int = 2 * N) -> list[str]:
+    return [f"{folder}{index}.jpg" for index in range(n)]
+
+
+LABELS = [index // N for index in range(2 * N)]  # sorted by class, so that both halves look alike
+X = torch.arange(2 * N * 3.0).reshape(2 * N, 3)
+
+
+def part(data: Any) -> Make:
+    """As one splits by hand: each of two ranks takes every second sample."""
+    return lambda rank: data[rank::2]
+
+
+def hold(**data: Any) -> Make:
+    """A dataset for each rank, which holds its part of everything."""
+    return lambda rank: Holding(**{name: value[rank::2] for name, value in data.items()})
+
+
+def noise(rank: int, n: int = N) -> Any:
+    return np.random.default_rng(rank).random(n)
+
+
+# ---- at the patch ----
+
+BY_HAND: dict[str, Make] = {
+    "list": part(list(range(2 * N))),
+    "list of paths": part(names()),
+    "list of Paths": part([*map(Path, names())]),
+    "list of pairs": part([*zip(names(), LABELS, strict=True)]),
+    "list of dicts": part([{"path": name, "label": 1} for name in names()]),
+    "list of tensors": part([torch.tensor([index, 1.0]) for index in range(2 * N)]),
+    "list of images with labels": part([*zip(X, LABELS, strict=True)]),
+    "list of texts": part([f"{index}{'long ' * 10**6}" for index in range(2)]),
+    "list in runs": lambda rank: [*range(rank * N, rank * N + N)],  # of which the first holds its own positions
+    "range in runs": lambda rank: range(rank * N, rank * N + N),
+    "tuple": part(tuple(range(2 * N))),
+    "range": part(range(2 * N)),
+    "array": part(np.arange(2 * N * 5).reshape(-1, 5)),
+    "tensor": part(X),
+    "tensor, transposed": part(X.T.contiguous().T),
+    "TensorDataset": lambda rank: TensorDataset(X[rank::2], X[rank::2, 0]),
+    "Subset of a list": lambda rank: Subset(names()[rank::2], range(10)),  # type: ignore[arg-type]  # a list will do
+    "ConcatDataset": lambda rank: ConcatDataset([TensorDataset(X[rank::2]), Indices()]),
+    "StackDataset": lambda rank: StackDataset(TensorDataset(X[rank::2])),
+    "a dataset of paths": hold(paths=names(), labels=LABELS),
+    "a dataset of labels": hold(labels=[index % 7 for index in range(2 * N)]),
+    "a dataset of tensors": lambda rank: Holding(x=X[rank::2], y=X[rank::2, 0], mean=[0.5] * 2),
+    "a dataset with local indices": lambda rank: Holding(x=X[rank::2], ids=list(range(N))),
+    "a dataset in a dataset": lambda rank: Holding(inner=hold(x=X)(rank)),
+    "a list in another order": lambda rank: names()[:: -1 if rank else 1],
+    "names in folders of their own": part([f"/data/{index}/image.png" for index in range(2 * N)]),
+    "a list of objects": part([*map(Sample, names())]),
+    "a dataset of objects": hold(samples=[*map(Numbered, range(2 * N))]),
+    "a dict of lists": lambda rank: Holding(index={"paths": names()[rank::2]}),
+    "two samples of each": lambda rank: Holding(n=2 * N, paths=names()[rank::2]),
+    "made by another seed": lambda rank: TensorDataset(torch.tensor(noise(rank))),
+}
+ALIKE: dict[str, Make] = {
+    "copies in folders of their own": lambda rank: names(f"/scratch/rank{rank}/", N),
+    "copies on Windows": lambda rank: names(f"C:\\scratch{rank}\\", N),
+    "the same in a dataset": lambda rank: Holding(paths=names(f"/scratch/rank{rank}/", N)),
+    "NaN": lambda rank: [float("nan")] * N,
+    "NaN in tensors": lambda rank: torch.full((N,), torch.nan),
+    "a cache that fills up": lambda rank: Holding(cache=[rank if place < N * rank else None for place in range(N)]),
+    "a full cache and an empty one": lambda rank: Holding(cache=[[1, 2] if rank else None for _ in range(N)]),
+    "noise beside the samples": lambda rank: Holding(paths=names(n=N), noise=noise(rank), seeds=[*noise(rank)]),
+    "settings": lambda rank: Holding(size=[rank, rank], rank=rank, name=f"rank {rank}", n=3),
+    "as many settings as samples, of which there are few": lambda rank: Holding(n=3, mean=[rank] * 3),
+    "folders of their own, with one name": lambda rank: Holding(p=[f"/{rank}/{index}/a.png" for index in range(N)]),
+    "objects on devices of their own": lambda rank: [Numbered(place, device=f"cuda:{rank}") for place in range(N)],
+    "objects that hold their rank": lambda rank: [Numbered(rank) for _ in range(N)],
+    "classes": lambda rank: Holding(classes=[f"{rank} {index}" for index in range(N - 1)]),
+    "dicts": lambda rank: Holding(index=dict.fromkeys(range(N), rank)),
+    "what reads a file": lambda rank: Reads([rank] * N),
+    "files in memory maps": lambda rank: np.full(N, rank).view(np.memmap),
+    "an iterable dataset": Iterated,
+    "a dataset whose length raises": lambda rank: Holding(n="many", data=[rank] * N),
+    "a meta tensor": lambda rank: TensorDataset(torch.empty(N, rank + 1, device="meta")),
+    "a number": lambda rank: Holding(scale=torch.tensor(float(rank)), array=np.array(rank)),
+    "an empty list": lambda rank: [],
+    "other classes on one rank only": lambda rank: Indices(N) if rank else names()[:N],
+    **{
+        f"any value: {value!r}": lambda rank, value=value: [value] * N  # type: ignore[misc]  # a default binds it
+        for value in (Sample("a"), Row(1), {1}, slice(3), 1 + 2j, b"bytes", np.float32(1), True)
+    },
+}
+
+
+def differ(datasets: Sequence[Any]) -> bool:
+    try:
+        require_same_samples({rank: chosen_samples(one) for rank, one in enumerate(datasets)})
+    except RankMismatchError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_data_that_was_split_by_hand_shows_and_the_same_data_do_not(kind: str) -> None:
+    make = BY_HAND[kind]
+    assert differ([make(0), make(1)])
+    assert not differ([make(0), make(0)])
+
+
+@pytest.mark.parametrize("kind", ALIKE)
 def test_what_ranks_may_differ_in_is_no_alarm(kind: str) -> None:
-    assert not differ(NO_ALARM[kind]())
+    assert not differ([ALIKE[kind](0), ALIKE[kind](1)])
 
 
-@pytest.mark.parametrize("value", [Sample("a"), Row(1), {1}, slice(3), 1 + 2j, b"bytes", np.float32(1), True])
-def test_any_value_can_be_looked_at(value: Any) -> None:
-    assert not differ([[value] * N, [value] * N])
+def test_the_error_names_what_differs_and_the_remedies() -> None:
+    facts = ("Agreeing", "rank 0 and rank 1", "different samples", "Holding.paths", "lost")
+    remedies = ("data[rank::world_size]", "random data", "is_ddp_aware = True", "order='seeded'")
+    with raises(RankMismatchError, facts, remedies):
+        require_same_samples({rank: chosen_samples(hold(paths=names(), labels=LABELS)(rank)) for rank in range(2)})
 
 
-def test_a_look_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_reads_few_elements_and_copies_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = 10**7
+    held = HeldData(Holding(many, files=["a"] * many, at=[*range(many)], mask=np.zeros(many, bool), y=torch.ones(many)))
+    tracemalloc.start()
+    held.begin()
+    held.told()
+    held.read()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < many  # bytes, of hundreds of millions that the data has
     read: list[int] = []
 
     class Noting(list[Any]):
@@ -205,13 +212,155 @@ def test_a_look_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("ddp_patch.loaders.contents._PLAIN", (Noting,))
     chosen_samples(Noting(range(10**6)))
-    assert len(read) == 16
-    assert (read[0], read[-1]) == (0, 10**6 - 1)
+    assert (len(read), read[0], read[-1]) == (16, 0, 10**6 - 1)
 
 
-def test_the_error_names_what_differs_and_the_remedies() -> None:
-    facts = ("Agreeing", "rank 0 and rank 1", "different samples", "Holding.paths", "lost")
-    remedies = ("data[rank::world_size]", "random data", "is_ddp_aware = True", "order='seeded'")
-    with raises(RankMismatchError, facts, remedies):
-        told = {rank: chosen_samples(one) for rank, one in enumerate(hold(paths=names(), labels=LABELS))}
-        require_same_samples(told)
+# ---- in passes: what each rank does to its data, and what is then told ----
+
+Change = Callable[[Any, int], object]
+n20 = [f"{number}.png" for number in range(20)]
+
+
+def put(name: str, make: Make) -> Change:
+    return lambda dataset, rank: setattr(dataset, name, make(rank))
+
+
+def shuffle(name: str) -> Change:
+    return lambda dataset, rank: random.Random(rank).shuffle(getattr(dataset, name))
+
+
+def masked(kind: Callable[[list[bool]], Any]) -> Callable[[], Any]:
+    return lambda: Masked(mask=kind([place < 6 for place in range(80)]))
+
+
+def select(dataset: Any, rank: int) -> None:
+    dataset.mask[40 + rank] = True
+
+
+SUBSET = "the indices of a Subset"
+CHANGES: dict[str, tuple[Callable[[], Any], Change, str]] = {
+    "a mask in a list": (masked(list), select, "Masked.mask"),
+    "a mask in an array": (masked(np.array), select, "Masked.mask"),
+    "a mask in a tensor": (masked(torch.tensor), select, "Masked.mask"),
+    "indices of a Subset, in place": (
+        lambda: Subset(Indices(), [0, 1, 2]),
+        lambda subset, rank: subset.indices.append(5 + rank),
+        SUBSET,
+    ),
+    "indices of a Subset, anew": (
+        lambda: Subset(Indices(), [0, 1, 2]),
+        put("indices", lambda rank: [0, 1, 5 + rank]),
+        SUBSET,
+    ),
+    "names": (lambda: Holding(20, files=[*n20]), shuffle("files"), "Holding.files"),
+    "an order": (lambda: Holding(20, order=[*range(20)]), shuffle("order"), "Holding.order"),
+    "one of many indices": (
+        lambda: Holding(20, pool=[*range(50_000)]),
+        lambda data, rank: data.pool.__setitem__(777, 50_000 + rank),
+        "Holding.pool",
+    ),
+    "names in a dict": (
+        lambda: Holding(20, split={"train": [*n20]}),
+        lambda data, rank: data.split["train"].append(f"new {rank}.png"),
+        "Holding.split['train']",
+    ),
+    "names that are new": (
+        lambda: Holding(20),
+        put("files", lambda rank: [f"{rank} {name}" for name in n20]),
+        "Holding.files",
+    ),
+    "tensors": (
+        lambda: TensorDataset(torch.zeros(20, 3)),
+        lambda data, rank: data.tensors[0].add_(rank),
+        "the tensors of a TensorDataset",
+    ),
+}
+HONEST: dict[str, tuple[Callable[[], Any], Change]] = {
+    "losses": (lambda: Holding(20, losses=[0.0] * 20), put("losses", lambda rank: [*noise(rank, 20)])),
+    "a tensor of losses": (lambda: Holding(20, losses=torch.zeros(20)), put("losses", lambda _: torch.rand(20))),
+    "counts": (lambda: Holding(20, counts=[0] * 20), put("counts", lambda rank: [rank] * 20)),
+    "pseudo-labels": (lambda: Holding(20, y=[0] * 20), put("y", lambda rank: [(rank + i) % 7 for i in range(20)])),
+    "a seed": (lambda: Holding(20, epoch=0), put("seed", lambda rank: rank)),
+    "a short setting": (lambda: Holding(20, size=[1, 1]), put("size", lambda rank: [rank, rank + 1])),
+    "a deque of numbers": (lambda: Holding(20), put("last", lambda rank: deque([rank] * 20))),
+}
+READING: dict[str, tuple[Callable[[], Any], Change]] = {
+    "a cache of names": (lambda: Holding(20), put("cache", lambda rank: [f"{rank} {name}" for name in n20])),
+    "a list that grows": (
+        lambda: Holding(20, log=[*range(9)]),
+        lambda data, rank: data.log.append(100 + rank + len(data.log)),
+    ),
+    "a mask of what was read": (
+        lambda: Holding(20, seen=np.zeros(20, bool)),
+        lambda data, rank: data.seen.put([rank], True),
+    ),
+}
+
+
+def found(held: Sequence[HeldData]) -> tuple[str, ...]:
+    """Begin a pass on both ranks, and return in what their data differ."""
+    for one in held:
+        one.begin()
+    return HeldData.differing(*(one.told() for one in held))
+
+
+def differing(make: Callable[[], Any], change: Change, *, while_read: bool = False) -> tuple[str, ...]:
+    """Let two ranks make a pass, change their data, or have reading do so, and return what differs in the next."""
+    datasets = [make(), make()]
+    held = [HeldData(one) for one in datasets]
+    assert found(held) == ()
+    if not while_read:
+        for one in held:
+            one.read()
+    for rank, dataset in enumerate(datasets):
+        change(dataset, rank)
+        if while_read:
+            held[rank].read()
+    return found(held)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_ranks_change_in_other_ways_is_told_and_what_all_change_alike_is_not(kind: str) -> None:
+    make, change, name = CHANGES[kind]
+    assert differing(make, change) == (name,)
+    assert differing(make, lambda data, _: change(data, 1)) == ()
+    if "new" not in kind:  # of which one rank alone has none to compare
+        assert differing(make, lambda data, rank: rank and change(data, 1)) == (name,)
+
+
+@pytest.mark.parametrize("kind", HONEST)
+def test_what_names_no_samples_is_not_told(kind: str) -> None:
+    assert differing(*HONEST[kind]) == ()
+
+
+@pytest.mark.parametrize("kind", READING)
+def test_what_reading_changes_is_never_told(kind: str) -> None:
+    assert differing(*READING[kind], while_read=True) == ()
+
+
+def test_once_reading_has_changed_it_a_change_of_the_users_counts_no_more() -> None:
+    make, change = READING["a mask of what was read"]
+
+    def both(data: Any, rank: int) -> None:
+        change(data, rank)
+        held[rank].read()
+        data.seen[5 + rank] = True
+
+    datasets = [make(), make()]
+    held = [HeldData(one) for one in datasets]
+    assert found(held) == ()
+    for rank, dataset in enumerate(datasets):
+        both(dataset, rank)
+    assert found(held) == ()
+
+
+def test_names_that_were_the_samples_at_the_patch_count_whatever_changes_them() -> None:
+    assert differing(*CHANGES["names"][:2], while_read=True) == ("Holding.files",)
+
+
+def test_what_differed_at_the_patch_was_judged_there() -> None:
+    masks = [Masked(mask=[place % 3 == rank for place in range(20)]) for rank in range(2)]
+    held = [HeldData(one) for one in masks]
+    assert found(held) == ()
+    masks[0].mask[0] = False
+    assert found(held) == ()

@@ -98,15 +98,14 @@ def test_a_loaders_sampler_says_it_when_it_is_printed(
 ONE_LINE = "ddp_patch: DataLoader was patched: shard 1 of 3, samples, 17 steps of 2\n"
 
 
-@pytest.mark.parametrize(
-    ("asked", "first", "said"),
-    [
-        ("", "", ""),  # silent unless somebody asks
-        ("0", "", ""),
-        ("1", "", ONE_LINE),
-        ("1", "logging.basicConfig()", ONE_LINE.replace("ddp_patch: ", "INFO:ddp_patch:")),  # once, not twice
-    ],
-)
+ASKED = [
+    ("0", "", ""),  # silent unless somebody asks
+    ("1", "", ONE_LINE),
+    ("1", "logging.basicConfig()", ONE_LINE.replace("ddp_patch: ", "INFO:ddp_patch:")),  # once, not twice
+]
+
+
+@pytest.mark.parametrize(("asked", "first", "said"), ASKED)
 def test_a_script_asks_for_the_log_by_an_environment_variable(asked: str, first: str, said: str) -> None:
     script = f"""
 import logging

@@ -46,9 +46,8 @@ FLOORS = {
     "integrations": 15,
     "running": 16,
     "auditing": 17,
-    "cli": 18,
-    "__main__": 19,
-    "__init__": 19,
+    "__main__": 18,
+    "__init__": 18,
 }
 
 

@@ -1,6 +1,8 @@
 """What the first items of two ranks are, and how many they may have in common by chance."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,3 +45,12 @@ def test_batches_of_any_shape_have_hashes(shape: tuple[int, ...]) -> None:
     assert len(row_hashes(torch.zeros(shape), most=9)) == shape[0]
     assert len(row_hashes(np.zeros(shape), most=9)) == shape[0]
     assert row_hashes(torch.zeros(shape), most=0) == []
+
+
+@pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
+def test_of_a_large_sample_some_bytes_count_wherever_they_lie(kind: Callable[[Any], Any]) -> None:
+    batch = np.random.default_rng(0).random((4, 3, 64, 64))
+    assert len({*row_hashes(kind(batch), most=9)}) == 4
+    assert row_hashes(kind(batch.transpose(0, 2, 3, 1)), most=9) == row_hashes(
+        kind(np.ascontiguousarray(batch.transpose(0, 2, 3, 1))), most=9
+    )

@@ -128,19 +128,14 @@ def test_without_its_name_torch_is_asked_for_the_rank_unseen(monkeypatch: pytest
     assert len(asked) == 1
 
 
-def test_a_batch_is_not_pinned_where_torch_does_not_tell_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert private_torch.pinned_by(object(), "batch") == "batch"
-    monkeypatch.delattr(torch.utils.data._utils.pin_memory, "pin_memory")
-    assert private_torch.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == "batch"
-
-
-def test_a_batch_is_pinned_as_a_loaders_iterator_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_pinned_as_a_loaders_iterator_pins_where_torch_tells_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", lambda batch, device: (batch, device))
     iterator: Any = iter(loader())
     assert private_torch.pinned_by(iterator, "batch") == "batch"
     iterator._pin_memory, iterator._pin_memory_device = True, "cuda"  # as where there is an accelerator
     assert private_torch.pinned_by(iterator, "batch") == ("batch", "cuda")
-    assert private_torch.pinned_by(SimpleNamespace(_pin_memory=True), "batch") == ("batch", None)
+    monkeypatch.delattr(torch.utils.data._utils.pin_memory, "pin_memory")
+    assert private_torch.pinned_by(iterator, "batch") == "batch"
 
 
 def test_a_normal_may_be_held_where_numpy_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +166,7 @@ def test_every_way_in_which_torch_told_what_a_mesh_was_cut_from(monkeypatch: pyt
     assert root_of(PART, monkeypatch, get_root_mesh=lambda mesh: WHOLE) is WHOLE
     cut_from = {PART: (middle := Mesh(3)), middle: WHOLE}
     assert root_of(PART, monkeypatch, get_parent_mesh=cut_from.get) is WHOLE
-    assert root_of(WHOLE, monkeypatch, get_parent_mesh=cut_from.get) is WHOLE
-
-
-def test_a_mesh_of_all_ranks_is_whole_and_any_other_may_be_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert root_of(WHOLE, monkeypatch) is WHOLE
+    assert root_of(WHOLE, monkeypatch) is WHOLE  # it has all ranks
     with raises(TorchVersionError, ("device_mesh", "_get_root_mesh"), ("mesh of all ranks", "cut from")):
         root_of(PART, monkeypatch)
 
@@ -188,40 +179,21 @@ class Threaded(DataLoader[Any]):
         self.worker_method = worker_method
 
 
-def test_workers_that_are_threads_are_refused_by_name() -> None:
-    told = ("Threaded", "worker_method='thread'", "num_workers=2")
-    with raises(UnsupportedLoaderError, told, ("worker_method='multiprocessing'", "num_workers=0")):
-        patch_dataloader_to_ddp(Threaded(Indices(), num_workers=2, worker_method="thread"), **WORLD)
-    for remedy in ({"num_workers": 2}, {"worker_method": "thread"}):
-        given = Threaded(Indices(), **remedy)
-        assert ddp_patch.extract_loader_parameters(patch_dataloader_to_ddp(given, **WORLD))["worker_method"]
-
-
 class ThreadContext(SpawnContext):
     """Its processes are threads, as MONAI's are."""
 
     Process = threading.Thread  # type: ignore[assignment]  # which is the point
 
 
-def test_a_context_whose_processes_are_threads_is_refused_by_name() -> None:
-    given = DataLoader(Indices(), num_workers=2, multiprocessing_context=ThreadContext())
-    told = ("DataLoader", "multiprocessing_context=ThreadContext()", "num_workers=2")
-    with raises(UnsupportedLoaderError, told, ("multiprocessing_context='spawn'", "num_workers=0")):
-        patch_dataloader_to_ddp(given, **WORLD)
-    remedy: Any = DataLoader(Indices(), num_workers=2, multiprocessing_context="spawn")
-    assert patch_dataloader_to_ddp(remedy, **WORLD).num_workers == 2
-
-
-def test_monais_thread_workers_are_refused_by_its_own_argument() -> None:
-    class ThreadDataLoader(DataLoader[Any]):
-        __module__, __qualname__ = "monai.data.thread_buffer", "ThreadDataLoader"
-
-    class Own(ThreadDataLoader):
-        pass
-
-    given = Own(Indices(), num_workers=2, multiprocessing_context=ThreadContext())
-    with raises(UnsupportedLoaderError, ("Own", "use_thread_workers=True"), ("use_thread_workers=False",)):
-        patch_dataloader_to_ddp(given, **WORLD)
+def test_workers_that_are_threads_are_refused() -> None:
+    threads: list[dict[str, Any]] = [{"worker_method": "thread"}, {"multiprocessing_context": ThreadContext()}]
+    for options in threads:
+        remedies = ("num_workers=0", "multiprocessing_context='spawn'", "worker_method=", "use_thread_workers=False")
+        with raises(UnsupportedLoaderError, ("Threaded", "num_workers=2", "threads"), remedies):
+            patch_dataloader_to_ddp(Threaded(Indices(), num_workers=2, **options), **WORLD)
+    spawned = Threaded(Indices(), num_workers=2, multiprocessing_context="spawn")
+    for remedied in (Threaded(Indices(), worker_method="thread"), spawned):
+        assert ddp_patch.extract_loader_parameters(patch_dataloader_to_ddp(remedied, **WORLD))["worker_method"]
 
 
 def test_a_worker_that_turns_out_to_be_a_thread_changes_no_random_state() -> None:

@@ -2,8 +2,7 @@
 
 import copy
 import pickle
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any, cast
@@ -34,23 +33,18 @@ from ddp_patch.orders.random_states import WorkerSeeding, epoch_seed
 WORLD: dict[str, Any] = {"rank": 1, "num_replicas": 3}
 
 
-def test_torchs_batch_sampler_is_rebuilt_over_the_wrapped_sampler() -> None:
-    given = loader(shuffle=True, drop_last=True)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_torchs_batch_sampler_is_rebuilt_over_the_wrapped_sampler(is_given: bool) -> None:
+    inner: Any = RandomSampler(Indices())
+    over = {"batch_sampler": BatchSampler(inner, 5, drop_last=True)} if is_given else {"sampler": inner}
+    given = loader(5, drop_last=not is_given, **over)
     patched = patch_dataloader_to_ddp(given, **WORLD)
     assert type(patched.batch_sampler) is BatchSampler
     assert isinstance(patched.sampler, DDPSamplerWrapper)
-    assert patched.sampler.sampler is given.sampler
-    assert patched.batch_sampler.sampler is patched.sampler
-    assert (patched.batch_size, patched.drop_last) == (4, True)
-    assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (4, True)
-
-
-def test_a_torch_batch_sampler_that_was_given_gives_its_own_sampler_and_size() -> None:
-    inner = RandomSampler(Indices())
-    patched = patch_dataloader_to_ddp(loader(batch_sampler=BatchSampler(inner, 5, drop_last=True)), **WORLD)
-    assert isinstance(patched.sampler, DDPSamplerWrapper)
     assert patched.sampler.sampler is inner
+    assert patched.batch_sampler.sampler is patched.sampler
     assert (patched.batch_size, patched.drop_last) == (5, True)
+    assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (5, True)
 
 
 class LastFirst(BatchSampler):
@@ -99,8 +93,15 @@ def test_a_wrapper_made_anew_as_torchs_batch_sampler_is_stays_what_it_was() -> N
         )
         with raises(UnsupportedLoaderError, facts, "whole batch sampler"):
             type(patched.batch_sampler)(SequentialSampler(Indices()), batch_size=4, drop_last=False)
-    with raises(TypeError, ("DDPBatchSamplerWrapper()", "batch_size, drop_last"), "set it on the DataLoader"):
+    with raises(TypeError, ("DDPBatchSamplerWrapper()", "batch_size, drop_last"), "What a DataLoader takes"):
         DDPBatchSamplerWrapper(PKBatches(), batch_size=4, drop_last=False, **WORLD)  # type: ignore[call-arg]  # on purpose
+
+
+def test_a_wrapper_that_leaves_a_batch_out_is_not_rebuilt_to_keep_it() -> None:
+    """As Lightning does to predict."""
+    wrapper: Any = DDPBatchSamplerWrapper(BatchSampler(range(N), 4, drop_last=True), False, **WORLD)
+    with raises(UnsupportedLoaderError, ("over itself", "drop_last=False", "predict"), "with drop_last=False"):
+        type(wrapper)(wrapper, batch_size=4, drop_last=False)
 
 
 def test_a_subclass_of_the_batch_wrapper_may_take_batch_size_and_drop_last() -> None:
@@ -150,30 +151,41 @@ def test_everything_else_is_kept(batch_size: int | None) -> None:
     assert (type(patched), patched.batch_size) == (DataLoader, batch_size)
 
 
-def test_a_loader_without_workers_keeps_its_worker_init_fn() -> None:
-    patched = patch_dataloader_to_ddp(loader(worker_init_fn=as_it_is), **WORLD)
-    assert patched.worker_init_fn is as_it_is
-
-
 def test_attributes_that_the_user_set_and_iterators_that_run() -> None:
     given = loader(num_workers=1, persistent_workers=True)
     vars(given)["name"] = "train"
     iterator = iter(given)
     patched = patch_dataloader_to_ddp(given, **WORLD)
     assert vars(patched)["name"] == "train"
+    assert patch_dataloader_to_ddp(loader(worker_init_fn=as_it_is), **WORLD).worker_init_fn is as_it_is
     assert next(iter(patched)) == [1, 4, 7, 10]
     assert next(iterator) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("make", [lambda: loader(shuffle=True), lambda: loader(batch_sampler=PKBatches())])
+class Counting(DataLoader[Any]):
+    """A loader that counts the epochs of its dataset, with a ``set_epoch`` of its own."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+
+MADE: list[Callable[[], Any]] = [
+    lambda: loader(shuffle=True),
+    lambda: loader(batch_sampler=PKBatches()),
+    lambda: Counting(Indices(), 4, shuffle=True, collate_fn=as_it_is),
+]
+
+
+@pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("copied", [lambda patched: patched, copy.copy, copy.deepcopy])
 def test_a_patched_loader_and_its_batch_sampler_can_be_told_the_epoch(make: Any, copied: Any) -> None:
-    """Where Hugging Face's Trainer looks for ``set_epoch``: a copy tells its own sampler."""
-    patched = copied(patch_dataloader_to_ddp(make(), **WORLD))
+    """Where Hugging Face's Trainer looks for ``set_epoch``: a copy tells its own sampler, and the user's loader."""
+    patched: Any = copied(patch_dataloader_to_ddp(make(), **WORLD))
     epochs = [list(patched) for _ in range(3)]
     for told in (patched, patched.batch_sampler):
         told.set_epoch(1)
         assert list(patched) == epochs[1]
+    assert not isinstance(patched, Counting) or copied is copy.copy or patched.told == 1
     assert "set_epoch" not in vars(make())
 
 
@@ -188,22 +200,6 @@ def test_a_generator_of_the_users_goes_on_as_in_one_process_and_an_epoch_that_is
         for patched in ranks:
             patched.sampler.set_epoch(epoch)
         assert [index for pair in zip(*map(flat, ranks), strict=True) for index in pair][:N] == stream[epoch]
-
-
-class Counting(DataLoader[Any]):
-    """A loader that counts the epochs of its dataset, with a ``set_epoch`` of its own."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.told = epoch
-
-
-@pytest.mark.parametrize("copied", [lambda patched: patched, copy.deepcopy])
-def test_a_set_epoch_of_the_users_is_called_too(copied: Any) -> None:
-    patched: Any = copied(patch_dataloader_to_ddp(Counting(Indices(), shuffle=True), **WORLD))
-    epochs = [list(patched) for _ in range(3)]
-    patched.set_epoch(1)
-    assert patched.told == 1
-    assert list(patched) == epochs[1]
 
 
 class Delegating(DataLoader[Any]):
@@ -297,17 +293,6 @@ def flat(loader: DataLoader[Any]) -> list[Any]:
     return [item for batch in loader for item in (batch if isinstance(batch, list) else [batch])]
 
 
-def test_set_epoch_reaches_every_nested_sampler() -> None:
-    inner = EpochSeeded()
-    patched: Any = patch_dataloader_to_ddp(loader(batch_sampler=Reversed(BatchSampler(inner, 4, False))), **WORLD)
-    patched.batch_sampler.set_epoch(5)
-    assert inner.epoch == 5
-    list(patched)
-    assert (patched.batch_sampler.epoch, inner.epoch) == (5, 5)
-    list(patched)
-    assert (patched.batch_sampler.epoch, inner.epoch) == (6, 6)
-
-
 def test_an_error_in_the_sampler_comes_through_after_what_was_drawn_and_restores_the_states() -> None:
     class Broken(Drawn):
         def __iter__(self) -> Any:
@@ -326,13 +311,23 @@ def test_an_error_in_the_sampler_comes_through_after_what_was_drawn_and_restores
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_distributed_sampler_anywhere_is_left_as_it_is(empty: bool) -> None:
-    sampler: Any = DistributedSampler(Indices(0 if empty else N), num_replicas=3, rank=1)
+class ShardsItself(Drawn):
+    is_ddp_aware = True
+
+
+SHARDED: list[Callable[[], Any]] = [
+    lambda: DistributedSampler(Indices(), num_replicas=3, rank=1),
+    lambda: DistributedSampler(Indices(0), num_replicas=3, rank=1),
+    lambda: ShardsItself(by_torch, lazily=True),
+]
+
+
+@pytest.mark.parametrize("make", SHARDED)
+def test_what_shards_is_left_as_it_is_wherever_it_is(make: Callable[[], Any]) -> None:
     for given in (
-        loader(sampler=sampler),
-        loader(batch_size=None, sampler=sampler),
-        loader(batch_sampler=Reversed(BatchSampler(sampler, 4, drop_last=False))),
+        loader(sampler=make()),
+        loader(batch_size=None, sampler=make()),
+        loader(batch_sampler=Reversed(BatchSampler(make(), 4, drop_last=False))),
     ):
         assert check_loaders_is_patched(given)
         assert patch_dataloader_to_ddp(given, **WORLD) is given
@@ -373,16 +368,17 @@ def test_what_accelerate_shares_with_is_known_by_name(name: str) -> None:
     assert not shards_itself(type(name, (), {"__module__": "accelerate.elsewhere"})())
 
 
-SCHEDULERS = {
-    "SLURM": {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
-    "OpenMPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-}
+SCHEDULERS = [
+    {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"},
+    {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+]
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_scheduler_is_recognised_as_torch_recognises_it(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at all by its own variables, and by ``WORLD_SIZE`` where its script sets that."""
-    for name, value in SCHEDULERS[scheduler].items():
+@pytest.mark.parametrize("variables", SCHEDULERS)
+def test_a_scheduler_is_recognised_as_torch_does_by_the_size_that_its_script_sets(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="environment variable RANK expected"):
         dist.init_process_group("gloo")
@@ -394,35 +390,6 @@ def test_a_scheduler_is_recognised_as_torch_recognises_it(scheduler: str, monkey
         patch_dataloader_to_ddp(given)
 
 
-def test_an_explicit_world_of_one_is_a_world() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patched = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
-    assert check_loaders_is_patched(patched)
-
-
-class ShardsItself(Drawn):
-    is_ddp_aware = True
-
-
-def test_a_sampler_that_shards_by_itself_says_so() -> None:
-    for given in (
-        loader(sampler=ShardsItself(by_torch, lazily=True)),
-        loader(batch_sampler=Reversed(BatchSampler(ShardsItself(by_torch, lazily=True), 4, drop_last=False))),
-    ):
-        assert check_loaders_is_patched(given)
-        assert patch_dataloader_to_ddp(given, **WORLD) is given
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_of_any_start_method(method: str) -> None:
-    ranks = []
-    for rank in range(2):
-        given = loader(shuffle=True, num_workers=1, multiprocessing_context=method)
-        ranks.append(flat(patch_dataloader_to_ddp(given, rank=rank, num_replicas=2)))
-    assert set(ranks[0]) | set(ranks[1]) == set(range(N))
-
-
 def test_a_generator_that_two_loaders_share() -> None:
     """Each loader draws what it would alone, whatever the other has drawn: nobody knows when other ranks draw."""
     generator, one_process = seeded_generator(), loader(shuffle=True, generator=seeded_generator())
@@ -432,11 +399,18 @@ def test_a_generator_that_two_loaders_share() -> None:
     assert [[flat(one) for one in loaders] for _ in range(2)] == [[epoch, epoch] for epoch in alone]
 
 
-def test_batches_that_are_used_again_are_the_users_own_and_unchanged() -> None:
+def test_batches_that_are_used_again_are_copied_with_what_is_within() -> None:
+    class Pairs:
+        def __iter__(self) -> Any:
+            inner: list[int] = []
+            for index in range(8):
+                inner[:] = [index]
+                yield (32, inner)
+
+    assert list(DDPBatchSamplerWrapper(Pairs(), False, rank=1, num_replicas=2)) == [(32, [i]) for i in (1, 3, 5, 7)]
     given = [[0, 1], [2], [3, 4]]
-    for rank in range(2):
-        for batch in DDPBatchSamplerWrapper(given, False, rank=rank, num_replicas=2):
-            batch.clear()
+    for batch in DDPBatchSamplerWrapper(given, False, rank=0, num_replicas=2):
+        batch.clear()
     assert given == [[0, 1], [2], [3, 4]]
 
 
@@ -510,17 +484,6 @@ def test_samplers_in_two_threads_do_not_mix_their_states() -> None:
         drawn = list(pool.map(lambda sampler: [list(sampler) for _ in range(50)], [make(0), make(1)]))
     assert drawn == expected
     assert torch.equal(torch.rand(2), ambient)
-
-
-def test_what_is_within_a_batch_that_is_used_again_is_copied_too() -> None:
-    class Pairs:
-        def __iter__(self) -> Any:
-            inner: list[int] = []
-            for index in range(8):
-                inner[:] = [index]
-                yield (32, inner)
-
-    assert list(DDPBatchSamplerWrapper(Pairs(), False, rank=1, num_replicas=2)) == [(32, [i]) for i in (1, 3, 5, 7)]
 
 
 def test_a_loader_with_a_wrapper_made_by_hand_is_no_patched_loader() -> None:

@@ -39,42 +39,30 @@ from ddp_patch.loaders.recognition import shards_itself, world_of
 
 
 class OfReplicas(Sampler[int]):
-    """As timm's OrderedDistributedSampler and RepeatAugSampler, torchvision's and Ultralytics' hold their world."""
+    """As timm's, torchvision's and Ultralytics' hold their world; others have other names for it."""
+
+    names = ("rank", "num_replicas")
 
     def __init__(self, rank: Any, ranks: Any) -> None:
-        self.num_replicas, self.rank, self.epoch = ranks, rank, 0
+        vars(self).update(zip(self.names, (rank, ranks), strict=True))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, N, self.num_replicas))
-
-    def __len__(self) -> int:
-        return len(range(self.rank, N, self.num_replicas))
+        rank, ranks = (vars(self)[name] for name in self.names)
+        return islice(range(N), rank, None, ranks)
 
 
-class OfMMEngine(Sampler[int]):
+class OfMMEngine(OfReplicas):
     """As mmengine's DefaultSampler and InfiniteSampler, and lhotse's samplers with a world."""
 
-    def __init__(self, rank: Any, ranks: Any) -> None:
-        self.rank, self.world_size, self.shuffle, self.seed = rank, ranks, True, 0
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(range(N), self.rank, None, self.world_size)
+    names = ("rank", "world_size")
 
 
-class OfDetectron2(Sampler[int]):
-    def __init__(self, rank: Any, ranks: Any) -> None:
-        self._rank, self._world_size = rank, ranks
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(range(N), self._rank, None, self._world_size)
+class OfDetectron2(OfReplicas):
+    names = ("_rank", "_world_size")
 
 
-class OfTransformers(Sampler[int]):
-    def __init__(self, rank: Any, ranks: Any) -> None:
-        self.process_index, self.num_processes = rank, ranks
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(range(N), self.process_index, None, self.num_processes)
+class OfTransformers(OfReplicas):
+    names = ("process_index", "num_processes")
 
 
 class InSlots:
@@ -122,53 +110,30 @@ class Stream(IterableDataset[int]):
         return iter(range(world.rank, N, world.num_ranks))
 
 
-class _DistributedEnv:
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.world_size, self.global_rank, self.num_nodes = ranks, rank, 1
+class _Env:
+    def __init__(self, **world: int) -> None:
+        vars(self).update(world)
 
 
-class _WorkerEnv:
-    """The workers of one process, which are no ranks."""
+class Within(IterableDataset[int]):
+    """Holds what does, or something beside it."""
 
-    def __init__(self) -> None:
-        self.world_size, self.rank = 1, 0
-
-
-class LitData(IterableDataset[int]):
-    """As litdata's StreamingDataset."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.distributed_env, self.worker_env, self.seed = _DistributedEnv(rank, ranks), _WorkerEnv(), 42
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.distributed_env.global_rank, N, self.distributed_env.world_size))
-
-
-class Combined(IterableDataset[int]):
-    """As litdata's CombinedStreamingDataset."""
-
-    def __init__(self, *datasets: Any) -> None:
-        self._datasets = [*datasets]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._datasets[0])
-
-
-class Reader:
-    """As timm's ReaderWds."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.root, self.dist_rank, self.dist_num_replicas = "/data", rank, ranks
-
-
-class Read(IterableDataset[int]):
-    """As timm's IterableImageDataset."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.reader, self.transform = Reader(rank, ranks), None
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(N))
+
+
+def litdata(rank: int, ranks: int) -> Within:
+    """As litdata's StreamingDataset: the workers of one process are no ranks."""
+    ours = _Env(world_size=ranks, global_rank=rank, num_nodes=1)
+    return Within(distributed_env=ours, worker_env=_Env(world_size=1, rank=0), seed=42)
+
+
+def timm(rank: int, ranks: int) -> Within:
+    """As timm's IterableImageDataset, whose reader splits."""
+    return Within(reader=SimpleNamespace(root="/data", dist_rank=rank, dist_num_replicas=ranks), transform=None)
 
 
 class Drawing(IterableDataset[int]):
@@ -196,35 +161,28 @@ MAKERS: list[Callable[[int, int], DataLoader[Any]]] = [
     lambda rank, ranks: over(Zipped(OfMMEngine(rank, ranks), OfMMEngine(rank, ranks))),
     lambda rank, ranks: over(Zipped(Zipped(OfMMEngine(0, 1), OfMMEngine(rank, ranks)))),
     lambda rank, ranks: DataLoader(Stream(rank, ranks)),
-    lambda rank, ranks: DataLoader(LitData(rank, ranks)),
-    lambda rank, ranks: DataLoader(Combined(LitData(rank, ranks), LitData(rank, ranks))),
-    lambda rank, ranks: DataLoader(Read(rank, ranks)),
+    lambda rank, ranks: DataLoader(litdata(rank, ranks)),
+    lambda rank, ranks: DataLoader(Within(_datasets=[litdata(rank, ranks), litdata(rank, ranks)])),
+    lambda rank, ranks: DataLoader(timm(rank, ranks)),
     lambda rank, ranks: DataLoader(Drawing(OfMMEngine(rank, ranks))),
 ]
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_what_was_made_for_one_rank_of_several_comes_back_as_it_is(make: Callable[[int, int], Any]) -> None:
+def test_what_was_made_for_one_rank_of_several_stays_or_is_refused_and_for_one_process_is_patched(
+    make: Callable[[int, int], Any],
+) -> None:
     given = make(1, 4)
     assert check_loaders_is_patched(given)
     assert_loaders_patched([given])
     assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_what_was_made_for_another_world_is_refused(make: Callable[[int, int], Any]) -> None:
     with raises(AlreadyPatchedError, ("sharded already", "rank 1 of 4", "rank 0 of 2"), "rank 0 of 2"):
         patch_dataloader_to_ddp(make(1, 4), rank=0, num_replicas=2)
-    remedied = make(0, 2)
+    remedied, of_one = make(0, 2), make(0, 1)
     assert patch_dataloader_to_ddp(remedied, rank=0, num_replicas=2) is remedied
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_what_was_made_for_one_process_is_patched_as_ever(make: Callable[[int, int], Any]) -> None:
-    given = make(0, 1)
-    assert not check_loaders_is_patched(given)
-    patched = patch_dataloader_to_ddp(given, rank=1, num_replicas=4)
-    assert patched is not given
+    assert not check_loaders_is_patched(of_one)
+    patched = patch_dataloader_to_ddp(of_one, rank=1, num_replicas=4)
+    assert patched is not of_one
     assert check_loaders_is_patched(patched)
 
 
@@ -239,39 +197,28 @@ def split_by_node(source: Any, group: Any = None) -> Any:
     return source
 
 
-class Pipeline(IterableDataset[int]):
+def pipeline(*stages: Any) -> Within:
     """As webdataset's DataPipeline and WebDataset keep their stages."""
-
-    def __init__(self, *stages: Any) -> None:
-        self.pipeline, self.length, self.repetitions = [*stages], -1, 1
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(N))
+    return Within(pipeline=[*stages], length=-1, repetitions=1)
 
 
 @pytest.mark.parametrize("stage", [split_by_node, partial(split_by_node, group=None)])
 def test_a_pipeline_that_splits_by_node_shards_where_there_is_a_world(
     stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = Pipeline(["a.tar"], stage, str)
+    dataset = pipeline(["a.tar"], stage, str)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert not shards_itself(dataset)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert shards_itself(dataset)
-    assert not shards_itself(Pipeline(["a.tar"], str))
-    given = DataLoader(Pipeline(dataset))
+    assert not shards_itself(pipeline(["a.tar"], str))
+    given = DataLoader(pipeline(dataset))
     assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
 
 
 # What is no such thing.
-
-
-class Matrices(Indices):
-    def __init__(self, rank: Any, ranks: Any) -> None:
-        super().__init__()
-        self.rank, self.size = 3, 10
 
 
 class Told(Indices):
@@ -294,22 +241,18 @@ class Configured(Indices):
         self.numbers = SimpleNamespace(rank=1, world_size=4, epochs=3)
 
 
-def with_numbers(rank: Any, ranks: Any) -> Any:
-    return OfReplicas(rank, ranks)
-
-
 NOT_SHARDED: list[Any] = [
-    Matrices(0, 0),
+    Within(rank=3, size=10),
     Told(),
     Configured(),
-    with_numbers(True, 4),
-    with_numbers(1, True),
-    with_numbers(4, 4),
-    with_numbers(-1, 4),
-    with_numbers(1.0, 4.0),
-    with_numbers("1", "4"),
-    with_numbers(None, None),
-    with_numbers(torch.tensor(1), torch.tensor(4)),
+    OfReplicas(True, 4),
+    OfReplicas(1, True),
+    OfReplicas(4, 4),
+    OfReplicas(-1, 4),
+    OfReplicas(1.0, 4.0),
+    OfReplicas("1", "4"),
+    OfReplicas(None, None),
+    OfReplicas(torch.tensor(1), torch.tensor(4)),
     OfReplicas,
     range(4),
     None,
@@ -379,8 +322,9 @@ def test_a_distributed_sampler_may_say_that_it_does_not_shard() -> None:
     sampler: Any = DistributedSampler(Indices(), num_replicas=4, rank=1, shuffle=False)
     sampler.is_ddp_aware = False
     assert not shards_itself(sampler)
+    sampler.is_ddp_aware = True
     with raises(AlreadyPatchedError, ("DistributedSampler", "rank 1 of 4", "rank 1 of 2"), "rank 1 of 2"):
-        patch_dataloader_to_ddp(over(DistributedSampler(Indices(), num_replicas=4, rank=1)), rank=1, num_replicas=2)
+        patch_dataloader_to_ddp(over(sampler), rank=1, num_replicas=2)
 
 
 @dataclass
