@@ -269,17 +269,14 @@ class Failing(Sampler[int]):
             yield index
 
 
-def test_what_came_before_an_exception_is_given_first() -> None:
-    seen = []
+def test_an_exception_ends_a_pass_on_every_rank_at_once() -> None:
     for rank in range(2):
         one = balanced(of(40, 2, sampler=Failing()), rank=rank)
         batches: list[Any] = []
         with pytest.raises(OSError, match="unreadable"):
             batches.extend(one)
-        seen.append(batches)
+        assert len(batches) == 6  # those of the windows before
         assert len(list(one)) == 10  # the next pass is whole
-    assert len(seen[0]) == len(seen[1]) == 7
-    assert sorted(item for batches in seen for batch in batches for item in batch) == list(range(28))
 
 
 class Counted(Sampler[int]):
@@ -416,7 +413,6 @@ def test_in_a_single_process_nothing_changes() -> None:
         (loader, {"cost": ["a"] * N}, "<U1", ()),
         (loader, {"cost": [[1], [1, 2]]}, "read as numbers", ()),
         (loader, {"cost": {1.0, 2.0}}, "set", "sequence"),
-        (loader, {"cost": lambda index: "3"}, "'3'", ()),
         (loader, {"cost": lambda index: 10**400}, "not a number", ()),
         (loader, {"cost": True}, "bool", ()),
         (loader, {"cost": lambda index: -index}, "-1.0", ()),
@@ -441,7 +437,7 @@ def test_what_cannot_hold_is_refused(given: Any, options: dict[str, Any], facts:
         ([(1, 2), (3, 4)], [1.0] * N, "(1, 2)"),
         (["a", "b"], [1.0] * N, "'a'"),
         ([1, 2], lambda index: math.nan if index == 2 else 1.0, "nan"),
-        ([1, 2], lambda index: None if index == 2 else 1.0, "None"),
+        ([1, 2], lambda index: None if index == 2 else 1.0, "NoneType"),
     ],
 )
 def test_what_has_no_cost_is_named_when_it_comes(sampler: Any, cost: Any, facts: Any) -> None:

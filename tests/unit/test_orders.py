@@ -1,9 +1,9 @@
 """Orders that are looked up: the very streams of torch's samplers, and each rank only its part of them."""
 
-import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain, count, islice, product
 from typing import Any
 
 import numpy as np
@@ -60,24 +60,19 @@ SAMPLERS: dict[str, Callable[[torch.Generator | None], Sampler[Any]]] = {
 }
 
 
-# The user's generator may not be drawn ahead of the turn in use, so these are iterated.
-LAZY = {name for name in SAMPLERS if "replacement" in name or name.endswith(("more samples", "twice as many"))}
+# torch draws these piece by piece, so with the user's generator they are iterated.
+ITERATED = {name for name in SAMPLERS if "replacement" in name or name.endswith(("more samples", "twice as many"))}
 
 
 def test_a_given_generator_is_not_drawn_far_ahead() -> None:
-    assert {name for name, make in SAMPLERS.items() if not has_order(make(generator()))} == LAZY
+    assert {name for name, make in SAMPLERS.items() if not has_order(make(generator()))} == ITERATED
     assert all(has_order(make(None)) for make in SAMPLERS.values())
 
 
-KNOWN = [
-    (name, has_generator)
-    for name in SAMPLERS
-    for has_generator in (False, True)
-    if not has_generator or name not in LAZY
-]
-
-
-@pytest.mark.parametrize(("name", "has_generator"), KNOWN)
+@pytest.mark.parametrize(
+    ("name", "has_generator"),
+    [*product(SAMPLERS, [False]), *((name, True) for name in SAMPLERS if name not in ITERATED)],
+)
 def test_the_order_of_torchs_samplers_is_the_one_that_they_draw(name: str, has_generator: bool) -> None:
     theirs, ours = (generator() if has_generator else None for _ in range(2))
     for epoch in range(2):
@@ -156,7 +151,7 @@ def test_only_exactly_torchs_samplers_and_random_access_have_an_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "uneven"), [*itertools.product([1, 2, 3, 8], ["pad", "drop", "keep"]), (200, "pad"), (200, "keep")]
+    ("world_size", "uneven"), [*product([1, 2, 3, 8], ["pad", "drop", "keep"]), (200, "pad"), (200, "keep")]
 )
 def test_each_rank_reads_its_part(world_size: int, uneven: Any) -> None:
     torch.manual_seed(epoch_seed(5, epoch=0))
@@ -355,7 +350,7 @@ def test_what_is_drawn_for_the_length_is_alike_on_ranks_that_are_seeded_differen
         for taken in epochs:
             dataset.order = None
             assert len(patched) == 3
-            taken += itertools.chain.from_iterable(patched)
+            taken += chain.from_iterable(patched)
     assert [sorted(taken) for taken in epochs] == [[*range(12)]] * 2
 
 
@@ -434,7 +429,7 @@ def test_how_far_is_drawn_ahead_is_counted_in_samples(name: str) -> None:
     drawn: list[int] = []
 
     def endless() -> Iterator[Any]:
-        for step in itertools.count():
+        for step in count():
             batch = GROWING[name](step)
             drawn.append(max(1, len(batch)))
             yield batch
@@ -522,7 +517,7 @@ def test_batches_that_are_iterators_over_one_source_are_all_read() -> None:
         def __iter__(self) -> Iterator[Iterator[int]]:
             source = iter(range(3000))
             for _ in range(1000):
-                yield itertools.islice(source, 3)
+                yield islice(source, 3)
 
     for rank in range(2):
         wrapper: Any = DDPBatchSamplerWrapper(Lazy(), False, num_replicas=2, rank=rank, seed=0)
