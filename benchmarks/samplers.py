@@ -49,9 +49,6 @@ def lengths_of(n: int) -> Any:
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "WeightedClassSampler, 10 classes": lambda n: WeightedClassSampler(labels_of(n, 10), np.ones(10), n, seed=SEED),
     "PKBatchSampler, 32 x 4": lambda n: PKBatchSampler(np.arange(2 * n) // 8, 32, 4, seed=SEED),
-    "PKBatchSampler, 32 x 4, 4 categories": lambda n: PKBatchSampler(
-        np.arange(2 * n) // 8, 32, 4, categories=np.arange(2 * n) // 8000, max_categories=4, seed=SEED
-    ),
     "GroupedBatchSampler over range(n)": lambda n: GroupedBatchSampler(range(n), labels_of(n, 10), 64),
     "GroupedBatchSampler over WeightedClassSampler": lambda n: GroupedBatchSampler(
         WeightedClassSampler(labels_of(n, 10), np.ones(10), n, seed=SEED), labels_of(n, 7), 64
@@ -132,15 +129,12 @@ def class_balanced() -> Any:
 
 
 def p_x_k() -> Any:
-    """P x K batches, and with two categories at most in each."""
+    """P x K batches of two epochs."""
     labels = np.repeat(np.arange(12), np.random.default_rng(SEED).integers(2, 12, 12))
-    figure, axes = plt.subplots(1, 2, figsize=(8, 2.6), layout="constrained")
-    free = PKBatchSampler(labels, 4, 4, seed=SEED)
-    two = PKBatchSampler(labels, 4, 4, categories=labels // 4, max_categories=2, seed=SEED)
-    cells(axes[0], [*free, *free], labels, "p=4, k=4: two epochs of 12 labels", 12)
-    cells(axes[1], [*two, *two], labels // 4, "max_categories=2: coloured by category", 3)
-    for axis in axes:
-        axis.axhline(3, color="black", linewidth=1)
+    figure, axis = plt.subplots(figsize=(4, 2.6), layout="constrained")
+    batches = PKBatchSampler(labels, 4, 4, seed=SEED)
+    cells(axis, [*batches, *batches], labels, "p=4, k=4: two epochs of 12 labels", 12)
+    axis.axhline(3, color="black", linewidth=1)
     return figure
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.validation import as_index
+from ddp_patch.validation import as_index, shown
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray  # slow to import
@@ -102,23 +102,29 @@ class Cost:
         """Return what each of some samples costs, which only a function takes by other keys than indices."""
         if self.function is not None:
             given: Sequence[Any] = samples.tolist() if isinstance(samples, np.ndarray) else samples
-            return _checked(np.fromiter(map(self._given, given), np.float64, len(given)), given)
+            values = list(map(self.function, given))
+            try:
+                numbers = np.fromiter(map(float, values), np.float64, len(values))
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise InvalidOptionError(
+                    f"cost= gave a value that is not a number: {error}. Return one, at least 0."
+                ) from error
+            return _checked(numbers, given)
         indices = _as_indices(samples)
         if indices is None or indices.ndim != 1:
-            raise _not_indices(samples[0])
-        return self._looked_up(indices)
-
-    def _given(self, key: Any) -> float:
-        cost = cast("Callable[[Any], float]", self.function)(key)
-        try:
-            number = None if isinstance(cost, str | bytes | bool) else float(cost)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = None
-        if number is None:
             raise InvalidOptionError(
-                f"cost= gave {cost!r} for {_shown(key)}, which is not a number. Return one, at least 0."
+                f"cost= has one number for each index of the dataset, and the sampler gives item {shown(samples[0])}, "
+                "which is neither an index nor a batch of them. Pass a function of what the sampler gives for one "
+                "sample."
             )
-        return number
+        try:
+            found: NDArray[np.float64] = self._each[indices]
+        except IndexError as error:
+            raise InvalidOptionError(
+                f"cost= has {self.length} numbers, and the sampler gives an index beyond them ({error}). Pass one "
+                "number for each index of the dataset."
+            ) from None
+        return found
 
     def of_batches(self, each: NDArray[np.float64], sizes: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
         """Return the costs of batches from the costs of their samples.
@@ -134,43 +140,34 @@ class Cost:
             found[filled] = reduced.reduceat(each, begins[filled])
         return found if self.of_batch == "sum" else found * sizes
 
-    def _looked_up(self, indices: NDArray[Any]) -> NDArray[np.float64]:
-        try:
-            found: NDArray[np.float64] = self._each[indices]
-        except IndexError as error:
-            raise InvalidOptionError(
-                f"cost= has {self.length} numbers, and the sampler gives an index beyond them ({error}). Pass one "
-                "number for each index of the dataset."
-            ) from None
-        return found
-
 
 def _numbers(given: Any) -> NDArray[np.float64]:
     """Return a copy of the costs as an array; refuse anything else."""
-    wanted = "Pass a sequence, array or tensor with one number of at least 0 for each index, or a function of an index."
-    if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Iterable | torch.Tensor):
-        raise InvalidOptionError(f"cost= is a {type(given).__name__}, which has no number for an index. {wanted}")
     try:
-        plain = given.detach().cpu() if isinstance(given, torch.Tensor) else given
-        if isinstance(plain, torch.Tensor) and plain.is_floating_point():
-            plain = plain.double()  # numpy has no bfloat16
-        found = np.asarray(plain if hasattr(plain, "__array__") or isinstance(plain, Sequence) else list(plain))
-    except Exception as error:
-        raise InvalidOptionError(f"cost= cannot be read as numbers: {error}. {wanted}") from error
-    if found.ndim != 1 or found.dtype.kind not in "iuf":
-        raise InvalidOptionError(f"cost= is an array of {found.dtype} of shape {found.shape}. {wanted}")
+        if isinstance(given, torch.Tensor):
+            given = given.detach().cpu().double()  # numpy has no bfloat16
+        found = np.asarray(given if hasattr(given, "__array__") else list(given))
+        is_row = not isinstance(given, Mapping | Set) and found.ndim == 1 and found.dtype.kind in "iuf"
+        why = "" if is_row else f"it is an array of {found.dtype} of shape {found.shape}, or has no order"
+    except Exception as error:  # noqa: BLE001 - the user's object
+        why = str(error)
+    if why:
+        raise InvalidOptionError(
+            f"cost= is a {type(given).__name__} that cannot be read as numbers: {why}. Pass a sequence, array or "
+            "tensor with one number of at least 0 for each index, or a function of an index."
+        )
     return _checked(found.astype(np.float64), range(len(found)))
 
 
-def _checked(costs: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.float64]:
-    """Return costs; refuse any that is negative, infinite or not a number."""
-    wrong = np.flatnonzero(~((costs >= 0) & (costs < np.inf)))
+def _checked(found: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.float64]:
+    """Return the costs of some items; refuse any that is negative, infinite or not a number."""
+    wrong = np.flatnonzero(~((found >= 0) & (found < np.inf)))
     if len(wrong):
         raise InvalidOptionError(
-            f"cost= says that {_shown(items[wrong[0]])} costs {costs[wrong[0]]}. A cost is a finite number of at least "
-            "0: correct it."
+            f"cost= says that item {shown(items[wrong[0]])} costs {found[wrong[0]]}. A cost is a finite number of at "
+            "least 0: correct it."
         )
-    return costs
+    return found
 
 
 def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
@@ -195,15 +192,3 @@ def _listed(item: Any, *, are_batches: bool) -> Sequence[Any]:
         return item
     is_batch = are_batches and isinstance(item, Iterable) and not isinstance(item, str | bytes | Mapping)
     return list(item) if is_batch else [item]
-
-
-def _not_indices(item: Any) -> InvalidOptionError:
-    return InvalidOptionError(
-        f"cost= has one number for each index of the dataset, and the sampler gives {_shown(item)}, which is neither "
-        "an index nor a batch of them. Pass a function of what the sampler gives for one sample."
-    )
-
-
-def _shown(item: Any) -> str:
-    text = repr(item)
-    return f"item {text}" if len(text) < 80 else f"item {text[:77]}..."

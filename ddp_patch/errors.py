@@ -194,7 +194,7 @@ class AuditError(DDPPatchError, AssertionError):
 
 
 class SamplerError(DDPPatchError, ValueError):
-    """A sampler of ``ddp_patch.samplers`` cannot use its arguments, or got the state of another sampler."""
+    """A sampler of ``ddp_patch.samplers`` cannot use its arguments, or what it wraps."""
 
 
 class StateError(DDPPatchError, ValueError):

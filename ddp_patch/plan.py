@@ -416,11 +416,6 @@ class Schedule:
         """How many batches the rank with the largest share makes; None while an end is unknown."""
         return self._on_rank(0).count
 
-    @property
-    def fewest_batches(self) -> int | None:
-        """How many batches the rank with the smallest share makes; None while an end is unknown."""
-        return self._on_rank(self.plan.num_replicas - 1).count
-
     def _on_rank(self, rank: int) -> "Schedule":
         return replace(self, plan=replace(self.plan, rank=rank))
 

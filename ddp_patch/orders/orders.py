@@ -46,7 +46,6 @@ __all__ = [
     "order_of",
     "order_parameters",
     "scalable",
-    "spread",
     "why_not_scalable",
 ]
 
@@ -199,8 +198,8 @@ def is_random_access(sampler: object) -> TypeGuard[RandomAccess]:
     return False
 
 
-# Minimum items per turn, for orders that are drawn in turns.
-_BLOCK = 2**17
+# The longest order with items that come again that is drawn at once; it takes 1 GiB.
+_MOST_DRAWN = 2**28
 # How many positions are looked up at once: few first, so that the first batch comes at once.
 _FIRST_BLOCK, _LARGEST_BLOCK = 64, 4096
 
@@ -230,24 +229,19 @@ class EpochOrder:
 
     Attributes:
         length: The number of items.
-        at: Returns the items at some positions, all in ``range(length)``. Positions must increase, also from call to
-            call.
+        at: Returns the items at some positions, all in ``range(length)``.
         finish: Draws what the sampler draws after its last item.
-        array: Returns them as an array, shape (items,) or for batches of equal size (items, size); None if they are
-            no such indices.
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
-        random_access: How many of the first items may be looked up in any order before all others; None for all.
         pieces: Cuts positions into pieces that are looked up one after the other.
-        drawn: All items, where they lie in memory as whole numbers; otherwise None.
+        drawn: The items, where they lie in memory as whole numbers, shape (items,), or for all whole batches
+            (batches, size); otherwise None.
     """
 
     length: int
     at: Callable[[range], Sequence[Any]]
     finish: Callable[[], object] = lambda: None
-    array: Callable[[range], NDArray[Any] | None] = lambda _: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
-    random_access: int | None = None
     pieces: Callable[[range], Iterable[range]] = blocks
     drawn: torch.Tensor | None = None
 
@@ -269,7 +263,7 @@ def _given(sampler: Any) -> torch.Generator | None:
 
 
 def _sequential_order(sampler: SequentialSampler, _: torch.Generator | None) -> EpochOrder:
-    return EpochOrder(len(sampler.data_source), lambda positions: positions, array=_as_array)
+    return EpochOrder(len(sampler.data_source), lambda positions: positions)
 
 
 def _random_order(sampler: RandomSampler, private_generator: torch.Generator | None) -> EpochOrder:
@@ -279,19 +273,12 @@ def _random_order(sampler: RandomSampler, private_generator: torch.Generator | N
         seed = torch.empty((), dtype=torch.int64).random_(generator=private_generator)
         generator = torch.Generator().manual_seed(int(seed.item()))
     dtype = _integers(n)
-
-    def permuted(size: int) -> torch.Tensor:
-        permutations = [torch.randperm(n, generator=generator, dtype=dtype) for _ in range(-(-size // n))]
-        return (permutations[0] if len(permutations) == 1 else torch.cat(permutations))[:size]
-
     if sampler.replacement:
-        drawn = _Blocks(num_samples, _BLOCK, lambda size: torch.randint(n, (size,), dtype=dtype, generator=generator))
-        return EpochOrder(num_samples, drawn.at, random_access=_BLOCK)
-    if num_samples > n:
-        block = n * -(-_BLOCK // n)
-        return EpochOrder(num_samples, _Blocks(num_samples, block, permuted).at, random_access=block)
+        return _drawn(torch.randint(n, (num_samples,), dtype=dtype, generator=generator))
+    permuted = partial(torch.randperm, n, dtype=dtype, generator=generator)
+    order = torch.cat([permuted() for _ in range(0, num_samples, n)]) if num_samples > n else permuted()
     # After n samples torch draws once more and discards the result, which moves the user's generator.
-    return _drawn(permuted(num_samples), lambda: permuted(n) if given is not None and num_samples == n else None)
+    return _drawn(order[:num_samples], permuted if given is not None and num_samples == n else lambda: None)
 
 
 def _subset_order(sampler: SubsetRandomSampler, private_generator: torch.Generator | None) -> EpochOrder:
@@ -335,19 +322,21 @@ def order_parameters(sampler: object) -> list[object] | None:
         case RandomSampler() as known:
             return ["random", known.replacement, known.num_samples, known.generator is None]
         case SubsetRandomSampler() as known:
-            return ["subset", *spread(known.indices)]
+            return ["subset", *_spread(known.indices)]
         case WeightedRandomSampler() as known:
-            return ["weighted", known.replacement, known.num_samples, *spread(known.weights)]
+            return ["weighted", known.replacement, known.num_samples, *_spread(known.weights)]
     return None
 
 
 def has_order(sampler: object) -> bool:
-    """Return whether ``order_of`` knows the sampler."""
+    """Return whether ``order_of`` knows the sampler.
+
+    What takes items again it only knows if it fits into memory, and has no generator of the user's: torch draws that
+    piece by piece, so to draw all of it would move that too far.
+    """
     sampler = _sampler_of_items(sampler)
-    if type(sampler) is RandomSampler:
-        # Iterate orders of several turns: to draw them ahead would move the user's own generator too far.
-        has_several_blocks = sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        return not (has_several_blocks and (sampler.generator is not None or len(sampler.data_source) == 0))
+    if type(sampler) is RandomSampler and (sampler.replacement or sampler.num_samples > len(sampler.data_source)):
+        return sampler.generator is None and sampler.num_samples <= _MOST_DRAWN and len(sampler.data_source) > 0
     return is_torch_sampler(sampler) or has_computed_order(sampler)
 
 
@@ -401,44 +390,13 @@ def _in_batches(items: EpochOrder, size: int, drop_last: bool) -> EpochOrder:
         full = max(0, min(positions.stop, length // size) - positions.start)
         return [(size, full), (length % size, len(positions) - full)]
 
-    def array(positions: range) -> NDArray[Any] | None:
-        are_whole = positions.step == 1 and positions.stop * size <= length
-        samples = items.array(range(positions.start * size, positions.stop * size)) if are_whole else None
-        return None if samples is None else samples.reshape(-1, size)
-
-    random_access = None if items.random_access is None else items.random_access // size
     batches = length // size if drop_last else -(-length // size)
-    return EpochOrder(batches, at, items.finish, array, sizes, random_access)
+    return EpochOrder(batches, at, items.finish, sizes, drawn=whole)
 
 
-def spread(values: Any) -> list[Any]:
+def _spread(values: Any) -> list[Any]:
     """Return some of the values, evenly spread over the sequence."""
     return [values[position] for position in evenly_spread(len(values))]
-
-
-class _Blocks:
-    """An order that is drawn turn by turn, with one turn in memory at a time.
-
-    Args:
-        length: The number of items.
-        size: The number of items in a turn.
-        draw: Draws the next turn, given its number of items.
-    """
-
-    def __init__(self, length: int, size: int, draw: Callable[[int], torch.Tensor]) -> None:
-        self._length, self._size, self._draw = length, size, draw
-        self._number = 0
-        self._block = draw(min(size, length))
-
-    def at(self, positions: range) -> list[int]:
-        """Return the items at some positions, which must increase, also from call to call."""
-        items: list[int] = []
-        for number, places in in_blocks(positions, self._size):
-            while self._number < number:
-                self._number += 1
-                self._block = self._draw(min(self._size, self._length - self._number * self._size))
-            items += _read(self._block, places)
-        return items
 
 
 def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:
@@ -462,9 +420,7 @@ def _integers(n: int) -> torch.dtype:
 
 
 def _drawn(order: torch.Tensor, finish: Callable[[], object] = lambda: None) -> EpochOrder:
-    return EpochOrder(
-        len(order), partial(_read, order), finish, lambda positions: _cut(order, positions).numpy(), drawn=order
-    )
+    return EpochOrder(len(order), partial(_read, order), finish, drawn=order)
 
 
 def _read(order: torch.Tensor, positions: range) -> list[int]:
@@ -524,15 +480,11 @@ class ScalableShuffle(Sampler[int]):
         n = len(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.indices)
         permutation = Permutation(n, shuffle_key(self._seed.value, epoch))
 
-        def array(positions: range) -> NDArray[np.int64]:
-            return permutation(_as_array(positions))
-
         def at(positions: range) -> list[int]:
-            places: list[int] = array(positions).tolist()
+            places: list[int] = permutation(_as_array(positions)).tolist()
             return places if indices is None else [indices[place] for place in places]
 
-        length = min(n, len(self.sampler))
-        return EpochOrder(length, at, array=array) if indices is None else EpochOrder(length, at)
+        return EpochOrder(min(n, len(sampler)), at)
 
 
 def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:

@@ -5,11 +5,10 @@ and the epoch, and each rank looks up its share. Without ``seed``, a pass draws 
 torch's global generator, and its order follows from that number.
 """
 
-from ddp_patch.samplers.classes import PKBatchSampler
-from ddp_patch.samplers.grouped import GroupedBatchSampler, aspect_ratio_groups
+from ddp_patch.samplers.classes import PKBatchSampler, WeightedClassSampler
+from ddp_patch.samplers.grouped import GroupedBatchSampler, LengthBucketBatchSampler, aspect_ratio_groups
 from ddp_patch.samplers.keyed import IterationBatchSampler, ScalableRandomSampler
-from ddp_patch.samplers.lengths import LengthBucketBatchSampler, WindowDataset, WindowSampler
-from ddp_patch.samplers.weighted import WeightedClassSampler
+from ddp_patch.samplers.windows import WindowDataset, WindowSampler
 
 __all__ = [
     "GroupedBatchSampler",

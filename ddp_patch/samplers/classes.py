@@ -1,9 +1,12 @@
-"""Samples by class: how classes are read, and batches of P labels with K instances each."""
+"""Samples by class: how classes are read, draws with a proportion for each, and batches of P labels with K each."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from functools import cached_property, partial
 from math import gcd
+from numbers import Rational
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -11,23 +14,12 @@ import numpy.typing as npt
 import torch
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.samplers.checks import sequence, whole
-from ddp_patch.samplers.keyed import At, KeyedSampler, generator_of, taken_from
+from ddp_patch.samplers.keyed import At, KeyedSampler, Positions, generator_of, sequence, smallest, whole
 
-__all__ = ["Classes", "Labels", "PKBatchSampler", "categories_of", "plain", "smallest"]
+__all__ = ["Classes", "Labels", "PKBatchSampler", "WeightedClassSampler"]
 
 
 Labels: TypeAlias = Sequence[Hashable] | npt.NDArray[Any] | torch.Tensor
-
-
-def smallest(n: int) -> type[np.integer[Any]]:
-    """Return the smallest type of integers that holds ``range(n)``, which is the fastest to sort and look up.
-
-    Examples:
-        >>> smallest(1000)
-        <class 'numpy.int16'>
-    """
-    return next((kind for kind in (np.int16, np.int32) if n <= np.iinfo(kind).max), np.int64)
 
 
 @dataclass(frozen=True)
@@ -60,17 +52,20 @@ class Classes:
         """
         if isinstance(labels, cls):
             return labels
-        given = sequence(name, labels, "every sample has one")
-        if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype != object and len(given):
-            found, codes = np.unique(given, return_inverse=True)
-            names: list[Hashable] = [plain(label) for label in found]
-        else:
-            names, codes = _numbered(name, _plain_labels(name, given))
-        if odd := [label for label in names if label != label]:
+        given = sequence(name, labels)
+        if not len(given) or getattr(given, "ndim", 1) != 1:
             raise SamplerError(
-                f"{name} has {odd[0]!r}, which is not equal to itself, so no two samples share it. Give these samples "
-                "a label, or leave them out."
+                f"{name} has the shape {np.shape(given)}: each sample has one label. Pass a flat sequence of labels, "
+                "such as labels.argmax(axis=1) of one-hot rows."
             )
+        if isinstance(given, np.ndarray) and given.dtype != object:
+            found, codes = np.unique(given, return_inverse=True)
+            names: list[Hashable] = found.tolist()
+            _require_shared(name, names)
+        else:
+            plain = [_plain(label) for label in given]
+            _require_shared(name, plain)
+            names, codes = _numbered(plain)
         return cls(names, codes.astype(smallest(len(names))))
 
     @cached_property
@@ -89,50 +84,29 @@ class Classes:
         return np.argsort(self.codes, kind="stable").astype(smallest(len(self.codes)))
 
 
-def plain(label: Any) -> Any:
-    """Return a scalar of numpy's or torch's as the Python object that equals it.
-
-    Examples:
-        >>> plain(torch.tensor(3)), plain(np.str_("cat"))
-        (3, 'cat')
-    """
-    if not isinstance(label, torch.Tensor | np.generic):
-        return label
-    item = label.item()
-    # Python has no times in nanoseconds, so item() gives an int for one, and None for numpy's "not a time".
-    is_lost = isinstance(label, np.datetime64 | np.timedelta64) and (item is None or isinstance(item, int))
-    return label if is_lost else item
+def _plain(label: Any) -> Any:
+    """Return a scalar of numpy's or torch's as the Python object that equals it."""
+    is_scalar = isinstance(label, np.generic) or (isinstance(label, torch.Tensor) and label.numel() == 1)
+    return label.item() if is_scalar else label
 
 
-def _plain_labels(name: str, labels: npt.NDArray[Any] | list[Any]) -> list[Any]:
-    """Return the labels as Python objects, or raise SamplerError unless each sample has one."""
-    if isinstance(labels, np.ndarray) and labels.ndim != 1:
-        raise SamplerError(
-            f"{name} has the shape {labels.shape}: one label for each sample makes a flat sequence. Pass one, "
-            "say labels.argmax(axis=1) of one-hot rows."
-        )
-    rows = (label for label in labels if isinstance(label, torch.Tensor) and label.numel() != 1)
-    if (row := next(rows, None)) is not None:
-        raise SamplerError(
-            f"{name} has a tensor of the shape {tuple(row.shape)} for a sample: every sample has one label. Pass "
-            "numbers, say row.argmax() of one-hot rows."
-        )
-    if not len(labels):
-        raise SamplerError(f"{name} is empty: there is nothing to draw from. Pass one label for each sample.")
-    return [plain(label) for label in labels]
-
-
-def _numbered(name: str, labels: list[Any]) -> tuple[list[Hashable], npt.NDArray[np.int64]]:
-    """Return each label once, and each sample's number among these."""
-    numbers: dict[Hashable, int] = {}
-    for index, label in enumerate(labels):
+def _require_shared(name: str, labels: list[Any]) -> None:
+    """Raise SamplerError if no two samples can have a label, as they can't share one that differs from itself."""
+    for label in labels:
         try:
-            numbers.setdefault(label, len(numbers))
-        except TypeError as error:
+            is_shared = not isinstance(label, torch.Tensor) and hash(label) is not None and bool(label == label)
+        except TypeError:
+            is_shared = False
+        if not is_shared:
             raise SamplerError(
-                f"{name}[{index}]={label!r} is a {type(label).__name__}, which is not hashable, so samples cannot be "
-                "grouped by it. Pass hashable labels, such as tuples instead of lists."
-            ) from error
+                f"{name} has {label!r}, a {type(label).__name__}, which is not hashable or not equal to itself, so no "
+                "two samples share it. Pass numbers, strings or tuples; of one-hot rows, their argmax."
+            )
+
+
+def _numbered(labels: list[Hashable]) -> tuple[list[Hashable], npt.NDArray[np.int64]]:
+    """Return each label once, and each sample's number among these."""
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
     codes = np.fromiter((numbers[label] for label in labels), np.int64, len(labels))
     try:
         names = sorted(numbers)  # type: ignore[type-var]  # labels that cannot be compared raise
@@ -143,79 +117,178 @@ def _numbered(name: str, labels: list[Any]) -> tuple[list[Hashable], npt.NDArray
     return list(names), rank[codes]
 
 
-def categories_of(
-    labels: Classes, categories: Labels | None, most: int | None, p: int
-) -> npt.NDArray[np.integer] | None:
-    """Return each label's category, or None if any p labels lie in few enough categories.
+def _taken_from(order: npt.NDArray[np.integer[Any]], positions: Positions) -> npt.NDArray[np.int64]:
+    """Return the items at some positions of an order, which may hold them in fewer bytes."""
+    return np.take(order, positions, axis=0).astype(np.int64)
+
+
+class WeightedClassSampler(KeyedSampler[int]):
+    """Draw indices with an exact proportion for each class, and uniformly within a class.
+
+    A class of weight w gets ``length * w / sum(weights)`` draws. These numbers are rounded, each by less than one, so
+    that they sum to ``length``. If a class has enough samples, none comes twice. Otherwise each comes as often as the
+    others or once more, and chance decides which. ``WeightedRandomSampler`` draws each index independently: if it draws
+    from a class as often as the class has samples, it leaves out 37 % of them on average.
 
     Args:
-        labels: Each sample's label.
-        categories: Each sample's category; None if they do not matter.
-        most: How many categories a batch has at most.
-        p: How many labels a batch has.
-
-    Returns:
-        The number of each label's category, in the shape ``(labels,)``.
+        labels: Each sample's label, of any hashable type: a list, array or tensor.
+        weights: Each label's weight, on any scale: a mapping, or a sequence for the labels 0, 1, 2 and so on.
+        length: How many indices an epoch has.
+        seed: Every epoch's order follows from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
-        SamplerError: Only one of ``categories`` and ``most`` is given, they do not fit the samples, a label is in two
-            categories, or a category has too few labels.
+        SamplerError: A label has no weight or a weight no label, weights are negative, not finite or all zero, or
+            an argument is of another kind.
 
     Examples:
-        >>> labels = Classes.of("labels", ["ash", "ash", "oak", "owl", "eel"])  # numbered in sorted order
-        >>> categories_of(labels, ["tree", "tree", "tree", "animal", "animal"], most=1, p=2).tolist()
-        [1, 0, 1, 0]
+        >>> sampler = WeightedClassSampler(["cat"] * 8 + ["dog"] * 2, {"cat": 1, "dog": 2}, length=9, seed=0)
+        >>> drawn = list(sampler)
+        >>> sum(index < 8 for index in drawn), sorted(index for index in drawn if index >= 8)
+        (3, [8, 8, 8, 9, 9, 9])
+        >>> len(WeightedClassSampler.upsample([0, 0, 0, 1])), len(WeightedClassSampler.downsample([0, 0, 0, 1]))
+        (6, 2)
+
+    Source:
+        The rounding is Hamilton's method of largest remainders: Balinski and Young, "Fair Representation", 1982.
     """
-    if categories is None and most is None:
+
+    def __init__(
+        self,
+        labels: Labels,
+        weights: Mapping[Any, float] | Sequence[float] | npt.NDArray[Any] | torch.Tensor,
+        length: int,
+        *,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(seed, generator)
+        self._classes = Classes.of("labels", labels)
+        self._length = whole("length", length, 1, "it is the number of indices in an epoch")
+        self._counts = _largest_remainder(_checked(weights, self._classes.labels), self._length)
+
+    @classmethod
+    def n_per_class(
+        cls, labels: Labels, n: int, *, seed: int | None = None, generator: torch.Generator | None = None
+    ) -> Self:
+        """Return a sampler that draws n indices of every class.
+
+        Examples:
+            >>> WeightedClassSampler.n_per_class(["cat", "cat", "dog"], n=5).counts
+            {'cat': 5, 'dog': 5}
+        """
+        n = whole("n", n, 1, "it is the number of indices of every class in an epoch")
+        classes: Any = Classes.of("labels", labels)  # which numbers them once
+        weights = dict.fromkeys(classes.labels, 1)
+        return cls(classes, weights, n * len(weights), seed=seed, generator=generator)
+
+    @classmethod
+    def upsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
+        """Return a sampler that draws as many indices of every class as the largest class has.
+
+        No sample is left out.
+
+        Examples:
+            >>> WeightedClassSampler.upsample(["cat", "cat", "dog"]).counts
+            {'cat': 2, 'dog': 2}
+        """
+        classes: Any = Classes.of("labels", labels)
+        return cls.n_per_class(classes, int(classes.sizes.max()), seed=seed, generator=generator)
+
+    @classmethod
+    def downsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
+        """Return a sampler that draws as many indices of every class as the smallest class has.
+
+        No sample comes twice.
+
+        Examples:
+            >>> WeightedClassSampler.downsample(["cat", "cat", "dog"]).counts
+            {'cat': 1, 'dog': 1}
+        """
+        classes: Any = Classes.of("labels", labels)
+        return cls.n_per_class(classes, int(classes.sizes.min()), seed=seed, generator=generator)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def counts(self) -> dict[Hashable, int]:
+        """How many indices of each class an epoch has, by label."""
+        return dict(zip(self._classes.labels, self._counts, strict=True))
+
+    def _order(self, key: np.random.SeedSequence) -> At:
+        rng = generator_of(key)
+        classes = np.split(self._classes.members, self._classes.starts[1:])
+        order = np.concatenate([_evenly(rng, *each) for each in zip(classes, self._counts, strict=True)])
+        rng.shuffle(order)
+        return partial(_taken_from, order)
+
+
+def _evenly(rng: np.random.Generator, members: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Draw ``count`` members, each as often as the others or once more, in no random order."""
+    times, rest = divmod(count, len(members))
+    # Draw those that come once more, or those that do not: the fewer are faster.
+    few = rng.choice(len(members), min(rest, len(members) - rest), replace=False, shuffle=False)
+    once_more = members[few] if 2 * rest <= len(members) else np.delete(members, few)
+    return np.concatenate([np.tile(members, times), once_more])
+
+
+def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
+    """Return each label's weight as an exact fraction, or raise SamplerError."""
+    by_label = _by_label(weights)
+    if differing := by_label.keys() ^ set(labels):
+        label = next(label for label in (*labels, *by_label) if label in differing)
+        raise SamplerError(
+            f"weights and labels differ in {label!r}, which is in one of them alone. Give every label a weight, which "
+            "may be 0, and leave out others; a sequence of weights is for the labels 0, 1, 2 and so on."
+        )
+    exact = [_exact(by_label[label]) for label in labels]
+    if None in exact or not any(exact):
+        raise SamplerError(
+            f"weights={by_label} are not finite numbers of at least 0, with one above 0. Pass such proportions."
+        )
+    return [weight or Fraction(0) for weight in exact]
+
+
+def _exact(weight: Any) -> Fraction | None:
+    """Return a weight as a fraction, or None unless it is a finite number of at least 0."""
+    if isinstance(weight, bool) or not isinstance(weight, Rational | float | Decimal):
         return None
-    if categories is None or most is None:
-        given, lacking = ("max_categories", "categories") if categories is None else ("categories", "max_categories")
-        raise SamplerError(
-            f"{given} was given without {lacking}: limiting the categories in a batch needs both. Pass "
-            f"{lacking} too, or neither."
-        )
-    most = whole("max_categories", most, 1, "it limits the categories in a batch")
-    found = Classes.of("categories", categories)
-    category_of = _by_label(labels, found)
-    if len(found.labels) <= most:
+    try:
+        exact = Fraction(weight)
+    except (OverflowError, ValueError):  # not finite, or no number
         return None
-    _require_large(found, category_of, most, p)
-    return category_of
+    return exact if exact >= 0 else None
 
 
-def _by_label(labels: Classes, categories: Classes) -> npt.NDArray[np.integer]:
-    """Return each label's category, or raise SamplerError unless every label has one."""
-    if len(categories.codes) != len(labels.codes):
+def _by_label(weights: Any) -> dict[Hashable, Any]:
+    """Return the weights that were given, by label, or raise SamplerError."""
+    if isinstance(weights, Mapping):
+        pairs = list(weights.items())
+    elif isinstance(weights, torch.Tensor | np.ndarray) and weights.ndim:
+        pairs = list(enumerate(weights.tolist()))
+    elif isinstance(weights, Sequence) and not isinstance(weights, str):
+        pairs = list(enumerate(weights))
+    else:
         raise SamplerError(
-            f"categories has {len(categories.codes)} entries and labels {len(labels.codes)}: every sample has "
-            "one of each. Pass sequences of one length."
+            f"weights={weights!r} is a {type(weights).__name__}, and every label needs a weight. Pass a mapping from "
+            "label to weight, or a sequence for the labels 0, 1, 2 and so on."
         )
-    category_of = np.zeros(len(labels.labels), categories.codes.dtype)
-    category_of[labels.codes] = categories.codes
-    if len(odd := np.flatnonzero(category_of[labels.codes] != categories.codes)):
-        label = labels.codes[odd[0]]
-        first, second = categories.codes[odd[0]], category_of[label]
-        raise SamplerError(
-            f"The label {labels.labels[label]!r} is in the categories {categories.labels[first]!r} and "
-            f"{categories.labels[second]!r}: a label belongs to one. Pass labels that differ by their "
-            "category, say pairs of both."
-        )
-    return category_of
+    return {_plain(label): _plain(weight) for label, weight in pairs}
 
 
-def _require_large(categories: Classes, category_of: npt.NDArray[np.integer], most: int, p: int) -> None:
-    """Raise SamplerError if a category is too small to keep batches within ``most`` categories."""
-    # Labels are in a row, category by category. p neighbours may begin and end in the middle of a category, but must
-    # hold the categories between these whole.
-    least = p if most == 1 else -(-(p - 1) // (most - 1))
-    sizes = np.bincount(category_of)
-    if sizes.min() < least:
-        small = int(sizes.argmin())
-        raise SamplerError(
-            f"The category {categories.labels[small]!r} has {sizes[small]} labels, and batches of p={p} "
-            f"labels from at most max_categories={most} need at least {least} in each. Pass a smaller p or a "
-            "larger max_categories, or join small categories."
-        )
+def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:
+    """Round ``length * weight / sum(weights)`` to whole numbers that sum to ``length``.
+
+    The largest remainders are rounded up; where remainders are equal, the first ones.
+    """
+    total = sum(weights)
+    quotas = [length * weight / total for weight in weights]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])
+    for i in by_remainder[: length - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 # How many rows of instances are drawn at once: more do not fit in the processor's caches.
@@ -232,23 +305,17 @@ class PKBatchSampler(KeyedSampler[list[int]]):
     each as often as the others or once more. Instances are chosen uniformly for each batch, and none comes twice in it.
     If a label has fewer than k, each comes as often as the others or once more.
 
-    With categories, the labels of a category come together. A batch then has few categories, and negatives that are
-    hard to tell from positives. Batches that are filled up then end each round, not only the last one.
-
     Args:
         labels: Each sample's label, of any hashable type: a list, array or tensor.
         p: How many labels a batch has.
         k: How many instances of each label a batch has.
-        categories: Each sample's category, the same for all samples of a label.
-        max_categories: How many categories a batch has at most; needs ``categories``.
         num_batches: How many batches an epoch has, such as ``len(labels) // (p * k)`` to draw as many samples as there
             are. Default: as many as have every label once.
         seed: Every epoch's batches follow from it and the epoch's number.
         generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
-        SamplerError: There are fewer than p labels, categories are too small to fill a batch, or an argument is of
-            another kind.
+        SamplerError: There are fewer than p labels, or an argument is of another kind.
 
     Examples:
         >>> labels = ["a", "a", "a", "b", "b", "b", "c"]
@@ -259,9 +326,9 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         (1, 250)
 
     Source:
-        Hermans, Beyer and Leibe, "In Defense of the Triplet Loss for Person Re-Identification", 2017. Categories are
-        those of open-metric-learning's category samplers. Instances are drawn by Floyd's algorithm: Bentley and Floyd,
-        "Programming pearls: a sample of brilliance", Communications of the ACM, 1987.
+        Hermans, Beyer and Leibe, "In Defense of the Triplet Loss for Person Re-Identification", 2017. Instances
+        are drawn by Floyd's algorithm: Bentley and Floyd, "Programming pearls: a sample of brilliance", Communications
+        of the ACM, 1987.
     """
 
     def __init__(
@@ -270,8 +337,6 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         p: int,
         k: int,
         *,
-        categories: Labels | None = None,
-        max_categories: int | None = None,
         num_batches: int | None = None,
         seed: int | None = None,
         generator: torch.Generator | None = None,
@@ -286,49 +351,18 @@ class PKBatchSampler(KeyedSampler[list[int]]):
                 f"at most {len(self._classes.labels)}."
             )
         self.batch_size: int = self.p * self.k
-        self._category_of = categories_of(self._classes, categories, max_categories, self.p)
-        self._is_one_category = self._category_of is not None and max_categories == 1  # in each batch
-        given = self._in_round if num_batches is None else num_batches
+        given = -(-len(self._classes.labels) // self.p) if num_batches is None else num_batches
         self.num_batches: int = whole("num_batches", given, 1, "it is the number of batches in an epoch", bits=63)
 
     def __len__(self) -> int:
         return self.num_batches
 
-    @property
-    def _in_round(self) -> int:
-        """How many batches it takes to have every label once."""
-        if self._category_of is not None and self._is_one_category:
-            return int((-(-np.bincount(self._category_of) // self.p)).sum())
-        return -(-len(self._classes.labels) // self.p)
-
     def _order(self, key: np.random.SeedSequence) -> At:
         rng = generator_of(key)
-        chosen = self._labels_of_batches(rng)
+        chosen = _rounds(rng, len(self._classes.labels), self.num_batches * self.p, self.p)
         picks = _instances(rng, self._classes.sizes[chosen], self.k)
         batches = self._classes.members[self._classes.starts[chosen][:, None] + picks]
-        return partial(taken_from, batches.reshape(len(self), self.batch_size))
-
-    def _labels_of_batches(self, rng: np.random.Generator) -> npt.NDArray[np.integer]:
-        """Return the labels of all batches, p for each, in the shape ``(batches * p,)``."""
-        if self._category_of is None:
-            return _rounds(rng, len(self._classes.labels), self.num_batches * self.p, self.p)
-        rounds = [self._round(rng, self._category_of) for _ in range(-(-self.num_batches // self._in_round))]
-        return np.concatenate(rounds)[: self.num_batches].reshape(-1)
-
-    def _round(self, rng: np.random.Generator, category_of: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """Return the labels of the batches that have every label once, in the shape ``(batches, p)``."""
-        ring = rng.permutation(len(self._classes.labels))
-        number = int(category_of.max()) + 1
-        place = rng.permutation(number).astype(smallest(number))
-        ring = ring[np.argsort(place[category_of[ring]], kind="stable")]
-        if self._is_one_category:
-            sizes = np.bincount(category_of)
-            rings = np.split(ring, np.cumsum(sizes[np.argsort(place)])[:-1])
-            ring = np.concatenate([np.resize(part, -(-len(part) // self.p) * self.p) for part in rings])
-        else:  # begin anywhere, so that the labels that fill the last batch up may be of any category
-            ring = np.roll(ring, rng.integers(len(ring)))
-        batches = np.resize(ring, (self._in_round, self.p))
-        return rng.permutation(batches)  # or neighbouring batches would share their categories
+        return partial(_taken_from, batches.reshape(len(self), self.batch_size))
 
 
 def _rounds(rng: np.random.Generator, labels: int, places: int, p: int) -> npt.NDArray[np.integer]:

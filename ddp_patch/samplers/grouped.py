@@ -1,34 +1,64 @@
-"""Batches of samples of one group, or of alike aspect ratios."""
+"""Batches of samples that go together: of one group, of alike aspect ratios, or of similar lengths."""
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from numbers import Real
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import Dataset, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.loaders.samples import deep_copy, nested_samplers, tell_epoch
-from ddp_patch.orders.generators import RandomGenerator, generator_state, is_stateful, set_generator_state
-from ddp_patch.orders.orders import is_random_access
-from ddp_patch.orders.random_states import GlobalState, look
-from ddp_patch.samplers.checks import flag, sequence, whole
+from ddp_patch.orders.orders import blocks, is_random_access
+from ddp_patch.orders.random_states import look
 from ddp_patch.samplers.classes import Classes, Labels
 from ddp_patch.samplers.keyed import (
     At,
     KeyedSampler,
     Positions,
-    ResumableSampler,
     ScalableRandomSampler,
+    flag,
+    generator_of,
+    positive,
+    smallest,
+    whole,
 )
-from ddp_patch.samplers.lengths import LengthBatches, cut
 
-__all__ = ["GroupedBatchSampler", "aspect_ratio_groups"]
+__all__ = ["GroupedBatchSampler", "LengthBucketBatchSampler", "aspect_ratio_groups"]
 
 
-class GroupedBatchSampler(ResumableSampler[list[int]]):
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """An epoch of batches.
+
+    Attributes:
+        items: The samples of all batches.
+        bounds: Where each batch begins among them and where it ends, in the shape ``(batches, 2)``.
+
+    Examples:
+        >>> batches = Batches(np.array([7, 8, 9]), _cut(np.array([3]), 2))
+        >>> batches(np.array([1, 0]))
+        [[9], [7, 8]]
+    """
+
+    items: npt.NDArray[np.integer[Any]]
+    bounds: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __call__(self, positions: Positions) -> list[list[int]]:
+        """Return the batches at some positions."""
+        return [self.items[start:stop].tolist() for start, stop in self.bounds[positions].tolist()]
+
+
+class GroupedBatchSampler(Sampler[list[int]]):
     """Make batches of one group each, from a sampler whose order is kept.
 
     The samples of a group stay in the sampler's order, and the batches come in the order of their first samples. Every
@@ -38,9 +68,6 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     ``len()`` is then that of the running pass or, between passes, of the next one, which a copy of the sampler draws.
     This is right if the order follows from a seed or an epoch, in a patched loader, and if nobody else draws from the
     sampler's generator in between. An unpatched ``DataLoader`` does draw from it, for its workers' seed.
-
-    ``state_dict()`` works in the middle of a pass unless the wrapped sampler drew that pass from the global generators.
-    It always works with a sampler of ``ddp_patch.samplers``.
 
     Args:
         sampler: Gives indices into ``group_ids``: a sampler, or any iterable that ends.
@@ -65,7 +92,7 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
         self.sampler = sampler
         self._groups = Classes.of("group_ids", group_ids)
         self.batch_size: int = whole("batch_size", batch_size, 1, "it is the number of samples in a batch")
-        self.drop_uneven: bool = flag("drop_uneven", drop_uneven, "batches with fewer samples are left out or come")
+        self.drop_uneven: bool = flag("drop_uneven", drop_uneven)
         groups = len(self._groups.codes)
         if isinstance(sampler, RandomSampler | SequentialSampler) and len(sampler.data_source) != groups:
             raise SamplerError(
@@ -73,8 +100,8 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
                 f"{len(sampler.data_source)} samples: each is in one group. Pass one group for each sample of the "
                 "dataset."
             )
-        self._length = 0  # of the latest pass
-        self._begun: dict[str, Any] | None = None  # what the latest pass follows from, if a state can hold that
+        self._running: Batches | None = None  # the latest pass, unless it has ended
+        self._looked_up: tuple[int, Batches] | None = None  # the latest epoch
 
     @property
     def drop_last(self) -> bool:
@@ -84,7 +111,8 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
     @property
     def epoch(self) -> int:
         """The wrapped sampler's epoch, or 0 if it has none."""
-        return _epoch_of(self.sampler) or 0
+        epoch = getattr(self.sampler, "epoch", 0)
+        return epoch if isinstance(epoch, int) else 0
 
     @property
     def has_random_access(self) -> bool:
@@ -98,27 +126,29 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the wrapped sampler's next one."""
-        # Keep a pass that was loaded if it is of this epoch, which only the wrapped sampler knows.
-        is_to_come = not self._is_running and getattr(self.sampler, "epoch", epoch) == epoch
+        self._running = None
         tell_epoch(self.sampler, epoch)
-        if not is_to_come:
-            self._leave()
 
     def __len__(self) -> int:
-        if self._is_running:
-            return self._length
-        if (fixed := _fixed_indices(self.sampler)) is not None:
-            return self._number(fixed)
+        if self._running is not None:
+            return len(self._running)
         if self._keyed is not None:
-            return len(cast(LengthBatches, self._epoch(self._keyed.epochs.upcoming)))
-        held = _attributes(nested_samplers(self.sampler))
-        datasets = [value for value in held if isinstance(value, Dataset)]  # which the copy shares
-        with look():
-            return self._number(deep_copy(self.sampler, sharing=datasets))
+            return len(self._epoch(self._keyed, self._keyed.epochs.upcoming))
+        if (indices := _fixed_indices(self.sampler)) is None:
+            nested = (getattr(sampler, "__dict__", {}).values() for sampler in nested_samplers(self.sampler))
+            datasets = [value for value in chain.from_iterable(nested) if isinstance(value, Dataset)]
+            with look():
+                indices = list(deep_copy(self.sampler, sharing=datasets))
+        return len(self._bounds(self._group_of(_as_indices(indices, type(self.sampler).__name__))))
 
-    def _number(self, drawn: Iterable[int]) -> int:
-        """Return how many batches these indices make."""
-        return len(self._cut(self._group_of(_indices_of(self.sampler, drawn))))
+    def __iter__(self) -> Iterator[list[int]]:
+        return chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[list[list[int]]]:
+        batches = self._running = self._batches(self.sampler)
+        for run in blocks(range(len(batches))):
+            yield batches(np.arange(run.start, run.stop))
+        self._running = None
 
     def items_at(self, positions: Positions, epoch: int) -> list[list[int]]:
         """Return the batches at some positions of an epoch.
@@ -138,29 +168,21 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
                 f"GroupedBatchSampler.items_at() was called over a {type(self.sampler).__name__}, which can only be "
                 "iterated. Give it a sampler of ddp_patch.samplers with seed=, or iterate it."
             )
-        return list(self._epoch(epoch)(positions))
+        return self._epoch(self._keyed, epoch)(positions)
 
-    def _draw(self, epoch: int) -> At:
-        sampler = cast(KeyedSampler[int], self.sampler)
-        return self._batches(sampler.items_at(np.arange(len(sampler)), epoch))
+    def _epoch(self, sampler: KeyedSampler[int], epoch: int) -> Batches:
+        """Return an epoch, which is drawn once however often it is looked up."""
+        if self._looked_up is None or self._looked_up[0] != epoch:
+            self._looked_up = epoch, self._batches(sampler.items_at(np.arange(len(sampler)), epoch))
+        return self._looked_up[1]
 
-    def _begin(self, skip: int) -> Iterator[Sequence[list[int]]]:
-        before, ambient = self._state(in_pass=False), GlobalState.capture().values()
-        batches = self._batches(self.sampler)
-        if isinstance(self.sampler, KeyedSampler):
-            self._begun = before | {"sampler": self.sampler.state_of_latest_pass()}
-        else:  # no state holds the global generators, so it must not have drawn from them
-            self._begun = before if GlobalState.capture().values() == ambient else None
-        self._length = len(batches)
-        return self._parts_of(batches, skip, self._length)
-
-    def _batches(self, drawn: Iterable[int]) -> LengthBatches:
+    def _batches(self, drawn: Iterable[int]) -> Batches:
         """Group the indices of an epoch into batches."""
-        indices = _indices_of(self.sampler, drawn)
+        indices = _as_indices(drawn, type(self.sampler).__name__)
         group_of = self._group_of(indices)
         places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
-        bounds = self._cut(group_of)
-        return LengthBatches(indices[places], bounds[np.argsort(places[bounds[:, 0]])])
+        bounds = self._bounds(group_of)
+        return Batches(indices[places], bounds[np.argsort(places[bounds[:, 0]])])
 
     def _group_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         groups = self._groups.codes
@@ -171,59 +193,10 @@ class GroupedBatchSampler(ResumableSampler[list[int]]):
             )
         return np.take(groups, indices)
 
-    def _cut(self, group_of: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    def _bounds(self, group_of: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
         """Return where the batches begin and end once the samples are grouped."""
-        bounds = cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
+        bounds = _cut(np.bincount(group_of, minlength=len(self._groups.labels)), self.batch_size)
         return bounds[bounds[:, 1] - bounds[:, 0] == self.batch_size] if self.drop_uneven else bounds
-
-    def _state(self, *, in_pass: bool) -> dict[str, Any]:
-        if in_pass and self._begun is not None:
-            return self._begun
-        if in_pass:
-            raise SamplerError(
-                f"GroupedBatchSampler.state_dict() was called in the middle of a pass that its "
-                f"{type(self.sampler).__name__} drew from the global generators, which no state can restore. Give that "
-                "sampler generator=, wrap one of ddp_patch.samplers, or ask between two passes."
-            )
-        sampler: Any = self.sampler
-        has_state = is_stateful(sampler)
-        return {
-            "epoch": None if has_state else _epoch_of(sampler),
-            "sampler": getattr(sampler, "state_between_passes", sampler.state_dict)() if has_state else None,
-            "generators": [generator_state(generator) for generator in _generators_without_state(sampler)],
-        }
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        if state["epoch"] is not None:
-            self._check("epoch", state["epoch"], 0)
-        here = self._state(in_pass=False)
-        is_alike = (state["sampler"] is None) == (here["sampler"] is None)
-        if not is_alike or len(state["generators"]) != len(here["generators"]):
-            raise SamplerError(
-                "GroupedBatchSampler.load_state_dict() was given the state of another kind of sampler than its "
-                f"{type(self.sampler).__name__}: one has a state_dict(), or a generator, and the other does not. Wrap "
-                "a sampler of the kind that was saved."
-            )
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        if state["epoch"] is not None:
-            tell_epoch(self.sampler, state["epoch"])
-        for generator, saved in zip(_generators_without_state(self.sampler), state["generators"], strict=True):
-            set_generator_state(generator, saved)
-        sampler: Any = self.sampler
-        if is_stateful(sampler):
-            sampler.load_state_dict(state["sampler"])
-
-
-def _epoch_of(sampler: object) -> int | None:
-    """Return the epoch that a sampler says it is in, or None if it says none.
-
-    Examples:
-        >>> _epoch_of(ScalableRandomSampler(3)), _epoch_of([0, 1, 2])
-        (0, None)
-    """
-    epoch = getattr(sampler, "epoch", None)
-    return epoch if isinstance(epoch, int) and epoch >= 0 else None
 
 
 def _fixed_indices(sampler: Iterable[int]) -> Iterable[int] | None:
@@ -244,12 +217,8 @@ def _fixed_indices(sampler: Iterable[int]) -> Iterable[int] | None:
     return sampler if type(sampler) in (list, tuple, range, np.ndarray, torch.Tensor) else None
 
 
-def _indices_of(sampler: object, drawn: Iterable[Any]) -> npt.NDArray[np.integer[Any]]:
-    """Return what a sampler gave as one array of integers.
-
-    Raises:
-        SamplerError: Something in it is no integer of 64 bits.
-    """
+def _as_indices(drawn: Iterable[Any], name: str) -> npt.NDArray[np.integer[Any]]:
+    """Return what a sampler of this name gave as one array of integers, or raise SamplerError."""
     if isinstance(drawn, np.ndarray) and drawn.ndim == 1 and drawn.dtype.kind in "iu":
         return drawn
     found = drawn.tolist() if isinstance(drawn, np.ndarray) else list(drawn)
@@ -257,20 +226,133 @@ def _indices_of(sampler: object, drawn: Iterable[Any]) -> npt.NDArray[np.integer
         return np.fromiter(map(operator.index, found), np.int64, len(found))
     except (TypeError, OverflowError) as error:
         raise SamplerError(
-            f"{type(sampler).__name__} gave something other than a whole number ({error}): group_ids is looked "
-            "up by index. Give GroupedBatchSampler a sampler of indices."
+            f"{name} gave something other than a whole number ({error}): group_ids is looked up by index. Give "
+            "GroupedBatchSampler a sampler of indices."
         ) from error
 
 
-def _generators_without_state(sampler: object) -> list[RandomGenerator]:
-    """Return the generators of the nested samplers that have no ``state_dict`` to save them in."""
-    stateless = (nested for nested in nested_samplers(sampler) if not is_stateful(nested))
-    return [value for value in _attributes(stateless) if isinstance(value, RandomGenerator)]
+def _cut(sizes: npt.NDArray[np.int64], batch_sizes: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+    """Cut consecutive groups into batches; a group's last batch holds what is left.
+
+    Args:
+        sizes: How many samples each group has.
+        batch_sizes: How many samples make a batch: one number for each group, or one for all.
+
+    Returns:
+        Each batch's first position, and the one after its last, in the shape ``(batches, 2)``.
+
+    Examples:
+        >>> _cut(np.array([5, 2]), np.array([2, 2])).tolist()
+        [[0, 2], [2, 4], [4, 5], [5, 7]]
+    """
+    if isinstance(batch_sizes, int):
+        batch_sizes = np.full(len(sizes), min(batch_sizes, sizes.max(initial=1)))
+    batch_sizes = np.clip(batch_sizes, 1, np.maximum(sizes, 1))  # so that no sum below overflows
+    counts = -(-sizes // batch_sizes)
+    group = np.repeat(np.arange(len(sizes)), counts)
+    number = np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a batch within its group
+    ends = np.cumsum(sizes)
+    starts = (ends - sizes)[group] + number * batch_sizes[group]
+    return np.stack([starts, np.minimum(starts + batch_sizes[group], ends[group])], axis=1)
 
 
-def _attributes(samplers: Iterable[object]) -> Iterator[object]:
-    """Yield the values of samplers' attributes."""
-    return (value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values())
+class LengthBucketBatchSampler(KeyedSampler[list[int]]):
+    """Make shuffled batches of samples of similar length, by a token budget or a fixed batch size.
+
+    Samples are sorted into buckets by length. In a bucket, no sample is more than ``max_padding`` shorter than the
+    longest, so at most this part of a batch is padding. Each batch comes from one bucket, and its padded tokens
+    (samples times the longest) are at most ``max_tokens``. A bucket's last batch has the rest. Every epoch shuffles the
+    samples of each bucket, and the batches; the number of batches stays the same.
+
+    Args:
+        lengths: Each sample's length, in tokens: a list, array or tensor.
+        max_tokens: How many tokens a padded batch has at most.
+        batch_size: How many samples a batch has, instead of ``max_tokens``.
+        max_padding: How large a part of a batch may be padding, from 0 to less than 1. Less padding makes more batches.
+        seed: Every epoch's batches follow from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
+
+    Raises:
+        SamplerError: A sample is longer than ``max_tokens``, both or neither of ``max_tokens`` and ``batch_size`` are
+            given, or an argument is of another kind.
+
+    Examples:
+        >>> lengths = [10, 3, 10, 10, 3, 3]
+        >>> batches = LengthBucketBatchSampler(lengths, max_tokens=20, seed=0)
+        >>> sorted(sorted(lengths[index] for index in batch) for batch in batches)
+        [[3, 3, 3], [10], [10, 10]]
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | npt.NDArray[np.integer] | torch.Tensor,
+        *,
+        max_tokens: int | None = None,
+        batch_size: int | None = None,
+        max_padding: float = 0.1,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(seed, generator)
+        found = positive("lengths", lengths, "iu", "a whole number of tokens, at least 1").astype(np.int64)
+        name, given = ("batch_size", batch_size) if max_tokens is None else ("max_tokens", max_tokens)
+        if (max_tokens is None) == (batch_size is None):
+            raise SamplerError(
+                f"max_tokens={max_tokens!r} and batch_size={batch_size!r}: each says how large a batch is. Pass one "
+                "of them."
+            )
+        size = whole(name, given, 1, "it says how large a batch is")
+        self.max_tokens: int | None = size if batch_size is None else None
+        self.batch_size: int | None = size if max_tokens is None else None
+        if self.max_tokens is not None and (longest := int(found.max())) > self.max_tokens:
+            raise SamplerError(
+                f"lengths[{found.argmax()}]={longest} is longer than max_tokens={self.max_tokens}, so no batch can "
+                "hold that sample. Pass a larger max_tokens, or shorten it or leave it out."
+            )
+        self.max_padding: float = _part(max_padding)
+        items, self._sizes, longest_of = _buckets(found, self.max_padding)
+        batch_sizes = self.batch_size or min(self.max_tokens or 0, sys.maxsize) // longest_of
+        self._items, self._bounds = items, _cut(self._sizes, batch_sizes)
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def _order(self, key: np.random.SeedSequence) -> At:
+        rng = generator_of(key)
+        items = self._items.copy()
+        for bucket in np.split(items, np.cumsum(self._sizes)[:-1]):  # views, so this shuffles `items`
+            rng.shuffle(bucket)
+        return Batches(items, self._bounds[rng.permutation(len(self))])
+
+
+def _part(value: Any) -> float:
+    """Return a number from 0 to less than 1 as a float, or raise SamplerError."""
+    part = -1.0 if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not 0 <= part < 1:
+        raise SamplerError(
+            f"max_padding={value!r} is not a number from 0 to less than 1: it is the part of a batch that may be "
+            "padding. Pass one, say 0.1."
+        )
+    return part
+
+
+def _buckets(
+    lengths: npt.NDArray[np.int64], max_padding: float
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Sort samples into buckets, from the longest on.
+
+    Returns:
+        The samples bucket by bucket, each bucket's size, and each bucket's longest sample.
+    """
+    longest_first = np.argsort(-lengths, kind="stable").astype(smallest(len(lengths)))
+    values, counts = np.unique(-lengths, return_counts=True)
+    firsts = [0]  # where each bucket begins among the values
+    while True:
+        least = int(-values[firsts[-1]]) * (1 - max_padding)
+        end = int(np.searchsorted(values, -least, side="right"))
+        if end == len(values):
+            return longest_first, np.add.reduceat(counts, firsts), -values[firsts]
+        firsts.append(end)
 
 
 def aspect_ratio_groups(
@@ -301,7 +383,8 @@ def aspect_ratio_groups(
     Source:
         torchvision's detection references, ``group_by_aspect_ratio.py``.
     """
-    wide, high, bounds = (_numbers(*pair) for pair in (("widths", widths), ("heights", heights), ("edges", edges)))
+    given = {"widths": widths, "heights": heights, "edges": edges}
+    wide, high, bounds = (positive(name, values, "iuf", "a finite number above 0") for name, values in given.items())
     if len(wide) != len(high):
         raise SamplerError(
             f"widths has {len(wide)} entries and heights {len(high)}: a picture has one of each. Pass sequences of one "
@@ -312,20 +395,5 @@ def aspect_ratio_groups(
             f"edges={bounds.tolist()} do not increase, so they bound no intervals. Pass aspect ratios in increasing "
             "order."
         )
-    return np.searchsorted(bounds, wide / high, side="right")
-
-
-def _numbers(name: str, values: Any) -> npt.NDArray[np.float64]:
-    """Return finite numbers above 0 as one array, or raise SamplerError."""
-    found = np.asarray(sequence(name, values, "aspect ratios are made of numbers"))
-    if found.ndim != 1 or found.dtype.kind not in "iuf":
-        raise SamplerError(
-            f"{name} has the shape {found.shape} and the type {found.dtype}: aspect ratios are made of numbers. Pass a "
-            "flat list, array or tensor of them."
-        )
-    if len(odd := np.flatnonzero(~((found > 0) & np.isfinite(found)))):
-        raise SamplerError(
-            f"{name}[{odd[0]}]={found[odd[0]]} is not a finite number above 0, and an aspect ratio is width / height. "
-            "Correct it or leave it out."
-        )
-    return found.astype(np.float64)
+    groups: npt.NDArray[np.int64] = np.searchsorted(bounds, wide / high, side="right")
+    return groups

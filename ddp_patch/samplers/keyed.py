@@ -1,6 +1,6 @@
-"""The base of these samplers: passes that are keyed by seed and epoch, their states; a scalable shuffle; iterations."""
+"""The base of these samplers, whose epochs follow from a key; checks of arguments; a scalable shuffle; iterations."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, count, islice
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -11,199 +11,113 @@ from torch.utils.data import Sampler
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.loaders.samples import tell_epoch
-from ddp_patch.orders.chunks import IterationProgress
 from ddp_patch.orders.orders import Permutation, blocks, is_random_access
 from ddp_patch.orders.random_states import EpochCounter, shuffle_key
-from ddp_patch.samplers.checks import randomness, whole
+from ddp_patch.validation import as_index
 
 __all__ = [
     "At",
-    "CountingSampler",
     "IterationBatchSampler",
     "KeyedSampler",
     "Positions",
-    "ResumableSampler",
     "ScalableRandomSampler",
+    "flag",
     "generator_of",
-    "taken_from",
+    "positive",
+    "sequence",
+    "smallest",
+    "whole",
 ]
 
 T = TypeVar("T")
-
-
-# Raise this number when states get other contents, or when an epoch's order changes.
-_VERSION = 1
 
 Positions: TypeAlias = npt.NDArray[np.int64]
 # An epoch, as a function that returns the items at any of its positions.
 At: TypeAlias = Callable[[Positions], Sequence[Any] | npt.NDArray[Any]]
 
 
-class ResumableSampler(Sampler[T]):
-    """A sampler whose pass can be stopped and resumed, in this process or another.
+def whole(name: str, value: object, least: int, reason: str, bits: int | None = None) -> int:
+    """Return a whole number as an int, or raise SamplerError if it is something else, too small or too large.
 
-    A subclass implements ``_begin``, which begins a pass and returns its items in parts. It also implements ``_state``,
-    ``_check_state`` and ``_load_state`` for all that a pass follows from, except how many items were taken. One whose
-    epochs can be looked up implements ``_draw``.
+    Args:
+        name: The argument's name.
+        value: The argument.
+        least: The smallest number allowed.
+        reason: Why the argument must be such a number, for the error message.
+        bits: The number must be less than 2**bits; None for any size.
+
+    Examples:
+        >>> whole("batch_size", np.int32(8), 1, "it is the number of samples in a batch")
+        8
     """
-
-    _count = "taken"  # the name in a state for how far the pass has come
-    _first = 0  # where that count begins
-    _block = 4096  # how many items are looked up at once, at most
-    _progress: IterationProgress | None = None  # of the latest pass
-    _skip = 0  # where the next pass begins
-    _looked_up: tuple[int, At] | None = None  # the latest epoch that was looked up
-
-    def __iter__(self) -> Iterator[T]:
-        return chain.from_iterable(self._parts())
-
-    def _parts(self) -> Iterator[Iterator[T]]:
-        """Yield a pass in parts, and draw nothing before the first item is asked for, as torch's samplers do."""
-        skip, self._skip = self._skip, self._first
-        parts = self._begin(skip)
-        self._progress = progress = IterationProgress(skip)
-        for part in parts:
-            yield progress.give(part)
-        progress.end()
-
-    def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
-        raise NotImplementedError
-
-    def _parts_of(self, at: At, skip: int, length: int) -> Iterator[Sequence[Any]]:
-        """Look an epoch's items up in parts, from position ``skip`` on."""
-        self._check(self._count, skip, self._first, length)
-        parts = (at(np.arange(run.start, run.stop)) for run in blocks(range(skip, length), self._block))
-        return (found.tolist() if isinstance(found, np.ndarray) else found for found in parts)
-
-    def _epoch(self, epoch: int) -> At:
-        """Return an epoch, which is drawn once however often it is looked up."""
-        if self._looked_up is None or self._looked_up[0] != epoch:
-            self._looked_up = epoch, self._draw(epoch)
-        return self._looked_up[1]
-
-    def _draw(self, epoch: int) -> At:
-        raise NotImplementedError
-
-    @property
-    def _is_running(self) -> bool:
-        """Whether a pass has begun and not ended."""
-        return self._progress is not None and not self._progress.is_ended
-
-    def _leave(self) -> None:
-        """Forget the pass that is running or was loaded, so that the next one begins at its first item."""
-        self._progress, self._skip = None, self._first
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the latest pass, as plain values.
-
-        The state counts the items taken from this sampler, and a ``DataLoader`` with workers takes them ahead of the
-        training. In a patched loader, save the state of that loader's own sampler instead.
-        """
-        if self._progress is None or self._progress.is_ended:
-            return self.state_between_passes()
-        return self._saved(self._progress.items_taken, in_pass=True)
-
-    def state_between_passes(self) -> dict[str, Any]:
-        """Return the state from which the next pass begins, as if a pass that is running were left."""
-        return self._saved(self._skip, in_pass=False)
-
-    def state_of_latest_pass(self) -> dict[str, Any]:
-        """Return the state at the beginning of the latest pass, with the number that the pass drew."""
-        if self._progress is None:  # a subclass iterates in its own way
-            return self.state_between_passes()
-        return self._saved(self._progress.skip, in_pass=True)
-
-    def _saved(self, taken: int, *, in_pass: bool) -> dict[str, Any]:
-        kind = {"kind": type(self).__name__, "version": _VERSION}
-        return {**kind, self._count: taken, **self._state(in_pass=in_pass)}
-
-    def _state(self, *, in_pass: bool) -> dict[str, Any]:
-        """Return what the running pass follows from if ``in_pass``, else what the next one follows from."""
-        raise NotImplementedError
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next pass resume where a sampler with the same arguments was saved.
-
-        ``len()`` stays the length of a whole pass.
-
-        Args:
-            state_dict: What ``state_dict()`` returned.
-
-        Raises:
-            SamplerError: The state is damaged or belongs to something else. Nothing has changed then.
-        """
-        self._check_names(state_dict)
-        self._check(self._count, state_dict[self._count], self._first)
-        self._check_state(state_dict)
-        self._leave()
-        self._load_state(state_dict)
-        self._skip = state_dict[self._count]
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise SamplerError unless ``_load_state`` can load the state."""
-        raise NotImplementedError
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _check_names(self, state: Mapping[str, Any]) -> None:
-        """Raise SamplerError unless a state has this sampler's kind and version, and exactly its names."""
-        name, names = type(self).__name__, self.state_between_passes().keys()
-        if not isinstance(state, Mapping) or state.get("kind") != name:
-            kind = state.get("kind", "nothing named") if isinstance(state, Mapping) else f"a {type(state).__name__}"
-            raise SamplerError(
-                f"{name}.load_state_dict() was given the state of {kind}, which another kind of sampler saved. Pass "
-                f"what the state_dict() of a {name} returned."
-            )
-        if state.get("version") != _VERSION:
-            raise SamplerError(
-                f"{name}.load_state_dict() was given version {state.get('version')!r} and reads {_VERSION}: the order "
-                "of an epoch may differ. Use the version of ddp_patch that saved it, or begin the epoch again."
-            )
-        if differing := sorted(names ^ state.keys()):
-            raise SamplerError(
-                f"{name}.load_state_dict() was given {sorted(state)} and needs {sorted(names)}: "
-                f"{', '.join(differing)} is in only one of them, as when one sampler was given generator= and the "
-                "other was not. Make the sampler with the arguments of the one that was saved."
-            )
-
-    def _check(self, name: str, value: object, least: int, most: int | None = None) -> None:
-        """Raise SamplerError unless a number in a state lies in the range that the sampler can have saved."""
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (is_whole and least <= value and (most is None or value <= most)):  # type: ignore[operator]  # a whole one
-            bounds = f"at least {least}" if most is None else f"{least} to {most}"
-            raise SamplerError(
-                f"{type(self).__name__} cannot resume from a state with {name}={value!r}: it must be a whole number, "
-                f"{bounds}. Pass what the state_dict() of a sampler with the same arguments returned."
-            )
+    number = as_index(value)
+    if number is None or number < least:
+        raise SamplerError(f"{name}={value!r} is not a whole number of at least {least}: {reason}. Pass such an int.")
+    if bits is not None and number.bit_length() > bits:
+        raise SamplerError(
+            f"{name}={number} is more than 2**{bits} - 1: positions are computed in 64 bits. Pass at most that."
+        )
+    return number
 
 
-class CountingSampler(ResumableSampler[T]):
-    """A resumable sampler that counts its own epochs."""
+def flag(name: str, value: object) -> bool:
+    """Return a bool, or raise SamplerError if the value is something else."""
+    if not isinstance(value, bool):
+        raise SamplerError(f"{name}={value!r} is neither True nor False. Pass one of them.")
+    return value
 
-    def __init__(self) -> None:
-        self.epochs: EpochCounter = EpochCounter()
 
-    @property
-    def epoch(self) -> int:
-        """The current epoch; before the first pass, the next one."""
-        return self.epochs.current
+def sequence(name: str, values: Any) -> npt.NDArray[Any] | list[Any]:
+    """Return a value for each sample, as an array or a list, or raise SamplerError if they have no order."""
+    if isinstance(values, torch.Tensor):
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy(force=True)  # numpy has no bfloat16
+    if isinstance(values, np.ndarray):
+        return values
+    if isinstance(values, Mapping | Set) or not isinstance(values, Iterable):
+        raise SamplerError(
+            f"{name}={values!r} is not a sequence (type {type(values).__name__}). Pass a list, array or tensor."
+        )
+    return list(values)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one. If this is never called, each pass that draws an item is the next epoch's."""
-        before = None if self._is_running else self.epochs.upcoming
-        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
-        if self.epochs.upcoming != before:  # the same epoch again keeps a pass that was loaded
-            self._leave()
 
-    def _state(self, *, in_pass: bool) -> dict[str, Any]:
-        return {"epoch": self.epochs.current if in_pass else self.epochs.upcoming}
+def positive(name: str, values: Any, kinds: str, what: str) -> npt.NDArray[Any]:
+    """Return finite numbers above 0 as one array, in the shape ``(samples,)``, or raise SamplerError.
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        self._check("epoch", state["epoch"], 0)
+    Args:
+        name: The argument's name.
+        values: The argument: a sequence, array or tensor.
+        kinds: numpy's letters of the types allowed: "iu" for whole numbers, "iuf" for any.
+        what: What a value is, for the error message.
 
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        self.epochs.set(state["epoch"])
+    Examples:
+        >>> positive("lengths", torch.tensor([3, 5]), "iu", "a whole number above 0")
+        array([3, 5])
+    """
+    given = sequence(name, values)
+    try:
+        found = np.asarray(given)
+    except ValueError:  # values of several lengths
+        found = np.asarray(given, dtype=object)
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in kinds:
+        raise SamplerError(
+            f"{name} is an array of {found.dtype} of shape {found.shape}, and each value is {what}. Pass a flat list, "
+            "array or tensor with one for each sample."
+        )
+    if len(odd := np.flatnonzero(~((found > 0) & (found <= np.iinfo(np.int64).max)))):
+        raise SamplerError(
+            f"{name}[{odd[0]}]={found[odd[0]]} is not {what}, of at most 64 bits. Correct it or leave that sample out."
+        )
+    return found
+
+
+def smallest(n: int) -> type[np.integer[Any]]:
+    """Return the smallest type of integers that holds ``range(n)``, which is the fastest to sort and look up.
+
+    Examples:
+        >>> smallest(1000)
+        <class 'numpy.int16'>
+    """
+    return next((kind for kind in (np.int16, np.int32) if n <= np.iinfo(kind).max), np.int64)
 
 
 def generator_of(key: np.random.SeedSequence) -> np.random.Generator:
@@ -216,14 +130,20 @@ def generator_of(key: np.random.SeedSequence) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(key))  # default_rng() may choose another bit generator one day
 
 
-def taken_from(order: npt.NDArray[np.integer[Any]], positions: Positions) -> npt.NDArray[np.int64]:
-    """Return the items at some positions of an order, which may hold them in fewer bytes.
+class CountingSampler(Sampler[T]):
+    """A sampler that counts its own epochs: each pass that draws an item is the next one's."""
 
-    Examples:
-        >>> taken_from(np.array([4, 3, 5], np.int16), np.array([2, 0])).tolist()
-        [5, 4]
-    """
-    return np.take(order, positions, axis=0).astype(np.int64)
+    def __init__(self) -> None:
+        self.epochs: EpochCounter = EpochCounter()
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; before the first pass, the next one."""
+        return self.epochs.current
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one."""
+        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
 
 
 class KeyedSampler(CountingSampler[T]):
@@ -237,18 +157,43 @@ class KeyedSampler(CountingSampler[T]):
         generator: A pass draws its key from it; None for torch's global generator.
     """
 
+    _block = 4096  # how many items are looked up at once, at most
+
     def __init__(self, seed: int | None, generator: torch.Generator | None) -> None:
         super().__init__()
-        self.seed: int | None = randomness(seed, generator)
+        if seed is not None and generator is not None:
+            raise SamplerError(
+                f"seed={seed!r} and generator={generator!r} were both given: an order follows from one of them. Pass "
+                "one, or neither to draw from torch's global generator."
+            )
+        if generator is not None and not isinstance(cast(object, generator), torch.Generator):
+            raise SamplerError(
+                f"generator={generator!r} is not a generator (type {type(generator).__name__}). Pass a torch.Generator."
+            )
+        self.seed: int | None = None if seed is None else whole("seed", seed, 0, "epochs' orders are derived from it")
         self.generator = generator
-        self._drawn: int | None = None  # the running pass's number
-        self._to_come: int | None = None  # the number of a pass that was loaded and has not begun
+        self._looked_up: tuple[int, At] | None = None  # the latest epoch
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def _order(self, key: np.random.SeedSequence) -> At:
         raise NotImplementedError
+
+    def __iter__(self) -> Iterator[T]:
+        return chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[Sequence[T]]:
+        """Yield a pass in parts, and draw nothing before the first item is asked for, as torch's samplers do."""
+        self.epochs.begin(self.epochs.upcoming)
+        if self.seed is not None:
+            at = self._epoch(self.seed, self.epochs.current)
+        else:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            at = self._order(shuffle_key(int(drawn), 0))
+        for run in blocks(range(len(self)), self._block):
+            found = at(np.arange(run.start, run.stop))
+            yield found.tolist() if isinstance(found, np.ndarray) else found
 
     @property
     def has_random_access(self) -> bool:
@@ -274,51 +219,13 @@ class KeyedSampler(CountingSampler[T]):
                 f"{type(self).__name__}.items_at() was called without a seed: the order of epoch {epoch} then follows "
                 "from what generators draw, not from its number. Pass seed=, or iterate the sampler."
             )
-        return self._epoch(epoch)(positions)
+        return self._epoch(self.seed, epoch)(positions)
 
-    def _draw(self, epoch: int) -> At:
-        return self._order(shuffle_key(cast(int, self.seed), epoch))
-
-    def _begin(self, skip: int) -> Iterator[Sequence[Any]]:
-        self.epochs.begin(self.epochs.upcoming)
-        return self._parts_of(self._order_of_pass(), skip, len(self))
-
-    def _order_of_pass(self) -> At:
-        """Return the order of the pass that begins, and draw its number if there is no seed."""
-        if self.seed is not None:
-            return self._epoch(self.epochs.current)
-        loaded, self._to_come = self._to_come, None
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator) if loaded is None else loaded
-        self._drawn = int(drawn)
-        return self._order(shuffle_key(self._drawn, 0))
-
-    def _leave(self) -> None:
-        super()._leave()
-        self._to_come = None
-
-    def _state(self, *, in_pass: bool) -> dict[str, Any]:
-        state = super()._state(in_pass=in_pass) | {
-            "drawn": self._drawn if in_pass else self._to_come,
-            "seed": self.seed,
-        }
-        return state if self.generator is None else {**state, "generator": self.generator.get_state()}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        self._check(self._count, state[self._count], self._first, len(self))
-        if state["drawn"] is not None:
-            self._check("drawn", state["drawn"], 0)
-        if state["seed"] != self.seed:
-            raise SamplerError(
-                f"{type(self).__name__}.load_state_dict() was given a state of seed={state['seed']!r} and has "
-                f"seed={self.seed!r}, so the order differs. Make the sampler with the seed of the one that was saved."
-            )
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        super()._load_state(state)
-        self._to_come = state["drawn"]
-        if self.generator is not None:
-            self.generator.set_state(state["generator"])
+    def _epoch(self, seed: int, epoch: int) -> At:
+        """Return an epoch, which is drawn once however often it is looked up."""
+        if self._looked_up is None or self._looked_up[0] != epoch:
+            self._looked_up = epoch, self._order(shuffle_key(seed, epoch))
+        return self._looked_up[1]
 
 
 class ScalableRandomSampler(KeyedSampler[int]):
@@ -386,7 +293,6 @@ class IterationBatchSampler(CountingSampler[list[int]]):
     """
 
     sets_nested_epochs = True  # so that no wrapper sets the epochs of the wrapped samplers
-    _count = "iteration"
 
     def __init__(self, batch_sampler: Iterable[list[int]], num_iterations: int, start_iteration: int = 0) -> None:
         super().__init__()
@@ -398,15 +304,13 @@ class IterationBatchSampler(CountingSampler[list[int]]):
                 f"start_iteration={start_iteration} is past num_iterations={num_iterations}: nothing would be left. "
                 "Pass a later end, or an earlier start."
             )
-        self._first = self._skip = self.start_iteration
 
     def __len__(self) -> int:
         return self.num_iterations - self.start_iteration
 
-    def _begin(self, skip: int) -> Iterator[Sequence[list[int]]]:
+    def __iter__(self) -> Iterator[list[int]]:
         self.epochs.begin(self.epochs.upcoming)
-        batches = self._batches(self.epochs.current, skip)
-        return ([batch] for batch in islice(batches, self.num_iterations - skip))
+        yield from islice(self._batches(self.epochs.current, self.start_iteration), len(self))
 
     def _batches(self, training: int, left_out: int) -> Iterator[list[int]]:
         """Yield a training's batches without end, and leave out the first ones."""
@@ -427,7 +331,3 @@ class IterationBatchSampler(CountingSampler[list[int]]):
                     "never reached. Pass a batch sampler that gives some each time it is iterated, not an iterator."
                 )
             left_out = max(0, left_out - given)
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        self._check(self._count, state[self._count], self._first, self.num_iterations)

@@ -345,25 +345,9 @@ def balanced_stream(
 
 def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, stage: int) -> Iterator[T]:
     """Balance a stream for this many ranks, window by window."""
-    for number, items in enumerate(_cut(stream, balancer.width(ranks))):
+    windows = iter(lambda: list(islice(stream, balancer.width(ranks))), [])
+    for number, items in enumerate(windows):
         yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, number).tolist())
-
-
-def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
-    """Cut a stream into windows. What came before an exception is a window, too."""
-    failure: Exception | None = None
-    is_ended = False
-    while not is_ended:
-        window: list[T] = []
-        try:
-            window.extend(islice(stream, width))
-        except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
-            failure = error
-        is_ended = len(window) < width
-        if window:
-            yield window
-        if failure is not None:
-            raise failure
 
 
 def balanced_order(
@@ -392,8 +376,12 @@ def balanced_order(
         """Return a window's items as they come, which may be an array, and their positions in it, balanced."""
         nonlocal to_note
         positions = range(number * width, min(order.length, (number + 1) * width))
-        listed = order.array(positions)
-        items = order.at(positions) if listed is None else listed
+        drawn = order.drawn
+        items: Any
+        if drawn is None or positions.stop > len(drawn):
+            items = order.at(positions)
+        else:
+            items = drawn[positions.start : positions.stop].numpy()
         places = balancer.order_of(items, ranks, epoch, 0, number)
         if number == to_note:
             note(positions.start, places)

@@ -238,8 +238,7 @@ class Indexed(ItemSource[T]):
             order = self._drawn()
         self._draw_rest = order.finish
         if self._digest is not None:
-            seen = order.length if order.random_access is None else min(order.random_access, order.length)
-            self._digest.add([order.length, *order.at(evenly_spread(seen, _LOOKED_UP))])
+            self._digest.add([order.length, *order.at(evenly_spread(order.length, _LOOKED_UP))])
             self._digest.end()
         return order
 

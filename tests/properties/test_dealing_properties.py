@@ -163,21 +163,14 @@ def test_the_last_step_is_dealt_as_a_step_is(window: tuple[Costs, int, int], cos
         assert sorted(total) == pytest.approx(sorted(alone), rel=ROUNDING, abs=costs.max() * ROUNDING)
 
 
-@given(st.data(), st.sampled_from([(8, 2), (9, 3), (10, 2), (8, 4), (6, 1)]))
-def test_whole_batches_have_the_least_sum_there_is(data: st.DataObject, shape: tuple[int, int]) -> None:
-    n, ranks = shape
-    costs = np.array(data.draw(st.lists(number, min_size=n, max_size=n)))
-    for cost_of in ("sum", "padded"):
-        found = slowest(batch_costs(costs, ranks, 1, cost_of))
-        assert found <= least_by_maxima(costs, ranks) * (1 + ROUNDING) + costs.max() * TINY
-
-
-@given(st.data(), st.sampled_from([(8, 2, 2), (12, 2, 2), (12, 3, 2), (12, 2, 3)]))
-def test_padded_batches_have_the_least_sum_there_is(data: st.DataObject, shape: tuple[int, int, int]) -> None:
+@given(st.data(), st.sampled_from([(8, 2, 1), (9, 3, 1), (10, 2, 1), (8, 2, 2), (12, 2, 2), (12, 3, 2), (12, 2, 3)]))
+def test_padded_and_whole_batches_have_the_least_sum_there_is(data: st.DataObject, shape: tuple[int, int, int]) -> None:
     n, ranks, size = shape
     costs = np.array(data.draw(st.lists(number, min_size=n, max_size=n)))
-    found = slowest(batch_costs(costs, ranks, size, "padded"))
-    assert found <= least_by_maxima(costs, ranks * size) * size * (1 + ROUNDING) + costs.max() * TINY
+    least = least_by_maxima(costs, ranks * size) * size
+    for cost_of in ("padded", "sum") if size == 1 else ("padded",):
+        found = slowest(batch_costs(costs, ranks, size, cost_of))  # type: ignore[arg-type]  # one of them
+        assert found <= least * (1 + ROUNDING) + costs.max() * TINY
 
 
 @given(windows())
@@ -255,16 +248,6 @@ def test_swaps_make_no_window_slower(window: tuple[Costs, int, int]) -> None:
     assert np.min(swapped, initial=np.inf) >= np.min(filled, initial=np.inf) - rounding
 
 
-@pytest.mark.parametrize("size", [3, 16, 17, 50])
-def test_swaps_lose_no_item_of_large_batches(size: int) -> None:
-    costs = np.random.default_rng(0).lognormal(sigma=2, size=7 * size * 3)
-    order = balance_window(costs, 7, size, "sum", key())
-    with in_layers_alone():
-        filled = balance_window(costs, 7, size, "sum", key())
-    assert sorted(order.tolist()) == list(range(len(costs)))
-    assert order.tolist() != filled.tolist()
-
-
 def test_a_short_epoch_over_many_ranks_waits_little() -> None:
     """20,000 samples on 64 ranks make 19 steps, and the longest sample may cost as much as a batch."""
 
@@ -286,13 +269,6 @@ def test_a_long_window_is_left_as_it_is() -> None:
     order = balance_window(costs, 8, 16, "sum", key()).tolist()
     with in_layers_alone():
         assert balance_window(costs, 8, 16, "sum", key()).tolist() == order
-
-
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_two_items_a_batch_are_the_best_pairs(ranks: int) -> None:
-    costs = np.random.default_rng(0).lognormal(size=2 * ranks)
-    found = slowest(batch_costs(costs, ranks, 2, "sum"))
-    assert found == pytest.approx(least_by_sums(costs, ranks, 2), rel=ROUNDING)
 
 
 @pytest.mark.parametrize("cost_of", ["sum", "padded"])
@@ -318,10 +294,3 @@ def test_another_key_gives_another_order_of_the_same_batches(cost_of: CostOf) ->
     batches = [sorted(stepped(order, 4, 3).reshape(-1, 3).tolist()) for order in orders]
     assert orders[0].tolist() != orders[1].tolist()
     assert batches[0] == batches[1]
-
-
-@pytest.mark.parametrize("cost_of", ["sum", "padded"])
-@pytest.mark.parametrize("cost", [0.0, 1.0, 1e308])
-def test_equal_costs_still_give_each_item_once(cost: float, cost_of: CostOf) -> None:
-    order = balance_window(np.full(50, cost), 3, 4, cost_of, key())
-    assert sorted(order.tolist()) == list(range(50))

@@ -1,7 +1,5 @@
 import pytest
-from messages import raises
 
-from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Uneven
 from ddp_patch.plan import Plan
 
@@ -30,9 +28,3 @@ def test_shares_of_three_ranks(n: int, uneven: Uneven, shares: list[list[int]]) 
     plans = [Plan(rank, 3, uneven) for rank in range(3)]
     assert [list(plan.share(n)) for plan in plans] == shares
     assert [list(plan.padding(n)) for plan in plans] == [[p for p in share if p >= n] for share in shares]
-
-
-@pytest.mark.parametrize(("rank", "num_replicas"), [(3, 3), (-1, 3), (0, 0)])
-def test_a_rank_that_does_not_exist(rank: int, num_replicas: int) -> None:
-    with raises(InvalidOptionError, f"num_replicas={num_replicas}", "rank"):
-        Plan(rank, num_replicas)
