@@ -99,6 +99,8 @@ def test_a_script_that_makes_a_group(script: Path, tmp_path: Path) -> None:
     done = launch(
         tmp_path,
         2,
+        "--mode",
+        "ranks",
         "--except",
         f"training.py:{VAL_LINE}",
         "package/training.py",
@@ -115,7 +117,7 @@ def test_a_script_that_makes_a_group(script: Path, tmp_path: Path) -> None:
         assert line_of_rank["first"] == str(script.parent)
     assert done.stderr.count("ddp_patch: package/training.py:") == 2  # a line for each loader, on the first rank alone
     assert "DataLoader, shuffled, 23 samples: 2 ranks x 3 steps" in done.stderr
-    assert "12 samples a rank; 1 repeated, 2 passes" in " ".join(done.stderr.split())
+    assert "2 ranks x 3 steps, 2 passes" in " ".join(done.stderr.split())
     assert "left alone (--except)" in done.stderr
     assert "DistributedDataParallel" not in done.stderr
 
