@@ -99,11 +99,6 @@ def _mode_of_ranks() -> str:
     Raises:
         WorldError: A launcher has started several.
     """
-    if not is_rank() and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
-        raise WorldError(
-            f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
-            "docs/gpu.md shows, with -m ddp_patch run in the script's place."
-        )
     if (ranks := told("WORLD_SIZE", "1")) != "1" and is_rank():
         raise WorldError(
             f"a launcher has started {ranks} ranks. Pass --mode one for a script that trains in one process, or --mode "
@@ -117,8 +112,13 @@ def _require_sense(given: argparse.Namespace, *, starts: bool, is_one: bool) -> 
 
     Raises:
         InvalidOptionError: Some do not.
-        WorldError: Ranks were to be started where a launcher has started some.
+        WorldError: Ranks were to be started where a launcher has started some, or several tasks know of no other.
     """
+    if not is_rank() and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+        raise WorldError(
+            f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
+            "docs/gpu.md shows, with -m ddp_patch run in the script's place."
+        )
     if starts and is_rank() and told("WORLD_SIZE") != "1":
         raise WorldError(
             f"-n {given.ranks}: a launcher has started this process as rank {told('RANK')} of {told('WORLD_SIZE')}. "

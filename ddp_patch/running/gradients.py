@@ -102,8 +102,9 @@ class StepWeight:
             of.first = next(map(weakref.ref, tensors), of.first)
         of.weights.add(weight)
         self._weight, self._last, self.samples = weight, of, samples
-        for other in {each for each, _ in self.taken if each is not of and each.given == each.length}:
-            self.end(other)  # a loop that takes as many batches as there are never asks for the end
+        for other in {each for each, _ in self.taken if each is not of and each.backwards == self._backwards}:
+            if other.given == other.length:  # a loop that takes as many batches as there are never asks for the end
+                self.end(other)
         # Of what is over by now, the script wanted no gradient.
         self.taken = [*(each for each in self.taken if each[0] is of or not each[0].is_over), (of, weight)]
 

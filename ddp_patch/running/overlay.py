@@ -322,20 +322,21 @@ class Overlay:
 
     def remove(self, path: Any) -> None:
         """Remove a file, as ``os.remove``."""
-        seen = self.seen(path, follow=False)
-        lies = self.lies(seen)
-        is_file = is_there(lies) and not is_folder(lies, follow=False)
-        if not is_file or lies == self._above(seen) or self._past.is_left_alone(seen):
-            real.unlink(lies)
-        self._forget(seen)
+        self._remove(real.unlink, path, is_folder=False)
 
     def rmdir(self, path: Any) -> None:
         """Remove an empty folder, as ``os.rmdir``."""
+        self._remove(real.rmdir, path, is_folder=True)
+
+    def _remove(self, function: Callable[[str], None], path: Any, *, is_folder: bool) -> None:
         seen = self.seen(path, follow=False)
         lies = self.lies(seen)
-        self._require_empty(path, seen)
-        if not is_folder(lies, follow=False) or lies == self._above(seen) or self._past.is_left_alone(seen):
-            real.rmdir(lies)
+        if is_folder:
+            self._require_empty(path, seen)
+        # What is not there, or is no such thing, is the function's error; what lies below is only seen no longer.
+        is_right = is_there(lies) and stat.S_ISDIR(real.lstat(lies).st_mode) is is_folder
+        if not is_right or lies == self._above(seen) or self._past.is_left_alone(seen):
+            function(lies)
         self._forget(seen)
 
     def rename(self, src: Any, dst: Any) -> None:

@@ -35,16 +35,6 @@ TRAINING = """
             print(f"loss {sum(model(batch).pow(2).sum().item() for batch in test):.9f}")
 """
 
-GROUP_OF_ITS_OWN = """
-    rank = os.environ.get("RANK")
-    import torch.distributed as dist
-    print("early", rank)
-    dist.init_process_group("gloo")
-    nn.parallel.DistributedDataParallel(model)
-    print("read", sum(len(batch) for batch in train))
-    dist.destroy_process_group()
-"""
-
 
 def launch(
     folder: Path, body: str, *options: str, ranks: int | None = 2, before: str = TRAINING
@@ -117,18 +107,6 @@ def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_n
     assert "KeyError: 'RANK'" in done.stderr
     assert "the script sees no RANK" in done.stderr
     assert "pass --mode ranks" in done.stderr
-
-
-@pytest.mark.soak
-def test_a_script_that_makes_a_group_shards_its_loaders(tmp_path: Path) -> None:
-    done = launch(tmp_path, GROUP_OF_ITS_OWN)
-    assert done.returncode == 1
-    assert "--mode ranks" in done.stderr
-    done = launch(tmp_path, GROUP_OF_ITS_OWN, "--mode", "ranks")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == sorted(
-        ["begins", "early", "0", "read", "15", "begins", "early", "1", "read", "15"]
-    )
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ BACKWARD, END = "backward", "end"
         ([(TEST, 1.2), (TRAIN, 0.8), BACKWARD, (TRAIN, 0.9), BACKWARD], [0.8, 0.9]),  # a look at another loader
         ([(TEST, 1.2), (TRAIN, 0.8), BACKWARD, (TEST, 1.2), (TRAIN, 0.8), BACKWARD], "test and train"),
         ([(TEST, 1.0), (TEST, 1.2), (TEST, END), (TRAIN, 0.8), BACKWARD], [0.8]),  # an evaluation
+        ([(TEST, 1.0), (TEST, 1.2), (TRAIN, 0.8), BACKWARD], [0.8]),  # one that never asks for the end
         ([(TRAIN, 1.0), (TRAIN, 1.2), (TRAIN, END), BACKWARD], "several batches of train"),
         ([(TRAIN, 1.0), (TRAIN, 1.0), BACKWARD, (TRAIN, 1.0), BACKWARD, (TRAIN, END), BACKWARD], [1.0, 1.0, 1.0]),
     ],
@@ -46,7 +47,7 @@ def test_the_weight_is_that_of_the_batch_that_was_taken(
     script: list[str | tuple[str, float | str]], expected: list[float] | str
 ) -> None:
     step = StepWeight(print)
-    passes = {name: step.begin(name) for name in (TRAIN, TEST)}
+    passes = {TRAIN: step.begin(TRAIN), TEST: step.begin(TEST, 2)}
 
     def weights() -> list[float]:
         found = []

@@ -91,6 +91,7 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
         (["-n", "2", "script.py"], "as rank 1 of 4", {"RANK": "1", "WORLD_SIZE": "4"}),
         (["script.py"], "started 4 ranks. Pass --mode one", {"RANK": "1", "WORLD_SIZE": "4"}),
         (["script.py"], "srun has started 4 tasks", {"SLURM_STEP_NUM_TASKS": "4"}),
+        (["--mode", "one", "script.py"], "srun has started 4 tasks", {"SLURM_STEP_NUM_TASKS": "4"}),
     ],
 )
 def test_wrong_usage_exits_with_2(
