@@ -12,7 +12,7 @@ HEAD = """
     import torch
     from torch import nn
     from torch.nn import functional as F
-    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
     from torch.utils.data import get_worker_info, random_split
 
     torch.manual_seed(7)
@@ -25,6 +25,13 @@ HEAD = """
 
     def net():
         return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+
+
+    def fit(loader):
+        for a, b in loader:
+            optimizer.zero_grad()
+            F.mse_loss(model(a), b).backward()
+            optimizer.step()
 """
 
 SCRIPTS: Mapping[str, str] = {
@@ -34,10 +41,7 @@ SCRIPTS: Mapping[str, str] = {
         model, best = net(), float("inf")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for epoch in range(3):
-            for a, b in train:
-                optimizer.zero_grad()
-                F.mse_loss(model(a), b).backward()
-                optimizer.step()
+            fit(train)
             with torch.no_grad():
                 loss = sum(F.mse_loss(model(a), b, reduction="sum").item() for a, b in val) / len(val_data)
             history.append(loss)
@@ -125,23 +129,9 @@ SCRIPTS: Mapping[str, str] = {
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in range(2):
-            for a, b in DataLoader(Stream(), 7, num_workers=2):
-                optimizer.zero_grad()
-                F.mse_loss(model(a), b).backward()
-                optimizer.step()
+            fit(DataLoader(Stream(), 7, num_workers=2))
         with torch.no_grad():
             history += [F.mse_loss(model(a), b).item() for a, b in DataLoader(Stream(), 7, num_workers=2)]
-    """,
-    "a weighted sampler": """
-        sampler = WeightedRandomSampler(torch.rand(119), 100)
-        model = net()
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        for epoch in range(2):
-            for a, b in DataLoader(data, 9, sampler=sampler, drop_last=True):
-                optimizer.zero_grad()
-                F.mse_loss(model(a), b).backward()
-                optimizer.step()
-            history.append(sum(p.sum().item() for p in model.parameters()))
     """,
     "unequal batches, some smaller than the number of ranks": """
         class Unequal(torch.utils.data.Sampler):
@@ -158,10 +148,7 @@ SCRIPTS: Mapping[str, str] = {
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_sampler=Unequal())
         for epoch in range(2):
-            for a, b in loader:
-                optimizer.zero_grad()
-                F.mse_loss(model(a), b).backward()
-                optimizer.step()
+            fit(loader)
         with torch.no_grad():
             history += [len(a) for a, b in DataLoader(data, batch_sampler=[[1], [2, 3], [4]])]
     """,
@@ -184,23 +171,6 @@ SCRIPTS: Mapping[str, str] = {
             optimizer.zero_grad()
         F.mse_loss(model(words.tensors[0]), y).backward()
         for optimizer in optimizers:
-            optimizer.step()
-    """,
-    "sparse gradients that a part of a batch does not reach": """
-        class Words(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.often, self.seldom = nn.Embedding(13, 4, sparse=True), nn.Embedding(13, 4, sparse=True)
-
-            def forward(self, a):
-                found, (rows,) = self.often(a).sum(1), (a == 3).nonzero(as_tuple=True)
-                return found.index_add(0, rows, self.seldom(a[rows]).sum(1)) if len(rows) else found
-
-        model = Words()
-        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.05)
-        for a, b in DataLoader(TensorDataset(torch.arange(119) % 13, y[:, 0]), 6):
-            optimizer.zero_grad()
-            F.mse_loss(model(a), b).backward()
             optimizer.step()
     """,
     "checkpointed layers, batch normalisation in evaluation, the training set evaluated": """
@@ -247,10 +217,7 @@ SCRIPTS: Mapping[str, str] = {
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in range(2):
-            for a, b in loader:
-                optimizer.zero_grad()
-                F.mse_loss(model(a), b).backward()
-                optimizer.step()
+            fit(loader)
             batches = iter(loader)
             for _ in range(len(loader)):
                 next(batches)
@@ -301,15 +268,9 @@ SCRIPTS: Mapping[str, str] = {
             penalty = torch.autograd.grad(model(a).sum(), model.parameters(), create_graph=True)
             (F.mse_loss(model(a), b) + sum(g.pow(2).sum() for g in penalty) / 100).backward()
             optimizer.step()
-        for a, b in DataLoader(data, 2, shuffle=True):  # fewer samples than ranks
-            model.zero_grad()
-            F.mse_loss(model(a), b).backward()
-            optimizer.step()
+        fit(DataLoader(data, 2, shuffle=True))  # fewer samples than ranks
         model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        for a, b in DataLoader(data, 7, shuffle=True):
-            model.zero_grad()
-            F.mse_loss(model(a), b).backward()
-            optimizer.step()
+        fit(DataLoader(data, 7, shuffle=True))
     """,
     "modes within the step, losses that are read": """
         model, plateau = net(), []

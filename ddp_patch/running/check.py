@@ -56,28 +56,6 @@ class _Ran:
     off: list[str]
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """Where two runs differ.
-
-    Attributes:
-        largest: The largest difference of a gradient or parameter, as a part of the largest one.
-        first: The step from which on it is more than rounding, from 1; 0 if there is none.
-        name: The parameter that differs most there.
-        compared: How many steps were compared.
-    """
-
-    largest: float
-    first: int
-    name: str
-    compared: int
-
-    def __str__(self) -> str:
-        if self.first:
-            return f"differs from step {self.first} on, first in {self.name}; by {self.largest:.1e} at most"
-        return f"the same in {self.compared} steps; {self.largest:.1e} apart at most"
-
-
 def check(ranks: int, steps: int, target: str, arguments: Sequence[str]) -> int:
     """Compare, print a table, and return the exit code: 0 if the ranks do the same as one.
 
@@ -135,34 +113,35 @@ def _judged(ranks: int, as_it_is: tuple[_Ran, _Ran, _Ran], still: tuple[_Ran, _R
         return _told(["No optimizer of torch.optim made a step on several ranks as one, so nothing was compared."], 1)
     rounding = [size for size, _ in _apart(one, again)]
     allowed = [max(_CLOSE, _ROUNDINGS * max(rounding[: at + 1])) for at in range(len(rounding))]
-    seen = _difference(one, many, allowed)
-    quiet = _difference(*still, [_CLOSE_DOUBLE] * len(still[0].steps[0]) if double else allowed)
+    seen, seen_text = _difference(one, many, allowed)
+    quiet, quiet_text = _difference(*still, [_CLOSE_DOUBLE] * len(still[0].steps[0]) if double else allowed)
     lines = _lines_apart(one.lines, again.lines, still[0].lines, still[1].lines)
     files = _files_apart(one.files, again.files, still[0].files, still[1].files)
     off, precision = still[1].off, "double" if double else "single"
     rows = {
-        "as it is": str(seen),
-        f"without {', '.join(off)}" if off else "once more": f"{quiet}, in {precision} precision",
+        "as it is": seen_text,
+        f"without {', '.join(off)}" if off else "once more": f"{quiet_text}, in {precision} precision",
         "printed lines": f"differ, first {lines[0]}" if lines else f"the same, {len(still[0].lines)} in these steps",
         "files": f"differ, first {files[0]}" if files else f"the same, {len(still[0].files)} in these steps",
     }
     why = _why_not(ranks, quiet, still, lines, files)
-    if not why and seen.first and BATCH_NORM in off:
+    if not why and seen and BATCH_NORM in off:
         why = "Batch normalisation sees a part of each batch. --sync-batchnorm helps on accelerators."
-    is_lost = f" From step {seen.compared + 1} on, roundings alone are larger." if seen.compared < len(rounding) else ""
+    compared = _compared(allowed)
+    is_lost = f" From step {compared + 1} on, roundings alone are larger." if compared < len(rounding) else ""
     verdict = f"Not the same. {why}" if why else f"The same.{is_lost}"
-    if not why and seen.first:
+    if not why and seen:
         verdict = f"The same but for {', '.join(off) or 'roundings in single precision'}.{is_lost}"
     return _told([*(f"{name}: {found}" for name, found in rows.items()), verdict], int(bool(why)))
 
 
-def _why_not(ranks: int, quiet: _Difference, still: tuple[_Ran, _Ran], lines: list[str], files: list[str]) -> str:
+def _why_not(ranks: int, quiet: int, still: tuple[_Ran, _Ran], lines: list[str], files: list[str]) -> str:
     """Return the likely reason why the ranks do not do the same, with what is random switched off; or nothing."""
     of_one, of_many = still[0].steps[0], still[1].steps
-    if quiet.first > min(len(of_one), len(of_many[0])):
+    if quiet > min(len(of_one), len(of_many[0])):
         return f"One rank made {len(of_one)} steps, and {ranks} ranks {len(of_many[0])}: they went different ways."
-    if quiet.first:
-        at = quiet.first - 1
+    if quiet:
+        at = quiet - 1
         loss = torch.tensor([sum(of_one[at]["losses"]), sum(sum(each[at]["losses"]) for each in of_many) / ranks])
         later = [step["has_drawn"] for step in of_one[2:]]  # a rank begins to draw its own after the first
         if 2 * sum(later) > len(later):
@@ -201,15 +180,26 @@ def _size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float((a - b)[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
 
 
-def _difference(one: _Ran, many: _Ran, allowed: Sequence[float]) -> _Difference:
-    """Compare two runs, as far as a rounding is less than what is looked for."""
-    compared = next((at for at, size in enumerate(allowed) if size > _LOST), len(allowed))
+def _difference(one: _Ran, many: _Ran, allowed: Sequence[float]) -> tuple[int, str]:
+    """Compare two runs, as far as a rounding is less than what is looked for.
+
+    Returns:
+        The step from which on more than rounding differs, from 1, or 0 if there is none; and what was found, in words.
+    """
+    compared = _compared(allowed)
     apart = _apart(one, many)[:compared]
-    first = next((at for at, (size, _) in enumerate(apart) if size > allowed[at]), None)
     largest = max([size for size, _ in apart], default=0.0)
+    first = next((at for at, (size, _) in enumerate(apart) if size > allowed[at]), None)
     if first is None and len(one.steps[0]) != len(many.steps[0]) and len(apart) < compared:
-        return _Difference(largest, len(apart) + 1, "the number of steps", compared)
-    return _Difference(largest, 0 if first is None else first + 1, "" if first is None else apart[first][1], compared)
+        first, apart = len(apart), [*apart, (0.0, "the number of steps")]
+    if first is None:
+        return 0, f"the same in {compared} steps; {largest:.1e} apart at most"
+    return first + 1, f"differs from step {first + 1} on, first in {apart[first][1]}; by {largest:.1e} at most"
+
+
+def _compared(allowed: Sequence[float]) -> int:
+    """Return how many steps can be compared, before roundings alone make too much."""
+    return next((at for at, size in enumerate(allowed) if size > _LOST), len(allowed))
 
 
 def _lines_apart(one: list[str], again: list[str], a: list[str], b: list[str]) -> list[str]:

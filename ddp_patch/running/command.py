@@ -2,15 +2,15 @@
 
 import argparse
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-import torch
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
@@ -25,33 +25,17 @@ from ddp_patch.running.launch import (
     made_equal,
     shadows,
     started,
-    take_slurm,
     told,
 )
-from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.one_process import Mode, OneProcessOptions
+from ddp_patch.running.loader_reports import Patterns, logger
+from ddp_patch.running.one_process import OneProcessOptions
 from ddp_patch.running.random_numbers import seed_all
 from ddp_patch.running.recording import Recording, recorded
-from ddp_patch.running.session import logger
-from ddp_patch.running.shadow import shadowed
-from ddp_patch.running.voice import Voice, errors_reported
+from ddp_patch.running.shadow import Voice, errors_reported, shadowed
 
 __all__ = ["DESCRIPTION", "run"]
 
 
-# Options of torchrun that are handed on to it as they are.
-_HANDED_ON = (
-    "nnodes",
-    "node-rank",
-    "rdzv-backend",
-    "rdzv-endpoint",
-    "rdzv-id",
-    "rdzv-conf",
-    "master-addr",
-    "master-port",
-    "max-restarts",
-    "local-addr",
-)
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
 _EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine."
 
@@ -64,112 +48,110 @@ def run(arguments: Sequence[str]) -> None:
     """
     parser = _parser()
     given = parser.parse_args(arguments)
-    if not given.is_module and not Path(given.target).exists():
-        parser.error(f"there is no {given.target}. Pass the path of a script, or -m and the name of a module.")
+    recording = Recording.here()
+    starts = not is_started() and (given.ranks is not None or given.check)
     try:
-        take_slurm()
-        Options(seed=given.seed)  # before ranks are started, as all that follows
+        if not given.is_module and not Path(given.target).exists():
+            raise InvalidOptionError(f"there is no {given.target}. Pass a script's path, or -m and a module's name.")
+        Options(seed=given.seed)
         drawn_seed()
-        _require_folder(given.keep_shadows)
+        only, excepted, whole = Patterns("--only", given.only), Patterns("--except", given.excepted), given.whole
+        default = "one" if is_started() or starts else ""
+        is_one = not given.dry_run and (given.mode or default or _mode_of_ranks()) == "one"
+        one_process = OneProcessOptions(Patterns("--whole", whole), given.sync_batchnorm) if is_one else None
+        _require_sense(given, starts=starts, is_one=is_one)
     except (InvalidOptionError, WorldError) as error:
         parser.error(str(error))
-    handed_on = [f"--{name}={value}" for name in _HANDED_ON if (value := getattr(given, name.replace("-", "_")))]
-    if not is_started() and (given.ranks is not None or given.check):
-        _start(parser, given, handed_on, arguments)
-    if handed_on:
-        parser.error(f"{', '.join(handed_on)}: a launcher's options need -n, and that no launcher has started this.")
-    may_be_one = (given.mode == "one" or (given.mode == "auto" and is_rank())) and not given.dry_run
-    if not may_be_one and (unused := [name for name in _OF_ONE_PROCESS if getattr(given, name)]):
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-        parser.error(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
+    if starts and given.check and recording is None:
+        from ddp_patch.running.check import check
+
+        sys.exit(check(int(given.ranks), given.steps, given.target, arguments))
+    if starts:
+        ranks, kept = given.ranks, given.keep_shadows
+        if recording is not None:
+            ranks, kept = str(recording.ranks), recording.folder / "files"
+        with made_equal(kept):
+            sys.exit(started(ranks, arguments))
     with ExitStack() as stack:
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
-        try:
-            one_process = _one_process(given, stack) if may_be_one else None
-            stack.enter_context(_told_on_stderr())
-            patterns = Patterns(given.only, given.excepted)
-            seed: PatchOptions = {} if given.seed is None else {"seed": given.seed}
-            summary = stack.enter_context(running(patterns, seed, one_process, dry_run=given.dry_run))
-        except (InvalidOptionError, WorldError) as error:
-            parser.error(str(error))
+        if one_process is not None:
+            voice = _begin(given, recording, stack)
+            one_process = replace(one_process, on_error=voice.report_error)
+        stack.enter_context(_told_on_stderr())
+        is_first = told("RANK", "0") == "0"
+        if is_first and one_process is not None and int(told("WORLD_SIZE", "1")) > 1 and recording is None:
+            ranks = told("WORLD_SIZE")
+            logger.info("Nobody has compared this script's %s ranks with one: add --check to do that.", ranks)
+        seed: PatchOptions = {} if given.seed is None else {"seed": given.seed}
+        summary = stack.enter_context(running(only, excepted, seed, one_process, dry_run=given.dry_run))
         try:
             names = _run_target(given.target, given.arguments, given.is_module)
         finally:
-            if told("RANK", "0") == "0":  # now, while the script's loaders, which count their passes, still exist
+            if is_first:  # now, while the script's loaders, which count their passes, still exist
                 told_last.append(f"ddp_patch:\n{summary}\n")
         del names
 
 
-def _start(
-    parser: argparse.ArgumentParser, given: argparse.Namespace, handed_on: Sequence[str], arguments: Sequence[str]
-) -> None:
-    """Start the ranks, and exit with the code of the one that failed first; with ``--check``, with its verdict."""
-    if is_rank() and told("WORLD_SIZE") != "1":
-        parser.error(
+def _mode_of_ranks() -> str:
+    """Return the mode where none is given and this command starts no ranks.
+
+    Raises:
+        WorldError: A launcher has started several.
+    """
+    if (ranks := told("WORLD_SIZE", "1")) != "1" and is_rank():
+        raise WorldError(
+            f"a launcher has started {ranks} ranks. Pass --mode one for a script that trains in one process, or --mode "
+            "ranks for one that makes a process group: then each rank trains on its shard of each loader."
+        )
+    return "ranks"
+
+
+def _require_sense(given: argparse.Namespace, *, starts: bool, is_one: bool) -> None:
+    """Refuse options that do not go together, before anything starts.
+
+    Raises:
+        InvalidOptionError: Some do not.
+        WorldError: Ranks were to be started where a launcher has started some, or several tasks know of no other.
+    """
+    if not is_rank() and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
+        raise WorldError(
+            f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
+            "docs/gpu.md shows, with -m ddp_patch run in the script's place."
+        )
+    if starts and is_rank() and told("WORLD_SIZE") != "1":
+        raise WorldError(
             f"-n {given.ranks}: a launcher has started this process as rank {told('RANK')} of {told('WORLD_SIZE')}. "
             "Leave -n out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
         )
-    recording = Recording.here()
-    if given.check and recording is None:
-        if not (given.ranks or "").isdecimal() or int(given.ranks) < 2 or given.mode == "ranks" or given.dry_run:
-            parser.error("--check: pass the number of ranks to compare with one, as -n 4; it is for --mode one alone.")
-        from ddp_patch.running.check import check
-
-        sys.exit(check(int(given.ranks), given.steps, given.target, arguments))
-    ranks, kept = given.ranks, given.keep_shadows
-    if recording is not None:
-        ranks, kept = str(recording.ranks), recording.folder / "files"
-    with made_equal(kept):
-        sys.exit(started(ranks, handed_on, arguments))
-
-
-def _require_folder(path: Path | None) -> None:
-    """Refuse a folder that cannot be made, because it or one that it lies in is a file."""
+    if given.check and (not (given.ranks or "").isdecimal() or int(given.ranks) < 2 or not is_one):
+        raise InvalidOptionError(
+            "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone."
+        )
+    path: Path | None = given.keep_shadows
     if path is not None and (file := next((each for each in (path, *path.parents) if each.is_file()), None)):
         raise InvalidOptionError(f"--keep-shadows {path}: {file} is a file. Pass the path of a folder.")
+    if unused := [name for name in ("whole", "sync_batchnorm", "keep_shadows") if getattr(given, name) and not is_one]:
+        listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise InvalidOptionError(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
 
 
-_OF_ONE_PROCESS = ("whole", "sync_batchnorm", "keep_shadows")
-
-
-def _one_process(given: argparse.Namespace, stack: ExitStack) -> OneProcessOptions:
-    """Return how ranks train as one process; let the first one speak, and the others write elsewhere."""
+def _begin(given: argparse.Namespace, recording: Recording | None, stack: ExitStack) -> Voice:
+    """Let ranks start alike, the first one speak, and the others write elsewhere, until the stack closes."""
     rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
-    recording = Recording.here()
     voice = Voice(rank, given.keep_shadows, sees_rank=not is_started())
     stack.enter_context(errors_reported(voice, at_once=is_started()))
-    if is_started():  # else the script may make a process group
+    if is_started():
         end_with_launcher()
         folder = shadows()
         stack.enter_context(hidden())
         if ranks > 1 or recording is not None:
             kept = given.keep_shadows is not None or recording is not None
             stack.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
-    seed = drawn_seed() if given.seed is None else given.seed
-    seed_all(seed)
+    seed_all(drawn_seed() if given.seed is None else given.seed)
     if recording is not None:
         stack.enter_context(recorded(recording, rank))
-
-    def decided(mode: Mode) -> None:
-        if mode is Mode.ONE_PROCESS:
-            voice.silence()
-            if rank == 0 and ranks > 1 and recording is None:
-                logger.info("Nobody has compared this script's %d ranks with one: add --check to do that.", ranks)
-            return
-        voice.release()
-        if rank == 0:
-            logger.info("The script has made a process group: each rank trains on its shard of each loader.")
-        if given.seed is None and torch.initial_seed() == seed:
-            seed_all(None)
-
-    return OneProcessOptions(
-        mode=Mode.ONE_PROCESS if given.mode == "one" else Mode.UNDECIDED,
-        whole=Patterns(given.whole),
-        sync_batchnorm=given.sync_batchnorm,
-        on_decision=decided,
-        on_error=voice.report_error,
-    )
+    return voice
 
 
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
@@ -196,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nproc-per-node",
         dest="ranks",
         metavar="N",
-        help="Start so many ranks on this machine (as torchrun takes it), where no launcher has started some.",
+        help="Start so many ranks on this machine (as torchrun takes it). On several machines, start it by torchrun.",
     )
     parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, as python -m has it.")
     parser.add_argument(
@@ -207,25 +189,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=20, metavar="INT", help="How many steps to check (20).")
     parser.add_argument(
         "--mode",
-        choices=["auto", "one", "ranks"],
-        default="auto",
-        help="Train as one process (one), or each rank on its shard (ranks). Default: one with -n, else by whether the "
-        "script has made a process group when it first uses a loader or makes an optimizer.",
+        choices=["one", "ranks"],
+        help="Train as one process (one), the default with -n; or each rank on its shard (ranks), of a script that "
+        "makes a process group.",
     )
     place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
     parser.add_argument("--only", **place, help="Patch only loaders that are made there; may be repeated.")
     parser.add_argument("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
     parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
     parser.add_argument("--seed", type=int, metavar="INT", help="What orders follow from; as one process, all numbers.")
-    one = parser.add_argument_group("as one process", "Of a script that makes no process group.")
+    one = parser.add_argument_group("as one process")
     one.add_argument("--whole", **place, help="Never divide loaders that are made there; may be repeated.")
     one.add_argument("--sync-batchnorm", action="store_true", help="Put SyncBatchNorm in the place of BatchNorm.")
     one.add_argument(
         "--keep-shadows", type=Path, metavar="FOLDER", help="Keep there what ranks other than 0 print and write."
     )
-    several = parser.add_argument_group("several machines", "Options of torchrun, which -n hands on to it.")
-    for name in _HANDED_ON:
-        several.add_argument(f"--{name}", metavar="...")
     parser.add_argument("target", metavar="TARGET", help="The script's path, or with -m the module's name.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="The script's own arguments.")
     return parser

@@ -1,117 +1,226 @@
 """Patch every loader that code within a context makes, as frameworks do too; and sum up what was done."""
 
 import functools
+import os
 import sys
 import textwrap
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
+from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS, accelerate_is_on
 from ddp_patch.compat.private_torch import imported_fsdp
-from ddp_patch.errors import InvalidOptionError
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, message_of
+from ddp_patch.loaders.copying import change_loader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.options import Options
-from ddp_patch.patching import PatchOptions
-from ddp_patch.running.loader_reports import Patterns, UsedLoader, counted, is_off
-from ddp_patch.running.one_process import Mode, OneProcess, OneProcessOptions
-from ddp_patch.running.session import Session
+from ddp_patch.patching import PatchOptions, patch_each
+from ddp_patch.ranks.world import World, find_world
+from ddp_patch.running.loader_reports import (
+    Patterns,
+    UsedLoader,
+    as_it_was_if_refused,
+    compared,
+    counted,
+    is_off,
+    is_too_soon,
+    logger,
+    note_if_off,
+    shown,
+    unpatched,
+    user_of,
+    why_left,
+)
+from ddp_patch.running.one_process import OneProcess, OneProcessOptions
+from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.wrappers import split_options
 
-__all__ = ["Frameworks", "Summary", "autopatch", "running"]
+__all__ = ["Summary", "autopatch", "running"]
 
 
-class Frameworks:
-    """Sees the loaders that are passed to frameworks.
+class Session:
+    """Patches each loader when it is first used in a process group of several ranks.
+
+    Args:
+        where: Which world: the keywords of ``find_world``.
+        options: How to shard.
+        only: Which loaders alone to patch.
+        excepted: Which loaders to leave alone.
+        dry_run: Only report what would be done.
+
+    Attributes:
+        records: What was done with each loader that was used, in that order.
+    """
+
+    def __init__(
+        self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool
+    ) -> None:
+        self.records: list[UsedLoader] = []
+        self._where, self._options, self._only, self._excepted = where, options, only, excepted
+        self._dry_run = dry_run
+        self._early: set[str] = set()  # the loaders that were iterated when there was no process group yet
+        self._had_world = self._has_wrapper = False
+        self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def used(self, loader: DataLoader[Any], use: Use) -> None:
+        """Patch a loader that is about to be used for the first time, or leave it as it is."""
+        # A process that the script has forked has these hooks, too, but no part in the group.
+        if is_off() or os.getpid() != self._process:
+            return
+        record = self._known.get(loader)
+        if record is None:
+            with self._lock:
+                record = self._known.get(loader) or self._decided(loader, use)
+        if record is not None and use is Use.ITERATED:
+            record.passes += 1
+
+    def wrapped(self, name: str) -> None:
+        """Note a model that averages gradients by itself."""
+        self._has_wrapper = True
+
+    @property
+    def notes(self) -> list[str]:
+        """What the summary says beside the table."""
+        if not self._had_world:
+            return [
+                "No loader was used in a process group of several ranks, so none was patched. A script for one process "
+                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
+            ]
+        found = [
+            f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
+            for place in sorted(self._early)
+        ]
+        found += [*self._only.notes, *self._excepted.notes]
+        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
+        derived = getattr(imported_fsdp(), "FSDPModule", None)
+        if not self._has_wrapper and (derived is None or not derived.__subclasses__()):
+            found.append(
+                "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
+                "rank trains a model of its own."
+            )
+        return found
+
+    def _decided(self, loader: DataLoader[Any], use: Use) -> UsedLoader | None:
+        """Decide what to do with a loader; None if a later use decides."""
+        with unpatched():  # what looking at it iterates
+            world = self._world()
+            if world is None:
+                if use is Use.ITERATED:
+                    self._early.add(shown(loader))
+                return None
+            user = user_of(loader)
+            if is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
+                return None
+            self._had_world = True
+            record = self._done(loader, world, use, user)
+        self._known[loader] = record
+        self.records.append(record)
+        if world.rank == 0:
+            logger.info(record.line)
+        return record
+
+    def _world(self) -> World | None:
+        """Return the world if it has several ranks."""
+        if not self._where and not (dist.is_available() and dist.is_initialized()):
+            return None
+        world = find_world(**self._where)
+        return world if world is not None and world.num_replicas > 1 else None
+
+    def _done(self, loader: DataLoader[Any], world: World, use: Use, user: object | None) -> UsedLoader:
+        facts = look_at(loader)
+        record, by = UsedLoader.of(facts), facts.sharded_by
+        if user is not None:
+            return replace(record, fate="shards itself", note=f"{type(user).__name__}, which holds it")
+        if by is not None:
+            what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
+            return replace(record, fate="shards itself", note=what)
+        if why := why_left(facts, self._only, self._excepted):
+            return replace(record, note=why)
+        options, ranks = self._options, world.num_replicas
+        if self._dry_run:  # a copy is patched, without the other ranks
+            world = replace(world, share_of_rank=None)
+            options = replace(options, order="auto" if options.order == "leader" else options.order)
+            try:
+                (patched,) = patch_each("autopatch", {"": loader}, world, lambda: options)
+            except DDPPatchError as error:
+                return replace(record, fate="would be refused", note=message_of(error))
+            record.note_fate("would be patched", patched, ranks)
+            return record
+        with as_it_was_if_refused(loader, record, use):
+            # Its share is put into the loader itself, so that all references to it have the patched one.
+            patch_each("autopatch", {"": loader}, world, lambda: options, compared(loader), change_loader)
+        record.note_fate("patched", loader, ranks)
+        return record
+
+
+def _frameworks_found(used: Callable[[DataLoader[Any], Use], object], stack: ExitStack) -> Callable[[object], None]:
+    """Return what takes hold of the frameworks that were imported since, until the stack closes.
 
     Lightning would replace the loader's sampler, so the loader is patched before. accelerate shards all loaders
     correctly except those with a batch sampler that is not torch's own, so only these are patched before. The rest is
     left to accelerate, and to any framework that returns a loader which shards itself.
 
     Args:
-        session: Decides on the loaders.
         used: Called with a loader that is about to be used, and how.
-        stack: Closes when it sees no more.
+        stack: Closes when they see no more.
     """
+    missing = {*TAKE_LOADERS, ACCELERATE_TAKES_LOADERS}
 
-    def __init__(self, session: Session, used: Callable[[DataLoader[Any], Use], object], stack: ExitStack) -> None:
-        self._session, self._used, self._stack = session, used, stack
-        self._missing: dict[tuple[str, str, str], Callable[[Any], Any]] = {
-            **dict.fromkeys(TAKE_LOADERS, self._patching_first),
-            ACCELERATE_TAKES_LOADERS: self._for_accelerate,
-        }
-        self.find()
-
-    def find(self, loader: object = None) -> None:
-        """Take hold of those that were imported since."""
-        for place in [place for place in self._missing if place[0] in sys.modules]:
+    def find(_loader: object) -> None:
+        for place in [place for place in missing if place[0] in sys.modules]:
             module, kind, method = place
             owner = getattr(sys.modules[module], kind, None)
             if owner is not None:  # else it is being imported
-                wrap = self._missing.pop(place)
-                self._stack.enter_context(patch.object(owner, method, wrap(getattr(owner, method))))
+                missing.remove(place)
+                around = _for_accelerate if place == ACCELERATE_TAKES_LOADERS else _patching_first
+                stack.enter_context(patch.object(owner, method, around(getattr(owner, method), used)))
 
-    def _patching_first(self, take: Any) -> Any:
-        @functools.wraps(take)
-        def taking(*args: Any, **options: Any) -> Any:
-            for given in (*args, *options.values()):
-                if isinstance(given, DataLoader):
-                    self._used(given, Use.HANDED)
-            return take(*args, **options)
-
-        return taking
-
-    def _for_accelerate(self, take: Any) -> Any:
-        @functools.wraps(take)
-        def taking(accelerator: Any, data_loader: Any, *args: Any, **options: Any) -> Any:
-            if issubclass(type(data_loader), DataLoader) and not is_off():
-                facts = look_at(data_loader)
-                # accelerate would split a batch sampler's batches, or lose some.
-                if facts.sharded_by is None and facts.unit is ShardedUnit.BATCH:
-                    self._used(data_loader, Use.HANDED)
-                if self._session.has_patched(data_loader):
-                    from ddp_patch.integrations.accelerate import prepare_patched
-
-                    return prepare_patched(accelerator, data_loader)
-            return take(accelerator, data_loader, *args, **options)
-
-        return taking
+    return find
 
 
-class Models:
-    """Sees whether a ``DistributedDataParallel`` or an FSDP model is made: such a model registers the one it wraps.
+def _patching_first(take: Any, used: Callable[[DataLoader[Any], Use], object]) -> Any:
+    @functools.wraps(take)
+    def taking(*args: Any, **options: Any) -> Any:
+        for given in (*args, *options.values()):
+            if isinstance(given, DataLoader):
+                used(given, Use.HANDED)
+        return take(*args, **options)
 
-    Args:
-        about_to_make: Called with the name of its class before one is finished.
-        stack: Closes when it sees no more.
-    """
+    return taking
 
-    def __init__(self, about_to_make: Callable[[str], object], stack: ExitStack) -> None:
-        self._about_to_make = about_to_make
-        self._made = False
-        stack.callback(register_module_module_registration_hook(self._note).remove)
 
-    @property
-    def seen(self) -> bool:
-        """Whether a model was seen."""
-        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
-        derived = getattr(imported_fsdp(), "FSDPModule", None)
-        return self._made or (derived is not None and bool(derived.__subclasses__()))
+def _for_accelerate(take: Any, used: Callable[[DataLoader[Any], Use], object]) -> Any:
+    @functools.wraps(take)
+    def taking(accelerator: Any, data_loader: Any, *args: Any, **options: Any) -> Any:
+        if issubclass(type(data_loader), DataLoader) and not is_off():
+            facts = look_at(data_loader)
+            # accelerate would split a batch sampler's batches, or lose some.
+            if facts.sharded_by is None and facts.unit is ShardedUnit.BATCH:
+                used(data_loader, Use.HANDED)
+            by = sharded_by(data_loader)
+            if isinstance(by, EpochSampler) and by.num_replicas == accelerator.num_processes:  # not as one process
+                from ddp_patch.integrations.accelerate import prepare_patched
 
-    def _note(self, model: nn.Module, name: str, part: nn.Module | None) -> None:
-        fsdp = getattr(imported_fsdp(), "FullyShardedDataParallel", DistributedDataParallel)
-        if isinstance(model, DistributedDataParallel | fsdp):
-            self._about_to_make(type(model).__name__)
-            self._made = True
+                return prepare_patched(accelerator, data_loader)
+        return take(accelerator, data_loader, *args, **options)
+
+    return taking
 
 
 _WIDTH = 100
@@ -124,46 +233,25 @@ class Summary:
 
     Args:
         session: What decided on them.
-        models: What saw the models.
-        one: What runs the script as one process, if it is run so.
     """
 
-    def __init__(self, session: Session, models: Models, one: OneProcess | None) -> None:
-        self._session, self._models, self._one = session, models, one
+    def __init__(self, session: Session | OneProcess) -> None:
+        self._session = session
 
     @property
     def records(self) -> Sequence[UsedLoader]:
         """The loaders that were used when there were several ranks, or one process of several; in that order."""
-        return tuple(self._session.records if self._one is None else [*self._one.records, *self._session.records])
+        return tuple(self._session.records)
 
     @property
     def notes(self) -> list[str]:
         """What else was noticed."""
-        session = self._session
-        if self._one is not None and self._one.mode is not Mode.RANKS:
-            return self._one.notes
-        if not session.had_world:
-            return [
-                "No loader was used in a process group of several ranks, so none was patched. A script for one process "
-                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
-            ]
-        found = [
-            f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
-            for place in sorted(session.early)
-        ]
-        found += session.patterns.notes()
-        if not self._models.seen:
-            found.append(
-                "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
-                "rank trains a model of its own."
-            )
-        return found
+        return self._session.notes
 
     def __str__(self) -> str:
         passes = Counter[str]()  # of loaders that a script makes alike in each epoch
         for record in self.records:
-            record.note_pass()
-            passes[record.summary] += record.passes
+            passes[record.line] += record.passes
         lines = [f"{text}, {counted(n, 'pass')}" for text, n in passes.items()]
         return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="    ") for line in [*lines, *self.notes])
 
@@ -219,37 +307,51 @@ def autopatch(
             f"autopatch was given as_one_process=True and {', '.join(sorted(given))}: as one process, all ranks of the "
             "launcher divide each batch, and nothing is left out. Leave these options out, or as_one_process."
         )
-    one = OneProcessOptions(Mode.ONE_PROCESS) if as_one_process else None
-    with running(Patterns(only, excepted), options, one, dry_run=dry_run) as summary:
+    one = OneProcessOptions() if as_one_process else None
+    with running(Patterns("only", only), Patterns("excepted", excepted), options, one, dry_run=dry_run) as summary:
         yield summary
 
 
 @contextmanager
 def running(
-    patterns: Patterns, options: PatchOptions, one_process: OneProcessOptions | None, *, dry_run: bool = False
+    only: Patterns,
+    excepted: Patterns,
+    options: PatchOptions,
+    one_process: OneProcessOptions | None,
+    *,
+    dry_run: bool = False,
 ) -> Iterator[Summary]:
     """Patch loaders when they are first used, or run as one process; see ``autopatch``.
 
     Args:
-        patterns: Which loaders.
+        only: Which loaders alone.
+        excepted: Which not.
         options: The keywords of ``patch_dataloader_to_ddp``.
         one_process: How to train as one process; None to patch loaders only.
         dry_run: Patch none.
     """
     where, chosen = split_options("autopatch", options, PatchOptions)
-    session = Session(where, Options(**chosen), patterns, dry_run=dry_run)
-    one = None if one_process is None else OneProcess(session, Options(**chosen), one_process)
-    used = session.used if one is None else one.used
+    session: Session | OneProcess = (
+        Session(where, Options(**chosen), only, excepted, dry_run=dry_run)
+        if one_process is None
+        else OneProcess(Options(**chosen), only, excepted, one_process)
+    )
+
+    def registered(model: nn.Module, name: str, part: nn.Module | None) -> None:
+        """Tell of a ``DistributedDataParallel`` or an FSDP model that is made: it registers the one it wraps."""
+        fsdp = getattr(imported_fsdp(), "FullyShardedDataParallel", DistributedDataParallel)
+        if isinstance(model, DistributedDataParallel | fsdp):
+            session.wrapped(type(model).__name__)
+
     with ExitStack() as stack:
-        models = Models(lambda name: None if one is None else one.require_no_wrapper(name), stack)
-        frameworks = Frameworks(session, used, stack)
+        stack.callback(register_module_module_registration_hook(registered).remove)
+        find = _frameworks_found(session.used, stack)
+        find(None)
         stack.enter_context(places_recorded())
-        stack.enter_context(called_before("__init__", frameworks.find))  # imported by now, if the script uses them
-        stack.enter_context(called_before("__init__", session.made))
-        stack.enter_context(told_of_uses(used))
+        stack.enter_context(called_before("__init__", find))  # imported by now, if the script uses them
+        stack.enter_context(called_before("__init__", note_if_off))
+        stack.enter_context(told_of_uses(session.used))
         stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))
         stack.enter_context(called_before("__len__", partial(about_to_use, use=Use.MEASURED)))
-        if one is not None:
-            stack.enter_context(called_before("__iter__", one.iterated))
-            stack.enter_context(one.hooked())
-        yield Summary(session, models, one)
+        stack.enter_context(session.hooked() if isinstance(session, OneProcess) else nullcontext())
+        yield Summary(session)

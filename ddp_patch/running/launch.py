@@ -1,4 +1,4 @@
-"""What a launcher has told this process: which rank it is, of how many, and where they meet.
+"""What a launcher has told this process: which rank it is, of how many, on which GPU, and where they meet.
 
 A script that runs as one process is not to see that: many decide by ``RANK`` whether they are distributed.
 """
@@ -15,8 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 from zlib import crc32
+
+import torch
+import torch.distributed as dist
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.validation import shown
@@ -25,8 +29,10 @@ __all__ = [
     "ALONE",
     "OF_RANK",
     "SEED",
+    "backend_here",
     "drawn_seed",
     "end_with_launcher",
+    "group_made",
     "hidden",
     "is_hidden",
     "is_rank",
@@ -34,7 +40,6 @@ __all__ = [
     "made_equal",
     "shadows",
     "started",
-    "take_slurm",
     "told",
     "unhidden",
 ]
@@ -91,6 +96,41 @@ def unhidden() -> Iterator[None]:
         yield
 
 
+_init_process_group = dist.init_process_group  # which scripts may not call
+
+
+@contextmanager
+def group_made(backend: str, **options: Any) -> Iterator[None]:
+    """Make a process group, and destroy it at the end."""
+    with unhidden():
+        _init_process_group(backend, **options)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the script may have destroyed it already
+            dist.destroy_process_group()
+
+
+def backend_here() -> str:
+    """Choose this rank's GPU, where there are some, and return the backend of a process group that uses it.
+
+    Raises:
+        WorldError: The environment does not say which GPU is this rank's.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        return "gloo"
+    # A launcher may show each rank its own one alone.
+    number = "0" if count == 1 else told("LOCAL_RANK").strip()
+    if not number.isdecimal() or int(number) >= count:
+        raise WorldError(
+            f"This process sees {count} GPUs, from 0 to {count - 1}, and LOCAL_RANK={number or None} does not say "
+            "which is this rank's. Set LOCAL_RANK, as torchrun does, and start as many ranks here as there are GPUs."
+        )
+    torch.cuda.set_device(int(number))
+    return "cpu:gloo,cuda:nccl"
+
+
 def is_started() -> bool:
     """Return whether ``-n`` has started this process."""
     return os.environ.get(_STARTED) is not None and is_rank()
@@ -123,40 +163,11 @@ def end_with_launcher() -> None:
             os._exit(1)
 
 
-def take_slurm() -> None:
-    """Set what torchrun would set, if ``srun`` has started this process as one task of several.
-
-    Raises:
-        WorldError: SLURM does not say where the first task is.
-
-    Source:
-        The environment of srun's tasks, as its manual names it.
-    """
-    environment = os.environ
-    # A batch script has SLURM_PROCID and SLURM_NTASKS, too; the number of a step's tasks has only what srun started.
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
-    if is_rank() or "SLURM_PROCID" not in environment or int(tasks) < 2:
-        return
-    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_NODELIST", ""))
-    first = environment.get("MASTER_ADDR") or (
-        environment.get("SLURM_LAUNCH_NODE_IPADDR") if "[" in nodes or "," in nodes else nodes
-    )
-    if not first:
-        raise WorldError(
-            "srun has started this process as one of several tasks, and neither MASTER_ADDR nor "
-            "SLURM_LAUNCH_NODE_IPADDR says where the first one is. Set MASTER_ADDR to the name of its node."
-        )
-    environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], tasks
-    environment["LOCAL_RANK"], environment["MASTER_ADDR"] = environment.get("SLURM_LOCALID", "0"), first
-    environment.setdefault("MASTER_PORT", str(20_000 + crc32(environment.get("SLURM_JOB_ID", "0").encode()) % 10_000))
-
-
-def started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> int:
+def started(ranks: str, arguments: Sequence[str]) -> int:
     """Start ranks that run ``ddp-patch run`` with these arguments, and wait for them.
 
     Args:
-        ranks: How many on this machine, as ``--nproc-per-node`` takes it.
-        handed_on: Options of torchrun; all ranks are on this machine if none says where others are.
+        ranks: How many on this machine, as torchrun's ``--nproc-per-node`` takes it.
         arguments: Those of each rank's command.
 
     Returns:
@@ -171,9 +182,7 @@ def started(ranks: str, handed_on: Sequence[str], arguments: Sequence[str]) -> i
     cores = os.cpu_count() or 1
     if ranks.isdecimal():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(ranks)))))
-    is_alone = not any(each.startswith(("--nnodes", "--rdzv", "--master")) for each in handed_on)
-    where = [*handed_on, *(["--standalone"] if is_alone else [])]
-    command = [f"--nproc-per-node={ranks}", *where, "-m", "ddp_patch", "run", *arguments]
+    command = [f"--nproc-per-node={ranks}", "--standalone", "-m", "ddp_patch", "run", *arguments]
     try:
         run_ranks(get_args_parser().parse_args(command))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     except ChildFailedError as error:

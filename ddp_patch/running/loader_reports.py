@@ -1,7 +1,8 @@
-"""What is known of each loader that a script makes: where it was made, what was done, what is exempt."""
+"""What is known of each loader that a script makes: where it was made, who uses it, what was done, what is exempt."""
 
+import logging
 import os
-import weakref
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,35 +10,42 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, get_worker_info
 
-from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError
+from ddp_patch.compat.packages import shards_in_accelerate
+from ddp_patch.compat.private_torch import RunningLoader
+from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, RankMismatchError, message_of
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
-from ddp_patch.loaders.hooks import Made, from_here, made
+from ddp_patch.loaders.hooks import Made, Use, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.plan import Plan, Schedule
-from ddp_patch.sharding.batches import batches_of, patched_sampler
 from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = [
-    "LEFT_ALONE",
-    "UNKNOWN",
     "Patterns",
     "UsedLoader",
+    "as_it_was_if_refused",
     "compared",
     "counted",
     "is_off",
+    "is_too_soon",
     "leave_alone",
+    "logger",
+    "note_if_off",
     "shown",
     "unpatched",
+    "user_of",
+    "why_left",
 ]
+
+
+logger: logging.Logger = logging.getLogger("ddp_patch.autopatch")
 
 
 L = TypeVar("L", bound=DataLoader[Any])
 
 _off: ContextVar[bool] = ContextVar("ddp_patch.unpatched", default=False)
-LEFT_ALONE = "_ddp_patch_left_alone"  # the attribute of a loader to leave alone; a copy of the loader has it, too
+_LEFT_ALONE = "_ddp_patch_left_alone"  # the attribute of a loader to leave alone; a copy of the loader has it, too
 
 
 @contextmanager
@@ -64,6 +72,12 @@ def unpatched() -> Iterator[None]:
 def is_off() -> bool:
     """Return whether this runs within ``unpatched()``, or within this package's own calls."""
     return _off.get()
+
+
+def note_if_off(loader: DataLoader[Any]) -> None:
+    """Note of a loader that is being made whether that is within ``unpatched()``."""
+    if is_off():
+        vars(loader)[_LEFT_ALONE] = True
 
 
 def leave_alone(loader: L) -> L:
@@ -93,17 +107,17 @@ def leave_alone(loader: L) -> L:
             "share already: it was patched when it was first used, or before. Call leave_alone(loader) right after it "
             "is made."
         )
-    vars(loader)[LEFT_ALONE] = True
+    vars(loader)[_LEFT_ALONE] = True
     return loader
 
 
-UNKNOWN = "an unknown place"
+_UNKNOWN = "an unknown place"
 
 
 def shown(loader: DataLoader[Any]) -> str:
     """Return where a loader was made, as ``from_here`` shows it."""
     where = made(loader)
-    return UNKNOWN if where is None else from_here(where.place)
+    return _UNKNOWN if where is None else from_here(where.place)
 
 
 def compared(loader: DataLoader[Any]) -> str:
@@ -116,79 +130,78 @@ def compared(loader: DataLoader[Any]) -> str:
     return f"{kind} number {where.number} made at {place}, called at {caller}"
 
 
+def user_of(loader: DataLoader[Any]) -> object | None:
+    """Return what uses a loader for its own purposes, if it is one of these; None if the script does.
+
+    The loader's constructor, before it is finished; an iterator that fetches a batch of another loader, which shares
+    what its dataset reads; or a loader of accelerate's around it, which shards by itself.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        user = frame.f_locals.get("self")
+        is_constructor = user is loader and frame.f_code.co_name == "__init__"
+        if is_constructor or isinstance(user, RunningLoader) or shards_in_accelerate(type(user)):
+            return user
+    return None
+
+
+def is_too_soon(loader: DataLoader[Any], user: object | None) -> bool:
+    """Return whether a loader is used in its own constructor, or where a batch of another one is made."""
+    return user is loader or isinstance(user, RunningLoader) or get_worker_info() is not None
+
+
 @dataclass
 class Patterns:
-    """Which loaders to patch, by patterns of the lines where they were made.
+    """Lines where loaders are made.
 
     A pattern is matched as a shell matches names, against the end of the path: ``train.py:41``, ``val_*.py``,
     ``*/data/*.py:1?``. Without a line, it means all of a file.
 
     Args:
-        only: Patch these alone; all, where there are none.
-        excepted: Leave these alone.
+        option: What errors and notes call them.
+        patterns: The patterns.
 
     Attributes:
         unused: Those that matched nothing yet.
     """
 
-    only: Sequence[str] = ()
-    excepted: Sequence[str] = ()
+    option: str
+    patterns: str | Sequence[str] = ()
     unused: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.only, self.excepted = _listed("only", self.only), _listed("excepted", self.excepted)
-        self.unused = {*self.only, *self.excepted}
-
-    def why_left(self, loader: DataLoader[Any]) -> str | None:
-        """Return the option that leaves a loader alone; None if it is to be patched."""
-        where = made(loader)
-        # Both are looked through whole, so that each pattern is seen to be used.
-        excepted, chosen = ([self._matches(where, pattern) for pattern in each] for each in (self.excepted, self.only))
-        if any(excepted):
-            return "--except"
-        return "--only" if self.only and not any(chosen) else None
-
-    def matches(self, loader: DataLoader[Any]) -> bool:
-        """Return whether a loader is made at one of the lines of ``only``."""
-        where = made(loader)
-        # Each is looked at, so that each is seen to be used.
-        return any([self._matches(where, pattern) for pattern in self.only])  # noqa: C419 - as said
-
-    def notes(self, option: str = "") -> list[str]:
-        """Return what to say of patterns that matched nothing; the option is named if they are not of autopatch's."""
-        return [f"The pattern {each!r}{option} matched no loader that was used." for each in sorted(self.unused)]
-
-    def _matches(self, where: Made | None, pattern: str) -> bool:
-        if where is None:
-            return False
-        full = pattern if ":" in pattern else f"{pattern}:*"
-        place = where.place.replace(os.sep, "/")
-        if fnmatchcase(place, full) or fnmatchcase(place, f"*/{full}"):
-            self.unused.discard(pattern)
-            return True
-        return False
-
-
-def _listed(name: str, patterns: str | Sequence[str]) -> Sequence[str]:
-    listed = [patterns] if isinstance(patterns, str) else list(patterns)
-    for pattern in listed:
-        if not isinstance(pattern, str) or not pattern:
+        self.patterns = [self.patterns] if isinstance(self.patterns, str) else list(self.patterns)
+        if not all(isinstance(each, str) and each for each in self.patterns):
             raise InvalidOptionError(
-                f"{name}={patterns!r} names no file. Pass patterns of where loaders are made, as 'train.py:41' or "
-                "'val_*.py'."
+                f"{self.option}={self.patterns!r} names no file. Pass patterns of where loaders are made, as "
+                "'train.py:41' or 'val_*.py'."
             )
-    return listed
+        self.unused = {*self.patterns}
+
+    def match(self, loader: DataLoader[Any]) -> bool:
+        """Return whether a loader was made at one of these lines."""
+        where = made(loader)
+        found = {each for each in self.patterns if where is not None and _matches(where, each)}
+        self.unused -= found
+        return bool(found)
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of patterns that matched nothing."""
+        return [
+            f"The pattern {each!r} of {self.option} matched no loader that was used." for each in sorted(self.unused)
+        ]
+
+
+def _matches(where: Made, pattern: str) -> bool:
+    full = pattern if ":" in pattern else f"{pattern}:*"
+    place = where.place.replace(os.sep, "/")
+    return fnmatchcase(place, full) or fnmatchcase(place, f"*/{full}")
 
 
 Fate: TypeAlias = Literal[
-    "patched",
-    "would be patched",
-    "would be refused",
-    "left alone",
-    "shards itself",
-    "divided",
-    "whole",
-    "whole and divided",
+    "patched", "would be patched", "would be refused", "left alone", "shards itself", "divided", "whole"
 ]
 
 
@@ -201,96 +214,91 @@ class UsedLoader:
         what: What it is.
         fate: What was done with it.
         note: Why, or what else to report.
-        samples: How many items a rank gets in a pass, in words.
-        padding: How many items of a pass are repeated over all ranks, or left out, in words.
         steps: How many steps a rank makes; None if that is not known.
         ranks: How many ranks share.
         passes: How often it was iterated.
-        loader: The loader, if it was patched and still lives.
     """
 
     place: str
     what: str
-    fate: Fate
+    fate: Fate = "left alone"
     note: str = ""
-    samples: str = ""
-    padding: str = ""
     steps: int | None = None
     ranks: int = 1
     passes: int = 0
-    loader: "weakref.ref[DataLoader[Any]] | None" = None
 
     @classmethod
     def of(cls, facts: LoaderFacts[Any]) -> "UsedLoader":
         """Return what is known of a loader with which nothing was done."""
-        return cls(shown(facts.loader), _what_it_is(facts), "left alone")
+        return cls(shown(facts.loader), _what_it_is(facts))
 
-    def count_pass(self) -> None:
-        """Note that it is iterated once more."""
-        self.note_pass()
-        self.passes += 1
-
-    def note_pass(self) -> None:
-        """Fill in what its latest pass has shown of a loader without a length, if that came to its end."""
-        loader = None if self.loader is None else self.loader()
-        schedule = None if loader is None or self.samples else _schedule_of_latest(loader)
-        if schedule is not None:
-            lengths = [part.length or 0 for part in schedule.parts]
-            self.steps = schedule.count
-            self._note_shares(schedule.plan, lengths, "sample" if schedule.batching.size > 1 else "item")
-
-    def note_patched(self, fate: Fate, facts: LoaderFacts[Any], patched: DataLoader[Any]) -> None:
-        """Fill in what a rank gets of the patched loader."""
-        sampler, n = patched_sampler("autopatch", patched), facts.stream.length
-        self.fate = fate
-        self.steps, self.ranks, self.loader = length_of(patched, ()), sampler.num_replicas, weakref.ref(patched)
-        if sampler.agreed.options.divides_batches:
-            self.samples = "a part of each batch"
-        elif n is not None and (facts.unit is not ShardedUnit.ITERABLE or facts.num_workers < 2):  # else by worker
-            self._note_shares(sampler.rank_passes.plan, [n], _unit(facts))
-        if sampler.agreed.leader is not None:
-            self.note = "rank 0 draws for all"
-
-    def note_whole(self, fate: Fate, patched: DataLoader[Any], facts: LoaderFacts[Any]) -> None:
-        """Fill in what a rank gets of a loader that is whole on every rank."""
-        self.fate, self.steps = fate, length_of(patched, ())
-        if fate == "whole" and facts.stream.length is not None:
-            self.samples = counted(facts.stream.length, _unit(facts))
-
-    def _note_shares(self, plan: Plan, lengths: Sequence[int], unit: str) -> None:
-        """Fill in what a rank gets of streams of these lengths."""
-        self.samples = counted(sum(len(plan.share(n)) for n in lengths), unit)
-        more = sum(plan.total(n) - n for n in lengths)
-        self.padding = f"{abs(more):,} {'left out' if more < 0 else 'repeated'}" if more else ""
+    def note_fate(self, fate: Fate, patched: DataLoader[Any], ranks: int) -> None:
+        """Note what was done with it, and what it has become."""
+        self.fate, self.steps, self.ranks = fate, length_of(patched, ()), ranks
 
     @property
     def line(self) -> str:
         """What the log says."""
         steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
-        share = f"{self.ranks} ranks x {steps}"
         told = {
-            "patched": share,
-            "would be patched": f"would be {share}",
+            "patched": f"{self.ranks} ranks x {steps}",
+            "would be patched": f"would be {self.ranks} ranks x {steps}",
             "divided": f"each batch divided over {counted(self.ranks, 'rank')}, {steps}",
             "whole": f"whole on every rank, {steps}",
-            "whole and divided": f"whole under no_grad, else divided over {counted(self.ranks, 'rank')}, {steps}",
         }.get(self.fate, self.fate)
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 
-    @property
-    def summary(self) -> str:
-        """What the summary says beside the passes."""
-        return "; ".join(filter(None, (self.line, self.samples and f"{self.samples} a rank", self.padding)))
+
+def why_left(facts: LoaderFacts[Any], only: Patterns, excepted: Patterns) -> str:
+    """Return why a loader is left alone; nothing if it is to be patched."""
+    loader = facts.loader
+    if _LEFT_ALONE in vars(loader):
+        return "leave_alone() or unpatched()"
+    is_excepted, is_chosen = excepted.match(loader), only.match(loader)  # both, so that each pattern is seen to be used
+    if is_excepted or (only.patterns and not is_chosen):
+        return "--except" if is_excepted else "--only"
+    # A wrapper, which is a loader too, takes its batches from the loader in an attribute.
+    name = facts.other_loader_in
+    inner = None if name is None else getattr(loader, name, None)
+    is_wrapper = isinstance(inner, DataLoader) and inner.dataset is facts.dataset
+    return f"its batches come from another loader, in {name!r}" if is_wrapper else ""
 
 
-def _unit(facts: LoaderFacts[Any]) -> str:
-    return "batch" if facts.unit is ShardedUnit.BATCH else "sample"
+@contextmanager
+def as_it_was_if_refused(
+    loader: DataLoader[Any], record: UsedLoader, use: Use, if_they_differ: str = ""
+) -> Iterator[None]:
+    """Undo what was changed of a loader if it cannot be patched, and say which one it is, and how to leave it out.
+
+    Args:
+        loader: The loader.
+        record: What is reported of it.
+        use: What the script does with it.
+        if_they_differ: A sentence for an error that says that the ranks' loaders differ.
+    """
+    before = dict(vars(loader))
+    try:
+        yield
+    except Exception as error:
+        vars(loader).clear()
+        vars(loader).update(before)
+        if isinstance(error, DDPPatchError):
+            is_known = record.place != _UNKNOWN
+            pattern = f", or start with python -m ddp_patch run --except '{record.place}'" if is_known else ""
+            more = f" {if_they_differ}" if if_they_differ and isinstance(error, RankMismatchError) else ""
+            error.args = (
+                f"The loader{f' made at {record.place}' if is_known else ''} ({record.what}) is {use.value}, and "
+                f"autopatch patches it now, on all ranks: {message_of(error)} If it is not to be sharded, because only "
+                "some ranks use it (as in a validation on rank 0): use it within ddp_patch.unpatched(), or call "
+                f"ddp_patch.leave_alone(loader) right after it is made{pattern}.{more}",
+            )
+        raise
 
 
 def _what_it_is(facts: LoaderFacts[Any]) -> str:
     """Return what a loader is, in words: ``DataLoader, shuffled, 50,000 samples``."""
     n = facts.stream.length if facts.sharded_by is None else None
-    length = "" if n is None else f", {counted(n, _unit(facts))}"
+    length = "" if n is None else f", {counted(n, 'batch' if facts.unit is ShardedUnit.BATCH else 'sample')}"
     source = facts.stream.source
     order = "in order" if type(source) is SequentialSampler else type(source).__name__
     if type(source) is RandomSampler:
@@ -302,16 +310,3 @@ def counted(number: int, unit: str) -> str:
     """Return a number of things, in words."""
     plural = {"batch": "batches", "pass": "passes"}.get(unit, f"{unit}s")
     return f"{number:,} {unit if number == 1 else plural}"
-
-
-def _schedule_of_latest(loader: DataLoader[Any]) -> Schedule | None:
-    """Return the batches of a loader's latest pass, if it came to its end."""
-    try:
-        batches = batches_of("autopatch", loader)
-    except DDPPatchError:
-        return None
-    latest, options = batches.passes.latest, batches.passes.agreed.options
-    # A rank may get other items than it reads.
-    if latest is None or options.divides_batches or options.by_worker:
-        return None
-    return latest.whole_schedule(batches)

@@ -2,15 +2,15 @@
 
 import gc
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from itertools import count
+from itertools import count, groupby
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,7 +19,7 @@ from ddp_patch.errors import MissingRanksError, RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.ranks.exchange import already_in, by_value, ranks_text
 
-__all__ = ["Act", "Counts", "Lockstep"]
+__all__ = ["Act", "Lockstep"]
 
 
 class Act(Enum):
@@ -34,56 +34,49 @@ class Act(Enum):
 
 # Each script that a process runs has keys of its own in the store.
 _numbers = count()
-# How often a rank writes down where its script is, for the others to read if they miss it.
-_PERIOD_S = 2.0
-_ENDED = "has ended"
-
-
-@dataclass
-class Counts:
-    """What a script has done on this rank.
-
-    Attributes:
-        backwards: How often it called ``backward()``.
-        steps: How many steps its optimizers made.
-    """
-
-    backwards: int = 0
-    steps: int = 0
-
-    def __str__(self) -> str:
-        return f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
+# As many bytes are sent at once, as in DistributedDataParallel.
+_BUCKET = 25 * 2**20
 
 
 class Lockstep:
-    """Compares what the ranks do next, each time before they communicate.
-
-    Args:
-        timeout: How many seconds a rank waits for the others.
-        counts: What the script has done so far.
+    """Compares what the ranks do next, each time before they communicate. A rank is alone until it joins others.
 
     Attributes:
         rank: This rank.
         ranks: How many there are.
+        backwards: How often the script called ``backward()``.
+        steps: How many steps its optimizers made.
     """
 
-    def __init__(self, timeout: float, counts: Counts) -> None:
-        self.rank: int = dist.get_rank()
-        self.ranks: int = dist.get_world_size()
-        self._timeout, self._counts = timeout, counts
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._store: Any = dist.PrefixStore(f"ddp_patch/lockstep/{next(_numbers)}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
-        self._script = threading.get_ident()
-        self._is_over = threading.Event()
-        self._writer = threading.Thread(target=self._write_places, daemon=True, name="ddp_patch.lockstep")
-        self._writer.start()
+    def __init__(self) -> None:
+        self.rank, self.ranks = 0, 1
+        self.backwards: int = 0
+        self.steps: int = 0
+        self._timeout = 0.0
+        self._group: Any = None
+        self._store: Any = None
 
-    def meet(self, act: Act, *, usual: int = 0, **facts: int) -> bool:
+    def join(self, timeout: float) -> None:
+        """Join the ranks of the process group.
+
+        Args:
+            timeout: How many seconds a rank waits for the others.
+        """
+        self.rank, self.ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._store = dist.PrefixStore(f"ddp_patch/lockstep/{next(_numbers)}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
+
+    @property
+    def done(self) -> str:
+        """What the script has done so far, in words."""
+        return f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
+
+    def meet(self, act: Act, *, usual: object = 0, **facts: int) -> bool:
         """Wait until every rank does the same, and compare it.
 
         Args:
             act: What this rank does.
-            usual: A number that may differ.
+            usual: What may differ: numbers.
             facts: At most two numbers that must be the same on every rank, by what they are.
 
         Returns:
@@ -93,8 +86,11 @@ class Lockstep:
             RankMismatchError: Another rank does something else; every rank raises it.
             MissingRanksError: Another rank did not come within the timeout, or has ended.
         """
-        done = [*Act].index(act), self._counts.backwards, self._counts.steps
-        own = torch.tensor([*done, *(*facts.values(), 0, 0)[:2], usual], device="cpu")  # whatever is the default
+        if self.ranks == 1:
+            return True
+        done = [*Act].index(act), self.backwards, self.steps
+        numbers = [*done, *(*facts.values(), 0, 0)[:2], hash(usual) >> 2]
+        own = torch.tensor(numbers, device="cpu")  # whatever is the default
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
         differs = largest[: len(own)] != -largest[len(own) :]
@@ -112,34 +108,36 @@ class Lockstep:
             RankMismatchError: As ``meet``.
             MissingRanksError: As ``meet``.
         """
-        if not self.meet(act, usual=hash(tuple(facts().values())) >> 2):
+        if not self.meet(act, usual=tuple(facts().values())):
             gc.collect()
             self.meet(act, **facts())
 
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
-        values: list[Any] = [None] * self.ranks
-        self._together(lambda: dist.all_gather_object(values, value, self._group))
+        values = [value] * self.ranks
+        if self.ranks > 1:
+            self._together(lambda: dist.all_gather_object(values, value, self._group))
         return values
 
-    def put(self, name: str, value: bytes) -> None:
-        """Leave a value of this rank for the others, in place of an earlier one of that name."""
-        self._store.set(f"{name}/{self.rank}", value)
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put the mean over all ranks into each of some dense tensors.
 
-    def left(self, name: str) -> dict[int, bytes]:
-        """Return what the ranks have left under a name so far, by rank; it does not wait."""
-        return already_in(self._store, {rank: f"{name}/{rank}" for rank in range(self.ranks)})
+        The tensors have the same shapes, dtypes and order on every rank. What is equal on all ranks stays as it is, but
+        for rounding.
+        """
+        for flat in _flattened(tensors):
+            dist.all_reduce(flat.div_(self.ranks))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make tensors of any dtypes those of rank 0. They have the same shapes, dtypes and order on every rank."""
+        for flat in _flattened(tensors if self.ranks > 1 else []):
+            dist.broadcast(flat.view(torch.uint8), 0)
 
     def leave(self, why: str) -> None:
         """Tell the others that this rank's script has ended on its own, and why."""
-        self.stop()
-        with suppress(RuntimeError):  # the store may be gone
-            self.put("place", f"{_ENDED}: {why}".encode())
-
-    def stop(self) -> None:
-        """Write down no more where the script is."""
-        self._is_over.set()
-        self._writer.join()
+        if self.ranks > 1:
+            with suppress(RuntimeError):  # the store may be gone
+                self._store.set(f"ended/{self.rank}", why.encode())
 
     def _together(self, communicate: Callable[[], object]) -> None:
         try:
@@ -148,26 +146,25 @@ class Lockstep:
             raise self._missing(str(error).splitlines()[0]) from None
 
     def _missing(self, why: str) -> MissingRanksError:
-        """Return the error that says where the script is on each rank, as far as it was written down."""
-        here = f"At {script_line(sys._getframe(1))}, rank {self.rank} waited for the others"
+        """Return the error that says which ranks have ended, and why, as far as they told."""
+        here = f"At {script_line(sys._getframe(1))}, {self.done}, rank {self.rank} waited for the others"
         try:
-            places = {rank: place.decode() for rank, place in self.left("place").items() if rank != self.rank}
+            ended = already_in(self._store, {rank: f"ended/{rank}" for rank in range(self.ranks)})
         except RuntimeError:
             return MissingRanksError(f"{here}, and the process group's store is gone: the rank that kept it has ended.")
-        where = "".join(f"\n  rank {rank} {place}" for rank, place in sorted(places.items()))
-        if any(place.startswith(_ENDED) for place in places.values()):
-            ended = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()) if _ENDED in place)
-            return MissingRanksError(f"{here}: {ended}.")
+        if ended:
+            reasons = "; ".join(f"rank {rank} has ended: {reason.decode()}" for rank, reason in ended.items())
+            return MissingRanksError(f"{here}: {reasons}.")
         return MissingRanksError(
-            f"{here}, at most {self._timeout:g} s, and they did not come ({why}). Last seen:{where}\nEvery rank runs "
-            "the whole script, so each must make the same steps: let what it decides follow from whole evaluations, "
-            "not from numbers of a part of a batch."
+            f"{here}, at most {self._timeout:g} s, and some did not come ({why}). Every rank runs the whole script, so "
+            "each must make the same steps: let what it decides follow from whole evaluations, not from numbers of a "
+            "part of a batch."
         )
 
     def _refuse(self, act: Act, facts: Mapping[str, int]) -> None:
-        doing = f"{act.value} at {script_line(sys._getframe(2))}"
         also = f" ({', '.join(f'{name}: {value}' for name, value in facts.items())})" if facts else ""
-        rows = by_value(dict(enumerate(self.gathered(f"{doing}, {self._counts}{also}"))))
+        doing = f"{act.value} at {script_line(sys._getframe(2))}, {self.done}{also}"
+        rows = by_value(dict(enumerate(self.gathered(doing))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
         raise RankMismatchError(
             f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
@@ -175,8 +172,18 @@ class Lockstep:
             "and from no random numbers that are drawn in a loop over a divided loader."
         )
 
-    def _write_places(self) -> None:
-        while not self._is_over.wait(_PERIOD_S):
-            where = f"is at {script_line(sys._current_frames().get(self._script))}, {self._counts}"
-            with suppress(RuntimeError):  # the store may be gone
-                self.put("place", where.encode())
+
+@torch.no_grad()
+def _flattened(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield flat copies of several tensors each, and put what becomes of each into these tensors."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for alike in kinds.values():
+        ends = np.cumsum([tensor.nbytes for tensor in alike])
+        for _, bucket in groupby(zip((ends - 1) // _BUCKET, alike, strict=True), key=itemgetter(0)):
+            held = [tensor for _, tensor in bucket]
+            flat = torch.cat([tensor.reshape(-1) for tensor in held])
+            yield flat
+            for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
+                tensor.copy_(part.view_as(tensor))

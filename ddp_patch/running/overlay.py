@@ -10,16 +10,18 @@ Source:
 """
 
 import errno
+import io
 import os
+import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 
-from ddp_patch.running.past import Past, copy, is_folder, is_there, is_within, make_folders, open_file, real
-
-__all__ = ["MAY_CREATE", "UNNAMED", "Overlay"]
+__all__ = ["MAY_CREATE", "UNNAMED", "Overlay", "Past", "make_folders", "open_file", "real"]
 
 _PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 
@@ -28,6 +30,146 @@ MAY_CREATE: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEN
 UNNAMED: int = os.O_TMPFILE
 _OF_LINKS = {"lstat", "readlink", "lchown"}  # which are about a link, not what it names
 _save, _load = torch.save, torch.load
+# The functions themselves, before any is replaced.
+real: Any = SimpleNamespace(**{name: function for name, function in vars(os).items() if callable(function)})
+open_file: Any = io.open
+
+
+def is_within(path: str, places: Container[str]) -> bool:
+    """Return whether a path, or a folder that it is in, is one of some places."""
+    while path not in places:
+        if path == os.sep:
+            return False
+        path = os.path.dirname(path)
+    return True
+
+
+def copy(source: str, target: str) -> None:
+    """Copy a file or a link."""
+    if is_link(source):
+        real.symlink(real.readlink(source), target)
+        return
+    with open_file(source, "rb") as read, open_file(target, "wb") as write:
+        shutil.copyfileobj(read, write)
+    found = real.stat(source)
+    real.chmod(target, stat.S_IMODE(found.st_mode))
+    real.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def _mode(look: Callable[[str], os.stat_result], place: str) -> int:
+    """Return the mode of what lies at a place; 0 if nothing does."""
+    try:
+        return look(place).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def is_there(place: str) -> bool:
+    """Return whether anything lies at a place."""
+    return _mode(real.lstat, place) != 0
+
+
+def is_folder(place: str, *, follow: bool = True) -> bool:
+    """Return whether a folder lies at a place."""
+    return stat.S_ISDIR(_mode(real.stat if follow else real.lstat, place))
+
+
+def is_link(place: str) -> bool:
+    """Return whether a link lies at a place."""
+    return stat.S_ISLNK(_mode(real.lstat, place))
+
+
+def make_folders(place: str) -> None:
+    """Make a folder, and those that it is in."""
+    if not is_there(place):
+        make_folders(os.path.dirname(place))
+        with suppress(FileExistsError):  # another rank made it meanwhile
+            real.mkdir(place)
+
+
+class Past:
+    """The file system as it was when the run began.
+
+    The first rank keeps what it is about to change or remove, and notes what it is about to make; others leave that
+    out.
+
+    Args:
+        folder: A folder of all ranks on this machine.
+        left_alone: Folders that are read and written where they are.
+    """
+
+    def __init__(self, folder: str, left_alone: Sequence[str]) -> None:
+        self._left_alone = tuple(f"{each}{os.sep}" for each in left_alone)
+        self._kept, self._notes = os.path.join(folder, "kept"), os.path.join(folder, "made")
+        self._made: set[str] = set()
+        self._known = 0  # how much of the notes was read
+
+    def is_left_alone(self, path: str) -> bool:
+        """Return whether a path, whole and without links, is in a folder that is read and written where it is."""
+        return f"{path}{os.sep}".startswith(self._left_alone)
+
+    def keep_before(self, path: Any, *, writes: bool = False, moves: bool = False) -> None:
+        """Keep what is at a path, on the first rank, before it makes, changes or removes that.
+
+        Args:
+            path: The path; what is none, as an open file, is no matter.
+            writes: Whether the file itself is written, so that links are followed, and a second name would not do.
+            moves: Whether all that is in a folder is moved.
+        """
+        if isinstance(path, str | bytes | os.PathLike):
+            text = os.path.abspath(os.fsdecode(path))
+            whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+            whole = os.path.realpath(whole) if writes else whole
+            if not self.is_left_alone(whole):
+                self._keep(whole, writes=writes, moves=moves)
+
+    def _keep(self, path: str, *, writes: bool, moves: bool) -> None:
+        kept = self._kept + path
+        if moves and is_folder(path, follow=False):
+            for name in real.listdir(path):
+                self._keep(os.path.join(path, name), writes=False, moves=True)
+        if self._is_made(path) or (is_there(kept) and not is_folder(kept, follow=False)):
+            return
+        if not is_there(path):
+            with open_file(self._notes, "ab", buffering=0) as notes:
+                notes.write(os.fsencode(path) + b"\0")
+        elif is_folder(path, follow=False):
+            make_folders(kept)
+        elif stat.S_ISREG(_mode(real.lstat, path)) or is_link(path):  # not a pipe, say, which holds nothing
+            make_folders(os.path.dirname(kept))
+            if not writes:
+                with suppress(OSError):  # not on one disk
+                    real.link(path, kept)
+                    return
+            with suppress(OSError):  # no reason for the first rank to fail: the others then see what it makes of it
+                copy(path, f"{kept}.part")
+                real.replace(f"{kept}.part", kept)
+
+    def lies(self, path: str) -> str:
+        """Return where what was at a path lies now; where nothing is, if nothing was there."""
+        kept = self._kept + path
+        return kept if is_there(kept) or self._is_made(path) else path
+
+    def names(self, path: str) -> set[str]:
+        """Return the names that were in a folder."""
+        found: set[str] = set()
+        for folder in (path, self._kept + path):
+            if is_folder(folder):
+                found.update(real.listdir(folder))
+        return {name for name in found if is_there(self.lies(os.path.join(path, name)))}
+
+    def _is_made(self, path: str) -> bool:
+        """Return whether the first rank has made what is at a path, or a folder that it is in."""
+        try:
+            size = real.stat(self._notes).st_size
+        except FileNotFoundError:
+            return False
+        if size > self._known:
+            with open_file(self._notes, "rb") as notes:
+                notes.seek(self._known)
+                self._made.update(os.fsdecode(path) for path in notes.read(size - self._known).split(b"\0") if path)
+            self._known = size
+        return is_within(path, self._made)
 
 
 class Overlay:
@@ -39,12 +181,10 @@ class Overlay:
     Args:
         folder: The folder, which is there.
         past: What lies below.
-        left_alone: Folders that are read and written where they are.
     """
 
-    def __init__(self, folder: str, past: Past, left_alone: Sequence[str] = ()) -> None:
+    def __init__(self, folder: str, past: Past) -> None:
         self._folder, self._past, self._here = folder, past, real.getcwd()
-        self._left_alone = tuple(f"{each}{os.sep}" for each in (folder, *left_alone))
         self._gone: set[str] = set()  # removed; or made anew, so that what was there before is not seen
 
     # ---- where things are ----
@@ -81,7 +221,7 @@ class Overlay:
 
     def lies(self, seen: str) -> str:
         """Return where to read what is seen at a path; where nothing is, if nothing is seen there."""
-        if not seen or self._is_left_alone(seen):
+        if not seen or self._past.is_left_alone(seen):
             return seen
         above = self._above(seen)
         try:
@@ -99,7 +239,7 @@ class Overlay:
             seen: The path.
             copied: Whether what is seen there now is to be changed, not replaced.
         """
-        if not seen or self._is_left_alone(seen):
+        if not seen or self._past.is_left_alone(seen):
             return seen
         parent = os.path.dirname(seen)
         if is_folder(self.lies(parent)):
@@ -121,13 +261,10 @@ class Overlay:
     def _above(self, seen: str) -> str:
         return self._folder + seen
 
-    def _is_left_alone(self, seen: str) -> bool:
-        return f"{seen}{os.sep}".startswith(self._left_alone)
-
     def names(self, seen: str) -> list[str]:
         """Return the names in a folder."""
         lies = self.lies(seen)
-        if self._is_left_alone(seen) or not is_folder(lies):
+        if self._past.is_left_alone(seen) or not is_folder(lies):
             return list(real.listdir(lies))
         found: set[str] = set()
         if not is_within(seen, self._gone):
@@ -138,7 +275,7 @@ class Overlay:
 
     def _forget(self, seen: str) -> None:
         """Note that what is there, besides what was written, is seen no longer."""
-        if not self._is_left_alone(seen) and is_there(self._past.lies(seen)):
+        if not self._past.is_left_alone(seen) and is_there(self._past.lies(seen)):
             self._gone.add(seen)
 
     # ---- what the script does ----
@@ -185,20 +322,21 @@ class Overlay:
 
     def remove(self, path: Any) -> None:
         """Remove a file, as ``os.remove``."""
-        seen = self.seen(path, follow=False)
-        lies = self.lies(seen)
-        is_file = is_there(lies) and not is_folder(lies, follow=False)
-        if not is_file or lies == self._above(seen) or self._is_left_alone(seen):
-            real.unlink(lies)
-        self._forget(seen)
+        self._remove(real.unlink, path, is_folder=False)
 
     def rmdir(self, path: Any) -> None:
         """Remove an empty folder, as ``os.rmdir``."""
+        self._remove(real.rmdir, path, is_folder=True)
+
+    def _remove(self, function: Callable[[str], None], path: Any, *, is_folder: bool) -> None:
         seen = self.seen(path, follow=False)
         lies = self.lies(seen)
-        self._require_empty(path, seen)
-        if not is_folder(lies, follow=False) or lies == self._above(seen) or self._is_left_alone(seen):
-            real.rmdir(lies)
+        if is_folder:
+            self._require_empty(path, seen)
+        # What is not there, or is no such thing, is the function's error; what lies below is only seen no longer.
+        is_right = is_there(lies) and stat.S_ISDIR(real.lstat(lies).st_mode) is is_folder
+        if not is_right or lies == self._above(seen) or self._past.is_left_alone(seen):
+            function(lies)
         self._forget(seen)
 
     def rename(self, src: Any, dst: Any) -> None:
@@ -291,20 +429,17 @@ class _Entry:
     def inode(self) -> int:
         return self.stat(follow_symlinks=False).st_ino
 
+    def _mode(self, follow_symlinks: bool) -> int:
+        return _mode(lambda path: os.stat(path, follow_symlinks=follow_symlinks), self.path)
+
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return self._is(stat.S_ISDIR, follow_symlinks)
+        return stat.S_ISDIR(self._mode(follow_symlinks))
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return self._is(stat.S_ISREG, follow_symlinks)
+        return stat.S_ISREG(self._mode(follow_symlinks))
 
     def is_symlink(self) -> bool:
-        return self._is(stat.S_ISLNK, follow_symlinks=False)
-
-    def _is(self, kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
-        try:
-            return kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
-        except FileNotFoundError:
-            return False
+        return stat.S_ISLNK(self._mode(follow_symlinks=False))
 
     def is_junction(self) -> bool:
         return False

@@ -30,17 +30,17 @@ class RandomNumbers:
     A rank draws its own from the first optimizer step on, in passes over divided loaders: dropout and augmentation
     differ between the samples of a batch, and so between the ranks. All else that a script draws is the same on every
     rank: how it splits data, the first weights of its next model, what it draws in an evaluation.
-
-    Args:
-        seed: What this rank's own numbers follow from, with its number.
-        rank: This rank.
     """
 
-    def __init__(self, seed: int, rank: int) -> None:
-        self._sequence = np.random.SeedSequence([seed, rank])
+    def __init__(self) -> None:
+        self._sequence = np.random.SeedSequence(0)
         self._passes: dict[object, bool] = {}  # those that run, the innermost last: whether the rank draws its own
         self._has_begun = self._draws_own = False
         self._other: Any = None  # the states that are not drawn from
+
+    def seed(self, seed: int, rank: int) -> None:
+        """Let this rank's own numbers follow from a seed and its number."""
+        self._sequence = np.random.SeedSequence([seed, rank])
 
     def begin_own(self) -> None:
         """Let passes over divided loaders draw this rank's own numbers from now on."""

@@ -22,10 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
-from ddp_patch.running.past import open_file
+from ddp_patch.running.overlay import open_file
 from ddp_patch.running.replicas import models_of
 
-__all__ = ["BATCH_NORM", "Recording", "Step", "recorded"]
+__all__ = ["BATCH_NORM", "Recording", "recorded"]
 
 _NAME = "DDP_PATCH_RECORDING"
 _MOST_NUMBERS = 2**14  # of each tensor; of larger ones, so many at equal distances, and the mean of all
@@ -67,29 +67,21 @@ class Recording:
         return told and cls(**{**told, "folder": Path(told["folder"])})
 
 
-@dataclass
-class Step:
-    """What one step of an optimizer did.
+class _Recorder:
+    """Records the first steps of a script, and ends it then.
+
+    Args:
+        what: What to record.
 
     Attributes:
-        losses: The roots of the calls of ``backward()`` before it, as they were weighed.
-        has_drawn: Whether the global generator moved since the step before.
-        gradients: Those that the optimizer got, by the parameters' names.
-        parameters: What it made of them.
+        steps: What each step of an optimizer did: ``losses`` (the roots of the calls of ``backward()`` before it, as
+            they were weighed), ``has_drawn`` (whether the global generator moved since the step before),
+            ``gradients`` that the optimizer got, by the parameters' names, and ``parameters``: what it made of them.
     """
 
-    losses: list[float]
-    has_drawn: bool
-    gradients: dict[str, torch.Tensor]
-    parameters: dict[str, torch.Tensor]
-
-
-class _Recorder:
-    """Records the first steps of a script, and ends it then."""
-
     def __init__(self, what: Recording) -> None:
+        self.steps: list[dict[str, Any]] = []
         self._what = what
-        self.steps: list[Step] = []
         self._losses: list[float] = []
         self._names: dict[torch.Tensor, str] = {}
         self._random = torch.Tensor()
@@ -105,20 +97,23 @@ class _Recorder:
             named = (pair for model in models_of(parameters) for pair in model.named_parameters())
             self._names |= {each: f"parameter {number}" for number, each in enumerate(parameters, len(self._names))}
             self._names |= {each: name for name, each in named}
-        now = torch.get_rng_state()
-        has_drawn = bool(self.steps) and not torch.equal(now, self._random)
         given = {self._names[each]: each.grad for each in parameters if each.grad is not None}
-        self.steps.append(Step(self._losses, has_drawn, {name: _sample(each) for name, each in given.items()}, {}))
+        self.steps.append(
+            {
+                "losses": self._losses,
+                "has_drawn": bool(self.steps) and not torch.equal(torch.get_rng_state(), self._random),
+                "gradients": {name: _sample(each) for name, each in given.items()},
+            }
+        )
         self._losses = []
-        if self._what.nudged:
-            for gradient in given.values():
-                if not gradient.is_sparse:
-                    every_other = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape) % 2
-                    gradient.add_(gradient * every_other, alpha=_NUDGE)
+        for gradient in given.values():
+            if self._what.nudged and not gradient.is_sparse:
+                every_other = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape) % 2
+                gradient.add_(gradient * every_other, alpha=_NUDGE)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        self.steps[-1].parameters = {self._names[each]: _sample(each) for each in parameters}
+        self.steps[-1]["parameters"] = {self._names[each]: _sample(each) for each in parameters}
         self._random = torch.get_rng_state()
         if len(self.steps) >= self._what.steps:
             sys.exit()
@@ -152,7 +147,7 @@ def recorded(what: Recording, rank: int) -> Iterator[None]:
         try:
             yield
         finally:
-            _save([asdict(step) for step in recorder.steps], what.folder / f"rank-{rank}.pt")
+            _save(recorder.steps, what.folder / f"rank-{rank}.pt")
 
 
 _NORMALISE, _ATTEND, _AUTOCAST = functional.batch_norm, functional.scaled_dot_product_attention, torch.autocast.__init__

@@ -1,4 +1,4 @@
-"""The models that every rank has a copy of: found, made equal, and compared."""
+"""The optimizers and models that every rank has a copy of: found, made equal, and compared."""
 
 import gc
 import weakref
@@ -7,42 +7,70 @@ from operator import itemgetter
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
+from ddp_patch.errors import RankMismatchError
 from ddp_patch.ranks.exchange import by_value, ranks_text
-from ddp_patch.running.gradients import Gradients, broadcast, checksums
-from ddp_patch.running.lockstep import Act, Counts, Lockstep
+from ddp_patch.running.lockstep import Act, Lockstep
 
-__all__ = ["Replicas", "batch_norms", "models_of", "sync_batch_norms"]
+__all__ = ["Replicas", "models_of"]
 
 
 # torch's own, and what derives from them; SyncBatchNorm does not.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Replicas:
-    """The models that each rank has its own copy of, and that stay equal.
+    """The optimizers and models that each rank has its own copy of, and that stay equal.
 
     Args:
-        lockstep: The ranks; None for a single one.
-        gradients: Knows the parameters of the script's optimizers.
-        counts: What the script has done so far.
+        lockstep: The ranks.
         tell: Tells the user something, once.
-
-    Attributes:
-        may_have_changed: Whether a pass in which the script may have trained has ended since parameters were compared.
     """
 
-    def __init__(
-        self, lockstep: Lockstep | None, gradients: Gradients, counts: Counts, tell: Callable[[str], object]
-    ) -> None:
-        self._lockstep, self._gradients, self._counts, self._tell = lockstep, gradients, counts, tell
-        self.may_have_changed: bool = False
+    def __init__(self, lockstep: Lockstep, tell: Callable[[str], object]) -> None:
+        self._lockstep, self._tell = lockstep, tell
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._known: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
+
+    def add(self, optimizer: Optimizer, *, sync_batchnorm: bool) -> None:
+        """Note an optimizer, and make what it trains equal to rank 0's.
+
+        Args:
+            optimizer: The optimizer.
+            sync_batchnorm: Whether to replace batch normalisation by torch's ``SyncBatchNorm``; else the user is told.
+        """
+        self._optimizers.append(weakref.ref(optimizer))
+        if self._lockstep.ranks == 1:
+            return
+        self._lockstep.meet_alike(Act.OPTIMIZER, lambda: _sizes("parameters", [*self.parameters, *self.buffers()]))
+        models = self.models()
+        for model in models if sync_batchnorm else ():
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        named = (pair for model in models for pair in model.named_modules(prefix=type(model).__name__))
+        if names := [name for name, module in named if isinstance(module, _BATCH_NORMS)]:
+            self._tell(
+                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
+                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
+                "SyncBatchNorm in its place."
+            )
+        self._lockstep.broadcast([*self.parameters, *self.buffers()])
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer was noted."""
+        return any(ref() is optimizer for ref in self._optimizers)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of all optimizers, in the order in which the script gave them."""
+        alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        groups = [group["params"] for optimizer in alive for group in optimizer.param_groups]
+        return list(dict.fromkeys(each for group in groups for each in group))
 
     def models(self) -> list[nn.Module]:
         """Return the models that hold the optimizers' parameters; those that did so last, if no optimizer is alive."""
-        parameters = self._gradients.parameters
+        parameters = self.parameters
         numbers, known = tuple(map(id, parameters)), self._known
         models = [model for ref in known[1] if (model := ref()) is not None]
         if parameters and (known[0] != numbers or len(models) != len(known[1])):
@@ -62,67 +90,49 @@ class Replicas:
 
     def share_buffers(self) -> None:
         """Make buffers those of rank 0, before an evaluation."""
-        if self._lockstep is not None:
+        if self._lockstep.ranks > 1:
             self._lockstep.meet_alike(Act.EVALUATION, lambda: _sizes("buffers", self.buffers()))
-            broadcast(self.buffers())
-
-    def make_equal(self, *, sync_batchnorm: bool) -> None:
-        """Make parameters and buffers those of rank 0, and see to batch normalisation.
-
-        Args:
-            sync_batchnorm: Whether to replace its layers by torch's ``SyncBatchNorm``; otherwise the user is told.
-        """
-        if self._lockstep is None:
-            return
-        self._lockstep.meet_alike(Act.OPTIMIZER, lambda: _sizes("parameters", self._held()))
-        models = self.models()
-        if sync_batchnorm:
-            sync_batch_norms(models)
-        elif names := batch_norms(models):
-            self._tell(
-                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
-                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
-                "SyncBatchNorm in its place."
-            )
-        broadcast(self._held())
-
-    def _held(self) -> list[torch.Tensor]:
-        return [*self._gradients.parameters, *self.buffers()]
+            self._lockstep.broadcast(self.buffers())
 
     def meet(self, act: Act) -> None:
-        """Meet, and compare the parameters if the script may have trained them since the last time.
+        """Meet, and compare the parameters.
 
         Raises:
             RankMismatchError: The parameters differ; every rank raises it. Or as ``Lockstep.meet``.
             MissingRanksError: As ``Lockstep.meet``.
         """
-        if self._lockstep is None:
+        if self._lockstep.ranks == 1:
             return
-        parameters = self._trained() if self.may_have_changed or act is Act.END else []
-        self.may_have_changed = False
-        sums = checksums(parameters)
-        if self._lockstep.meet(act, usual=hash(tuple(sums)) >> 2):
+        given = self.parameters
+        trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
+        parameters = list(dict.fromkeys([*given, *trained])) if given else []
+        sums = _checksums(parameters)
+        if self._lockstep.meet(act, usual=tuple(sums)):
             return
         of_ranks = self._lockstep.gathered(sums)
         if len(set(map(len, of_ranks))) > 1:  # some have not collected all garbage yet
             return
         place, found = next((at, found) for at, found in enumerate(zip(*of_ranks, strict=True)) if len(set(found)) > 1)
-        named = (pair for model in self.models() for pair in model.named_parameters())
-        names: dict[torch.Tensor, str] = {each: name for name, each in named}
-        which, shape = names.get(parameters[place], f"parameter {place}"), tuple(parameters[place].shape)
+        names = {each: name for model in self.models() for name, each in model.named_parameters()}
+        which, shape = names.get(parameters[place], f"parameter {place}"), tuple(parameters[place].shape)  # type: ignore[call-overload]  # a tensor that is none
         parties = by_value(dict(enumerate(found))).values()
         raise RankMismatchError(
             f"The ranks no longer train the same model: the parameters differ first in {which}, of shape {shape}, "
-            f"between {' and '.join(map(ranks_text, parties))}, {self._counts}. Change parameters only by an "
+            f"between {' and '.join(map(ranks_text, parties))}, {self._lockstep.done}. Change parameters only by an "
             "optimizer's step, or alike on every rank: in loops over divided loaders, random numbers and losses differ "
             "between the ranks."
         )
 
-    def _trained(self) -> list[torch.Tensor]:
-        """Return what is trained, if the script has some optimizer still: its optimizers' and models' parameters."""
-        given = self._gradients.parameters
-        trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
-        return list(dict.fromkeys([*given, *trained])) if given else []
+
+def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return a number for each tensor that is the same where all its bits are."""
+    sums = []
+    with torch.no_grad():
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().reshape(-1)
+            numbers = flat.view(_WHOLE_NUMBERS.get(flat.element_size(), torch.int64))
+            sums.append(numbers.sum(dtype=torch.int64).cpu())
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _sizes(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -144,36 +154,3 @@ def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
 
     found = [(first(module), module) for module in modules if id(module) not in inner]
     return [module for number, module in sorted(found, key=itemgetter(0)) if number < len(numbers)]
-
-
-def batch_norms(models: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the layers that normalise by the batch that they see, as a part of a batch is not whole."""
-    return [
-        f"{type(model).__name__}{name and f'.{name}'}"
-        for model in models
-        for name, module in model.named_modules()
-        if isinstance(module, _BATCH_NORMS)
-    ]
-
-
-def sync_batch_norms(models: Iterable[nn.Module]) -> None:
-    """Put torch's ``SyncBatchNorm`` in the place of each batch normalisation layer.
-
-    Raises:
-        UnsupportedLoaderError: torch has it on accelerators only, or a layer is no part of a model.
-    """
-    for model in models:
-        if not batch_norms([model]):
-            continue
-        if isinstance(model, _BATCH_NORMS):
-            raise UnsupportedLoaderError(
-                f"--sync-batchnorm cannot replace a {type(model).__name__} that is no part of a model. Put it into an "
-                "nn.Module, or leave the option out."
-            )
-        device = next(iter(model.parameters())).device
-        if device.type == "cpu":
-            raise UnsupportedLoaderError(
-                f"--sync-batchnorm cannot replace {batch_norms([model])[0]}: torch's SyncBatchNorm runs on "
-                "accelerators only, and the model is on the CPU. Leave the option out, or move the model first."
-            )
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch leaves it unannotated

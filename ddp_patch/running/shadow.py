@@ -1,24 +1,34 @@
-"""Give every rank but the first one a world of its own for its files, and keep what was for them."""
+"""Let the first rank be the script: the others print nothing, and write into worlds of their own."""
 
+import multiprocessing
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from getpass import getuser
 from multiprocessing.util import get_temp_dir
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from _ddp_patch_command import INTERRUPTED
 from ddp_patch.compat.files import files_opened_by
-from ddp_patch.running.overlay import MAY_CREATE, UNNAMED, Overlay
-from ddp_patch.running.past import Past, is_there, make_folders, open_file, real
+from ddp_patch.errors import MissingRanksError
+from ddp_patch.loaders.hooks import OURS
+from ddp_patch.running.overlay import MAY_CREATE, UNNAMED, Overlay, Past, make_folders, open_file, real
 
-__all__ = ["is_shadowed", "shadowed"]
+__all__ = ["Voice", "errors_reported", "is_shadowed", "shadowed"]
 
+
+# ---- files ----
 
 # Read and written where they are: devices, and caches. Programs let several processes write these at once, and
 # compilers and libraries in C read them.
@@ -61,86 +71,18 @@ def _caches() -> list[str]:
     return [os.path.realpath(os.path.expanduser(cache)) for cache in caches]
 
 
-class Keeper:
-    """Lets the first rank keep what was, before it changes it.
-
-    Args:
-        past: What was.
-        left_alone: Folders that are of no interest.
-    """
-
-    def __init__(self, past: Past, left_alone: Sequence[str]) -> None:
-        self._past = past
-        self._left_alone = tuple(f"{each}{os.sep}" for each in left_alone)
-
-    def _whole(self, path: Any, *, follow: bool) -> str | None:
-        """Return a path whole, and without links; None for an open file, or what is of no interest."""
-        if not isinstance(path, str | bytes | os.PathLike):
-            return None
-        text = os.path.abspath(os.fsdecode(path))
-        whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
-        whole = os.path.realpath(whole) if follow else whole
-        return None if f"{whole}{os.sep}".startswith(self._left_alone) else whole
-
-    def _about_to_write(self, path: Any) -> None:
-        if (whole := self._whole(path, follow=True)) is not None:
-            self._past.keep(whole, in_place=True)
-
-    def open(self, file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
-        """Open a file, as ``open``."""
-        if isinstance(mode, str) and {*mode} & {*"wax+"}:
-            self._about_to_write(file)
-        return open_file(file, mode, *args, **options)
-
-    def os_open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
-        """Open a file, as ``os.open``."""
-        if flags & MAY_CREATE and flags & UNNAMED != UNNAMED:
-            self._about_to_write(path)
-        return int(real.open(path, flags, *args, **options))
-
-    def truncate(self, path: Any, length: int) -> None:
-        """Cut a file, as ``os.truncate``."""
-        self._about_to_write(path)
-        real.truncate(path, length)
-
-    def _about_to_make(self, path: Any) -> None:
-        if (whole := self._whole(path, follow=False)) is not None and not is_there(whole):
-            self._past.keep(whole, in_place=False)
-
-    def mkdir(self, path: Any, *args: Any, **options: Any) -> None:
-        """Make a folder, as ``os.mkdir``."""
-        self._about_to_make(path)
-        real.mkdir(path, *args, **options)
-
-    def link(self, src: Any, dst: Any, **options: Any) -> None:
-        """Give a file a second name, as ``os.link``."""
-        self._about_to_make(dst)
-        real.link(src, dst, **options)
-
-    def symlink(self, src: Any, dst: Any, *args: Any, **options: Any) -> None:
-        """Make a link, as ``os.symlink``."""
-        self._about_to_make(dst)
-        real.symlink(src, dst, *args, **options)
-
-    def removing(self, function: Callable[..., Any], path: Any) -> None:
-        """Call a function of ``os`` that removes what is at a path."""
-        if (whole := self._whole(path, follow=False)) is not None and is_there(whole):
-            self._past.keep(whole, in_place=False)
-        function(path)
-
-    def renaming(self, function: Callable[..., Any], src: Any, dst: Any) -> None:
-        """Call a function of ``os`` that moves what is at a path to another."""
-        before, after = (self._whole(path, follow=False) for path in (src, dst))
-        if before is not None and is_there(before):
-            self._past.keep_all(before)
-        if after is not None:
-            self._past.keep(after, in_place=False)
-        function(src, dst)
-
-    def save(self, obj: Any, f: Any, *args: Any, **options: Any) -> None:
-        """Save, as ``torch.save``."""
-        self._about_to_write(f)
-        _save(obj, f, *args, **options)
+# Functions of ``os`` before which the first rank keeps what is at a path: how, for each of their paths.
+_KEPT_BEFORE: dict[str, tuple[str, ...]] = {
+    "truncate": ("writes",),
+    "mkdir": ("makes",),
+    "remove": ("makes",),
+    "unlink": ("makes",),
+    "rmdir": ("makes",),
+    "link": ("", "makes"),
+    "symlink": ("", "makes"),
+    "rename": ("moves", "makes"),
+    "replace": ("moves", "makes"),
+}
 
 
 _entered = False  # whether this process is in such a world
@@ -167,13 +109,13 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
     make_folders(own)
     # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
     left_alone = (home, *_DEVICES, os.path.realpath(get_temp_dir()), *_caches())
-    past = Past(home)
+    past = Past(home, left_alone)
     try:
         with ExitStack() as stack:
             if rank == 0 and writes:
-                _keep(stack, Keeper(past, left_alone))
+                _keep(stack, past)
             else:
-                _lay_over(stack, Overlay(own, past, left_alone))
+                _lay_over(stack, Overlay(own, past))
             _entered = True
             yield
     finally:
@@ -185,14 +127,35 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
                     shutil.rmtree(home, ignore_errors=True)
 
 
-def _keep(stack: ExitStack, keeper: Keeper) -> None:
+def _keep(stack: ExitStack, past: Past) -> None:
     """Let the first rank keep what was, until the stack closes."""
-    functions: dict[str, Callable[..., Any]] = {"open": keeper.os_open, "truncate": keeper.truncate}
-    functions |= {"mkdir": keeper.mkdir, "link": keeper.link, "symlink": keeper.symlink}
-    functions |= {name: partial(keeper.removing, getattr(real, name)) for name in ("remove", "unlink", "rmdir")}
-    functions |= {name: partial(keeper.renaming, getattr(real, name)) for name in ("rename", "replace")}
-    _replace(stack, functions)
-    stack.enter_context(files_opened_by(keeper.open, keeper.save))
+
+    def keeping(name: str, hows: Sequence[str]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            paths = [*args, *(options[each] for each in ("path", "src", "dst") if each in options)]
+            for path, how in zip(paths, hows, strict=False):
+                if how:
+                    past.keep_before(path, writes=how == "writes", moves=how == "moves")
+            return getattr(real, name)(*args, **options)
+
+        return call
+
+    def open_kept(file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
+        if isinstance(mode, str) and {*mode} & {*"wax+"}:
+            past.keep_before(file, writes=True)
+        return open_file(file, mode, *args, **options)
+
+    def os_open(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & MAY_CREATE and flags & UNNAMED != UNNAMED:
+            past.keep_before(path, writes=True)
+        return int(real.open(path, flags, *args, **options))
+
+    def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        past.keep_before(f, writes=True)
+        _save(obj, f, *args, **options)
+
+    _replace(stack, {"open": os_open} | {name: keeping(name, hows) for name, hows in _KEPT_BEFORE.items()})
+    stack.enter_context(files_opened_by(open_kept, save))
 
 
 def _lay_over(stack: ExitStack, overlay: Overlay) -> None:
@@ -222,3 +185,95 @@ def _lay_over(stack: ExitStack, overlay: Overlay) -> None:
 def _replace(stack: ExitStack, functions: Mapping[str, Callable[..., Any]]) -> None:
     for name, ours in functions.items():
         stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))
+
+
+# ---- what is printed ----
+
+
+class Voice:
+    """Lets the first rank speak: what the others write to stdout and stderr is not shown.
+
+    The files themselves are changed, so that the workers of loaders and libraries in C are silent, too.
+
+    Args:
+        rank: This rank.
+        folder: The folder for what the others write, ``rank-1.log`` and so on; None to forget it.
+        sees_rank: Whether the script sees which rank it is.
+    """
+
+    def __init__(self, rank: int, folder: Path | None, *, sees_rank: bool = True) -> None:
+        self._rank, self._sees_rank = rank, sees_rank
+        self._reported: BaseException | None = None
+        self._stderr = os.dup(2)
+        if rank:
+            log = os.devnull
+            if folder is not None:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                log = str(folder / f"rank-{rank}.log")
+            _flush()
+            silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+
+    def report(self, text: str) -> None:
+        """Write a text to stderr, with the rank before each line."""
+        lines = "".join(f"[rank {self._rank}] {line}\n" for line in text.splitlines())
+        with open(self._stderr, "wb", closefd=False) as out:
+            out.write(lines.encode(errors="replace"))
+
+    def report_error(self, error: BaseException) -> None:
+        """Show what ends this rank, once; an error that says who is missing names the lines itself."""
+        if error is self._reported or isinstance(error, SystemExit | KeyboardInterrupt):
+            return
+        self._reported = error
+        if isinstance(error, MissingRanksError):
+            self.report(f"{type(error).__name__}: {error}")
+            return
+        self.report("".join(traceback.format_exception(type(error), error, _of_script(error.__traceback__))))
+        if isinstance(error, KeyError) and not self._sees_rank and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+            self.report(
+                f"ddp_patch: the ranks train as one process, so the script sees no {error.args[0]}. If it starts as "
+                "one of several ranks, pass --mode ranks."
+            )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the script may have put anything there
+            stream.flush()
+
+
+@contextmanager
+def errors_reported(voice: Voice, *, at_once: bool) -> Iterator[None]:
+    """Show what ends this rank, with its number, and end it with the exit code that Python would give.
+
+    Args:
+        voice: Lets the first rank speak.
+        at_once: Whether Ctrl-C ends the process here, with the workers of its loaders, for which torch would wait.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if at_once:
+            _flush()
+            for worker in multiprocessing.active_children():
+                if worker.pid is not None:
+                    os.kill(worker.pid, signal.SIGKILL)
+            os._exit(INTERRUPTED)
+        sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            voice.report(ended.code)
+            sys.exit(1)
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever the script raises
+        voice.report_error(error)
+        sys.exit(1)
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first line of the script on, if it has some."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename.startswith((*OURS, "<frozen runpy>")):
+        own = own.tb_next
+    return own or trace

@@ -1,7 +1,5 @@
 """Autopatch on real ranks that are seeded differently: shares, functions that communicate, and ranks that differ."""
 
-import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -127,25 +125,3 @@ def test_loaders_that_look_alike_are_told_apart() -> None:
         assert "DataLoader number 1 made at" in message
         assert "DataLoader number 2 made at" in message
         assert all(way in message for way in WAYS)
-
-
-def logged(rank: int, world_size: int) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a small one
-    logger = logging.getLogger("ddp_patch.autopatch")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    with autopatch():
-        loader = made(shuffle=True)
-        items(loader)
-        items(loader)
-        items(made(sampler=torch.utils.data.DistributedSampler(Indices(N))))
-    return lines
-
-
-def test_the_first_rank_logs_a_line_for_each_loader() -> None:
-    (shared, left), others = run_ranks(logged, 2)
-    assert others == []
-    assert re.search(rf"{Path(__file__).name}:\d+ DataLoader, shuffled, 23 samples: 2 ranks x 3 steps$", shared)
-    assert "shards itself (DistributedSampler)" in left

@@ -35,16 +35,6 @@ TRAINING = """
             print(f"loss {sum(model(batch).pow(2).sum().item() for batch in test):.9f}")
 """
 
-GROUP_OF_ITS_OWN = """
-    rank = os.environ.get("RANK")
-    import torch.distributed as dist
-    print("early", rank)
-    dist.init_process_group("gloo")
-    nn.parallel.DistributedDataParallel(model)
-    print("read", sum(len(batch) for batch in train))
-    dist.destroy_process_group()
-"""
-
 
 def launch(
     folder: Path, body: str, *options: str, ranks: int | None = 2, before: str = TRAINING
@@ -99,15 +89,10 @@ def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
     assert next(shadows.glob("rank-1/**/best.pt")).is_file()
 
 
-def test_a_script_without_loader_and_optimizer_speaks_and_writes_once(tmp_path: Path) -> None:
-    done = launch(tmp_path, 'print("done")\nopen("out.txt", "a").write("x")\n', before="")
-    assert (done.returncode, done.stdout, (tmp_path / "out.txt").read_text()) == (0, "done\n", "x")
-    assert "2 ranks ran all of it each" in done.stderr
-
-
-def test_a_script_does_not_see_which_rank_it_is(tmp_path: Path) -> None:
+def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_not_see_its_rank(tmp_path: Path) -> None:
     body = """
         import os
+        open("out.txt", "a").write("x")
         import torch.distributed as dist
         try:
             dist.init_process_group("gloo")
@@ -115,36 +100,18 @@ def test_a_script_does_not_see_which_rank_it_is(tmp_path: Path) -> None:
             print(type(error).__name__, "--mode ranks" in str(error), "RANK" in os.environ)
         os.environ["RANK"]
     """
-    done = launch(tmp_path, body, ranks=1, before="")
+    done = launch(tmp_path, body, before="")
     assert (done.returncode, done.stdout) == (1, "WorldError True False\n")
+    assert (tmp_path / "out.txt").read_text() == "x"
+    assert "every rank computed all of each batch" in done.stderr
     assert "KeyError: 'RANK'" in done.stderr
     assert "the script sees no RANK" in done.stderr
     assert "pass --mode ranks" in done.stderr
 
 
-@pytest.mark.soak
-def test_a_script_that_makes_a_group_shards_its_loaders(tmp_path: Path) -> None:
-    done = launch(tmp_path, GROUP_OF_ITS_OWN)
-    assert done.returncode == 1
-    assert "--mode ranks" in done.stderr
-    done = launch(tmp_path, GROUP_OF_ITS_OWN, "--mode", "ranks")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == sorted(
-        ["begins", "early", "0", "read", "15", "begins", "early", "1", "read", "15"]
-    )
-
-
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        soaked(
-            "epoch()\nnn.parallel.DistributedDataParallel(other)",
-            ["WorldError", "DistributedDataParallel", "averaged twice", "--mode ranks"],
-        ),
-        soaked(
-            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)",
-            ["WorldError", "torch.multiprocessing.spawn()"],
-        ),
         pytest.param(
             """
             epoch(4 if rank == "1" else 100)
@@ -190,35 +157,32 @@ def test_what_goes_wrong_is_told(tmp_path: Path, body: str, told: list[str]) -> 
         assert words in done.stderr
 
 
-def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
-    body = """
-        open("model.txt", "w").write("of the check")
-        for epoch in range(2):
-            for batch in train:
-                optimizer.zero_grad()
-                (model(batch) @ model(batch).T).exp().mean().log().backward()
-                optimizer.step()
-            print("epoch", epoch)
-    """
-    done = launch(tmp_path, body, "--check", "--steps", "7")
-    told = " ".join(done.stdout.split())
-    assert done.returncode == 1, done.stderr
-    assert "as it is: differs from step 2 on, first in" in told
-    assert "once more: differs from step 2 on, first in" in told
-    assert "in double precision" in told
-    assert "printed lines: the same, 2 in these steps" in told
-    assert "files: the same, 1 in these steps" in told
-    assert "Not the same. The parts' losses have the mean" in told
-    assert "it is a loss of the whole batch" in told
-    assert max(map(len, done.stdout.splitlines())) <= 100
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]  # no run has written here
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        (
+        pytest.param(
+            """
+            open("model.txt", "w").write("of the check")
+            for epoch in range(2):
+                for batch in train:
+                    optimizer.zero_grad()
+                    (model(batch) @ model(batch).T).exp().mean().log().backward()
+                    optimizer.step()
+                print("epoch", epoch)
+            """,
+            1,
+            [
+                "as it is: differs from step 2 on, first in",
+                "once more: differs from step 2 on, first in",
+                "in double precision",
+                "printed lines: the same, 2 in these steps",
+                "files: the same, 1 in these steps",
+                "Not the same. The parts' losses have the mean",
+                "it is a loss of the whole batch",
+            ],
+            id="a loss of the whole batch",
+        ),
+        soaked(
             """
             model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
             optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -227,7 +191,7 @@ def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
             0,
             ["as it is: differs from step 2 on", "without dropout: the same in 5 steps", "The same but for dropout."],
         ),
-        (
+        soaked(
             """
             model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -238,8 +202,8 @@ def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
             1,
             ["without batch normalisation: the same in 5 steps", "Batch normalisation sees a part of each batch."],
         ),
-        ("epoch()", 0, ["as it is: the same in 5 steps", "printed lines: the same, 2", "\nThe same."]),
-        (
+        soaked("epoch()", 0, ["as it is: the same in 5 steps", "printed lines: the same, 2", "\nThe same."]),
+        soaked(
             """
             for batch in train:
                 print(len(batch))
@@ -250,7 +214,7 @@ def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
             1,
             ["as it is: the same in 5 steps", "printed lines: differ, first '7' and '4'", "a number of a part"],
         ),
-        (
+        soaked(
             """
             for batch in train:
                 optimizer.zero_grad()
@@ -260,8 +224,10 @@ def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
             1,
             ["The script draws random numbers between its steps"],
         ),
-        ("model(next(iter(train)).view(7, 2))\nnext(iter(train))", 1, ["No optimizer of torch.optim made a step"]),
-        (
+        soaked(
+            "model(next(iter(train)).view(7, 2))\nnext(iter(train))", 1, ["No optimizer of torch.optim made a step"]
+        ),
+        soaked(
             """
             for batch in train:
                 model(batch).pow(2).mean().backward()
@@ -275,34 +241,26 @@ def test_a_loss_of_the_whole_batch_is_found_by_a_check(tmp_path: Path) -> None:
     ],
 )
 def test_a_check_says_what_is_so(tmp_path: Path, body: str, code: int, words: list[str]) -> None:
-    done = launch(tmp_path, textwrap.dedent(body), "--check")
+    done = launch(tmp_path, textwrap.dedent(body), "--check", "--steps", "7")
     assert done.returncode == code, done.stdout
     for each in words:
         assert each in done.stdout.replace("\n    ", " ")
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]  # no run has written here
 
 
-def started(folder: Path, ranks: int = 2) -> "subprocess.Popen[str]":
+def started(folder: Path) -> "subprocess.Popen[str]":
     """Start an endless script, whose loader has workers; each rank writes down its process."""
     endless = """
-        with open(os.path.join(os.environ["FOLDER"], f"{os.getpid()}.pid"), "w"):
-            pass
+        open(os.path.join(os.environ["FOLDER"], f"{os.getpid()}.pid"), "w").close()
         train = DataLoader(data, batch_size=7, num_workers=1, persistent_workers=True)
         while True:
             epoch()
     """
     (folder / "train.py").write_text(textwrap.dedent(TRAINING) + textwrap.dedent(endless))
+    options = ["-n", "2", "--keep-shadows", str(folder / "shadows")]
     return subprocess.Popen(  # noqa: S603 - our own script
-        [
-            sys.executable,
-            "-m",
-            "ddp_patch",
-            "run",
-            "-n",
-            str(ranks),
-            "--keep-shadows",
-            str(folder / "shadows"),
-            "train.py",
-        ],
+        [sys.executable, "-m", "ddp_patch", "run", *options, "train.py"],
         cwd=folder,
         env={**os.environ, "FOLDER": str(folder)},
         stdout=subprocess.PIPE,
@@ -313,46 +271,29 @@ def started(folder: Path, ranks: int = 2) -> "subprocess.Popen[str]":
     )
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
-    with started(tmp_path) as running:
-        assert running.stdout is not None
-        lines = [running.stdout.readline() for _ in range(3)]
-        assert lines[2].startswith("loss")
-        ranks = pids(tmp_path)
-        began = time.monotonic()
-        os.killpg(running.pid, signal.SIGINT)
-        assert running.wait(60) == 130
-        assert time.monotonic() - began < 3 * SLOW
-        assert "Traceback" not in (running.stderr.read() if running.stderr else "")
-    assert len(ranks) == 2
-    wait_for_the_end_of(ranks)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' signal at the death of a parent")
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended_by", ["Ctrl-C", "the launcher's death"])
+def test_all_ranks_end(tmp_path: Path, ended_by: str) -> None:
     with started(tmp_path) as running:
         assert running.stdout is not None
         lines = [running.stdout.readline() for _ in range(3)]
         assert lines[2].startswith("loss")
-        ranks = pids(tmp_path)
-        running.kill()
+        ranks = [int(path.stem) for path in tmp_path.rglob("*.pid")]  # of the first one, and in the other's shadow
+        began = time.monotonic()
+        if ended_by == "Ctrl-C":
+            os.killpg(running.pid, signal.SIGINT)
+            assert running.wait(60) == 130
+            assert time.monotonic() - began < 3 * SLOW
+            assert "Traceback" not in (running.stderr.read() if running.stderr else "")
+        else:
+            running.kill()
     assert len(ranks) == 2
-    wait_for_the_end_of(ranks)
+    while any(map(lives, ranks)):
+        assert time.monotonic() < began + 10 * SLOW
+        time.sleep(0.1)
 
 
 SLOW = 5  # how many times as long a busy machine may take
-
-
-def pids(folder: Path) -> list[int]:
-    """Return the processes of the ranks: of the first one, and of what lies in the shadow of the other."""
-    return [int(path.stem) for path in folder.rglob("*.pid")]
-
-
-def wait_for_the_end_of(processes: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(lives, processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def lives(process: int) -> bool:
@@ -368,7 +309,12 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING) + "epoch()\n")
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_patch", "run"]
     done = subprocess.run(  # noqa: S603 - our own script
-        [sys.executable, *ranks, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, *ranks, "--mode", "one", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "2 ranks train as one process" in done.stderr

@@ -1,9 +1,10 @@
-"""``torchrun -m ddp_patch run``: scripts that nobody edited, on real ranks."""
+"""``ddp-patch run --mode ranks``: scripts that nobody edited, each rank on its shard."""
 
 import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,16 +60,18 @@ SCRIPT = """
 VAL_LINE = 1 + next(number for number, line in enumerate(SCRIPT.splitlines()) if " val = " in line)
 
 
-def launch(folder: Path, world_size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command = [sys.executable, *ranks, "-m", "ddp_patch", "run", *arguments]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder) as torchrun:  # noqa: S603 - our own
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_patch", "run")
+OURS = ("-m", "ddp_patch", "run", "-n", "2")
+
+
+def launch(folder: Path, launcher: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command, pipe = [sys.executable, *launcher, "--mode", "ranks", *arguments], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder) as running:  # noqa: S603 - our own
         try:
-            out, err = torchrun.communicate(timeout=120)
+            out, err = running.communicate(timeout=120)
         finally:
-            torchrun.terminate()  # which ends the ranks too
-    return subprocess.CompletedProcess(command, torchrun.returncode, out, err)
+            running.terminate()  # which ends the ranks too
+    return subprocess.CompletedProcess(command, running.returncode, out, err)
 
 
 @pytest.fixture
@@ -79,60 +82,48 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def told(folder: Path, name: str, world_size: int) -> list[list[dict[str, object]]]:
+def told(folder: Path, name: str) -> list[list[dict[str, object]]]:
     """What each rank wrote down of one name."""
-    lines = [(folder / f"rank-{rank}").read_text().splitlines() for rank in range(world_size)]
+    lines = [(folder / f"rank-{rank}").read_text().splitlines() for rank in range(2)]
     return [[line for line in map(json.loads, of_rank) if line["name"] == name] for of_rank in lines]
 
 
-def assert_shared(folder: Path, name: str, world_size: int) -> None:
-    ranks = told(folder, name, world_size)
+def assert_shared(folder: Path, name: str) -> None:
+    ranks = told(folder, name)
     for epoch in range(2):
         shares = [[line["index"] for line in lines if line["epoch"] == epoch] for lines in ranks]
-        assert len({len(share) for share in shares}) == 1
-        found = [index for share in shares for index in share]
-        assert set(found) == set(range(N))
-        assert len(found) == -(-N // world_size) * world_size
+        assert [len(share) for share in shares] == [-(-N // 2)] * 2
+        assert {index for share in shares for index in share} == set(range(N))
 
 
 def test_a_script_that_makes_a_group(script: Path, tmp_path: Path) -> None:
-    done = launch(
-        tmp_path,
-        2,
-        "--except",
-        f"training.py:{VAL_LINE}",
-        "package/training.py",
-        str(tmp_path),
-        "parallel",
-        "--seed",
-        "x",
-    )
+    excepted, own = ["--except", f"training.py:{VAL_LINE}"], [str(tmp_path), "parallel", "--seed", "x"]
+    done = launch(tmp_path, OURS, *excepted, "package/training.py", *own)
     assert done.returncode == 0, done.stderr
-    assert_shared(tmp_path, "early", 2)
-    assert [len(lines) for lines in told(tmp_path, "val", 2)] == [2 * N, 0]
-    for (line_of_rank,) in told(tmp_path, "told", 2):
+    assert_shared(tmp_path, "early")
+    assert [len(lines) for lines in told(tmp_path, "val")] == [2 * N, 0]
+    for (line_of_rank,) in told(tmp_path, "told"):
         assert line_of_rank["argv"] == ["parallel", "--seed", "x"]  # the script's own
         assert line_of_rank["first"] == str(script.parent)
     assert done.stderr.count("ddp_patch: package/training.py:") == 2  # a line for each loader, on the first rank alone
     assert "DataLoader, shuffled, 23 samples: 2 ranks x 3 steps" in done.stderr
-    assert "12 samples a rank; 1 repeated, 2 passes" in " ".join(done.stderr.split())
+    assert "2 ranks x 3 steps, 2 passes" in " ".join(done.stderr.split())
     assert "left alone (--except)" in done.stderr
     assert "DistributedDataParallel" not in done.stderr
 
 
-def test_a_module_for_one_process(script: Path, tmp_path: Path) -> None:
-    options = ["--mode", "ranks", "--except", f"*/training.py:{VAL_LINE}", "--seed=3"]
-    done = launch(tmp_path, 2, *options, "-m", "package.training", str(tmp_path))
+def test_a_module_that_averages_nothing(script: Path, tmp_path: Path) -> None:
+    options = ["--except", f"*/training.py:{VAL_LINE}", "--seed=3", "-m", "package.training"]
+    done = launch(tmp_path, TORCHRUN, *options, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    shares = [{line["index"] for line in lines if line["epoch"] == 1} for lines in told(tmp_path, "early", 2)]
-    assert shares[0] | shares[1] == set(range(N))
-    for (line,) in told(tmp_path, "told", 2):
+    assert_shared(tmp_path, "early")
+    for (line,) in told(tmp_path, "told"):
         assert (line["main"], line["first"]) == (str(script), str(tmp_path))
     assert "No DistributedDataParallel was seen" in done.stderr
 
 
 def test_the_scripts_exit_code_is_the_ranks(script: Path, tmp_path: Path) -> None:
-    done = launch(tmp_path, 2, "--dry-run", "package/training.py", str(tmp_path), "fails")
-    assert "exitcode  : 3" in done.stderr
-    assert [len(lines) for lines in told(tmp_path, "early", 2)] == [2 * N] * 2
+    done = launch(tmp_path, OURS, "--dry-run", "package/training.py", str(tmp_path), "fails")
+    assert done.returncode == 3
+    assert [len(lines) for lines in told(tmp_path, "early")] == [2 * N] * 2
     assert "would be 2 ranks x 3 steps" in done.stderr

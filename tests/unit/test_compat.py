@@ -114,5 +114,5 @@ def test_the_checks_above_can_fail() -> None:
     assert any(map(is_private, imported))
     assert set(imported) & UNEXPORTED
     assert any(FULL_NAME.fullmatch(text) for module in COMPAT for text in strings(tree_of(module)))
-    assert any(getattr(node, "attr", "") == "cuda" for node in ast.walk(tree_of("running/one_process.py")))
+    assert any(getattr(node, "attr", "") == "cuda" for node in ast.walk(tree_of("running/launch.py")))
     assert {"_iterator", "_is_accelerate_prepared", "_distributed", "_drop_last", "__pl_saved_args"} <= marks()

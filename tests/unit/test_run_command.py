@@ -37,34 +37,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("under_python", "under_run"), [(["script.py"], ["script.py"]), (["-m", "script"],) * 2])
-def test_a_script_sees_what_it_sees_under_python(folder: Path, under_python: list[str], under_run: list[str]) -> None:
+@pytest.mark.parametrize(("target", "safe"), [(["script.py"], ""), (["-m", "script"], ""), (["alone.py"], "1")])
+def test_a_script_sees_what_it_sees_under_python(folder: Path, target: list[str], safe: str) -> None:
+    """But that a script's folder is put first in ``sys.path`` where python was told to put none there."""
+    (folder / "alone.py").write_text("import json, sys; print(json.dumps(sys.path))")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    environment |= {"PYTHONSAFEPATH": safe} if safe else {}
     seen = [
         subprocess.run(  # noqa: S603 - our own script
-            [sys.executable, *start, "--some", "-m"], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, *start, *target, "--some", "-m"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
-        for start in (under_python, ["-m", "ddp_patch", "run", "--only", "x.py", *under_run])
+        for start in ([], ["-m", "ddp_patch", "run", "--only", "x.py"])
     ]
+    if safe:
+        assert json.loads(seen[1]) == [str(folder), *json.loads(seen[0])]
+        return
     # python itself may name the script by the path that it was given.
-    assert seen[0].replace('"script.py"', f'"{folder}/script.py"') == seen[1].replace(
-        '"script.py"', f'"{folder}/script.py"'
-    )
-
-
-def test_a_safe_path_loses_nothing(folder: Path) -> None:
-    """Where python was told to put no folder first, the script's is put there, and nothing taken away."""
-    (folder / "alone.py").write_text("import json, sys; print(json.dumps(sys.path))")
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    before, after = (
-        json.loads(
-            subprocess.run(  # noqa: S603 - our own script
-                [sys.executable, *start, "alone.py"], env=environment, capture_output=True, text=True, check=True
-            ).stdout
-        )
-        for start in ([], ["-m", "ddp_patch", "run"])
-    )
-    assert after == [str(folder), *before]
+    of_python, of_run = (each.replace('"script.py"', f'"{folder}/script.py"') for each in seen)
+    assert of_python == of_run
 
 
 def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,29 +75,40 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "told", "of"),
     [
-        ([], "TARGET"),
-        (["--no-such", "script.py"], "TARGET"),
-        (["--seed", "-1", "script.py"], "seed=-1"),
-        (["--check", "script.py"], "-n 4"),
-        (["--check", "-n", "1", "script.py"], "-n 4"),
-        (["--only", "", "script.py"], "only="),
-        (["--mode", "one", "--whole", "", "script.py"], "names no file"),
-        (["absent.py"], "absent.py"),
-        (["--sync-batchnorm", "--keep-shadows", "logs", "script.py"], "--sync-batchnorm, --keep-shadows"),
-        (["--mode", "ranks", "--whole", "val.py", "script.py"], "--whole"),
-        (["--nnodes", "2", "script.py"], "--nnodes"),
+        ([], "TARGET", {}),
+        (["--no-such", "script.py"], "TARGET", {}),
+        (["--seed", "-1", "script.py"], "seed=-1", {}),
+        (["--check", "script.py"], "-n 4", {}),
+        (["--check", "-n", "1", "script.py"], "-n 4", {}),
+        (["--check", "--mode", "ranks", "-n", "2", "script.py"], "-n 4", {}),
+        (["--only", "", "script.py"], "--only=", {}),
+        (["--mode", "one", "--whole", "", "script.py"], "names no file", {}),
+        (["absent.py"], "absent.py", {}),
+        (["--sync-batchnorm", "--keep-shadows", "logs", "script.py"], "--sync-batchnorm, --keep-shadows", {}),
+        (["--mode", "ranks", "--whole", "val.py", "script.py"], "--whole", {}),
+        (["-n", "2", "script.py"], "as rank 1 of 4", {"RANK": "1", "WORLD_SIZE": "4"}),
+        (["script.py"], "started 4 ranks. Pass --mode one", {"RANK": "1", "WORLD_SIZE": "4"}),
+        (["script.py"], "srun has started 4 tasks", {"SLURM_STEP_NUM_TASKS": "4"}),
+        (["--mode", "one", "script.py"], "srun has started 4 tasks", {"SLURM_STEP_NUM_TASKS": "4"}),
     ],
 )
 def test_wrong_usage_exits_with_2(
-    arguments: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    told: str,
+    of: dict[str, str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    for name, value in {**({"MASTER_ADDR": "-", "MASTER_PORT": "1"} if of else {}), **of}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught:
         run(arguments)
     assert caught.value.code == 2
-    assert told in capsys.readouterr().err
+    assert told in " ".join(capsys.readouterr().err.split())
     assert not dist.is_initialized()
 
 
@@ -131,17 +136,6 @@ def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: py
     assert not Path(environment["DDP_PATCH_SHADOWS"]).exists()
 
 
-def test_ranks_of_another_launcher_start_none(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "-", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as caught:
-        run(["-n", "2", "script.py"])
-    assert caught.value.code == 2
-    assert "as rank 1 of 4" in capsys.readouterr().err
-
-
 def test_all_generators_are_seeded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(()).item())"
     (folder / "script.py").write_text(code)
@@ -152,22 +146,19 @@ def test_all_generators_are_seeded(folder: Path, capsys: pytest.CaptureFixture[s
     assert not {*first.split()} & {*other.split()}
 
 
-def test_the_summary_fits_in_100_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_fits_in_100_columns(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "script.py").write_text("from torch.utils.data import DataLoader\nlist(DataLoader(range(7), 2))\n")
     run(["--mode", "one", "script.py"])
     told = capsys.readouterr().err.partition("ddp_patch:\n")[2]
-    assert "script.py:2 DataLoader, in order, 7 samples: each batch divided over 1 rank, 4 steps" in told
+    assert "script.py:2 DataLoader, in order, 7 samples: whole on every rank, 4 steps" in told
     assert "1 pass" in told
     assert "1 rank trained as one process: 0 optimizer steps." in told
     assert max(map(len, told.splitlines())) <= 100
-
-
-def test_other_ranks_print_no_summary(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("RANK", "1")
     run(["script.py"])
-    assert not capsys.readouterr().err
+    assert not capsys.readouterr().err  # the first rank alone tells it
 
 
 def test_the_command_line_lists_it(folder: Path) -> None:
