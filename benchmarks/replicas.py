@@ -76,9 +76,11 @@ class Run:
     def steps(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the epoch and the samples of each committed step.
 
-        If all that have committed a step were killed then, others did it again, and that one is what counts.
+        If all that have committed a step were killed then, others did it again, and that one is what counts. A replica
+        that is healed meanwhile took nothing.
         """
-        latest = {line["step"]: line for line in sorted(self.committed, key=lambda line: line["at"])}
+        commits = [line for line in self.committed if line["rank"] is not None]
+        latest = {line["step"]: line for line in sorted(commits, key=lambda line: line["at"])}
         require(sorted(latest) == [*range(len(latest))], "a step is missing")
         for step, commit in sorted(latest.items()):
             before = [line for line in self.taken if line["step"] == step and line["at"] < commit["at"]]
