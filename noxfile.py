@@ -32,6 +32,7 @@ MEASURED = [
     "peers",
     "packages",
     "torchft",
+    "restarts",
     "pictures",
     "screenshots",
 ]
@@ -145,6 +146,13 @@ def torchft(session: nox.Session) -> None:
     run_tests(session, "tests/torchft")
     environment = {"PYTHONPATH": "docs/examples/frameworks", "OMP_NUM_THREADS": "1"}
     session.run("python", "-W", "ignore", "benchmarks/replicas.py", *session.posargs, env=environment)
+
+
+@nox.session(requires=["package"])
+def restarts(session: nox.Session) -> None:
+    """Kill a node of jobs that restart, under torchrun and Ray, for ``docs/resume.md``."""
+    install_wheel(session, "test,ray")
+    session.run("python", "-W", "ignore", "benchmarks/restarts.py")
 
 
 @nox.session(requires=["package"])

@@ -38,7 +38,8 @@ from torchft.process_group import ProcessGroupGloo
 from ddp_patch import patch_dataloader_to_ddp
 
 REPLICAS, LIMIT_S = 3, 180
-KINDS = [*product(["map-style", "stream"], [0, 2], [{}]), ("map-style", 0, {"share": "within_batches"})]
+DIVIDED = {"share": "within_batches"}
+KINDS = [*product(["map-style", "stream"], [0, 2], [{}]), ("map-style", 0, DIVIDED), ("stream", 2, DIVIDED)]
 TORCHFTS = "torchft's sampler"
 PAGE = Path(__file__).parents[1] / "docs" / "resume.md"
 OURS, SHARED = "each replica its own", "one process's, divided"
@@ -75,9 +76,11 @@ class Run:
     def steps(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the epoch and the samples of each committed step.
 
-        If all that have committed a step were killed then, others did it again, and that one is what counts.
+        If all that have committed a step were killed then, others did it again, and that one is what counts. A replica
+        that is healed meanwhile took nothing.
         """
-        latest = {line["step"]: line for line in sorted(self.committed, key=lambda line: line["at"])}
+        commits = [line for line in self.committed if line["rank"] is not None]
+        latest = {line["step"]: line for line in sorted(commits, key=lambda line: line["at"])}
         require(sorted(latest) == [*range(len(latest))], "a step is missing")
         for step, commit in sorted(latest.items()):
             before = [line for line in self.taken if line["step"] == step and line["at"] < commit["at"]]
@@ -274,10 +277,10 @@ def require(is_so: bool, otherwise: str) -> None:
         raise RuntimeError(otherwise)
 
 
-def one_process() -> dict[str, torch.Tensor]:
+def one_process(kind: str, workers: int) -> dict[str, torch.Tensor]:
     """Return what one process trains."""
     network, optimizer = example.make_model()
-    loader = patch_dataloader_to_ddp(example.make_loader(), rank=0, num_replicas=1, seed=7)
+    loader = patch_dataloader_to_ddp(example.make_loader(kind, workers), rank=0, num_replicas=1, seed=7)
     for _ in range(example.EPOCHS):
         for x, y, _ in loader:
             optimizer.zero_grad()
@@ -286,12 +289,12 @@ def one_process() -> dict[str, torch.Tensor]:
     return network.state_dict()
 
 
-def judge(run: Run, options: Mapping[str, Any]) -> None:
+def judge(run: Run, kind: str, workers: int, options: Mapping[str, Any]) -> None:
     """Fail unless each sample of each epoch came once, and the parameters are those of one process or alike."""
     counted = run.counted()
     wanted_counts = {epoch: Counter(range(example.SAMPLES)) for epoch in range(example.EPOCHS)}
     require(counted == wanted_counts, "a sample of an epoch did not come exactly once in the committed steps")
-    wanted = one_process() if options else run.networks[0]
+    wanted = one_process(kind, workers) if options else run.networks[0]
     for network in run.networks:
         for name, parameter in network.items():
             torch.testing.assert_close(parameter, wanted[name], rtol=0, atol=1e-9)
@@ -313,7 +316,7 @@ def main() -> None:
             began = time.monotonic()
             runs.append(run := train(schedule, kind, workers, options))
             if kind != TORCHFTS:
-                judge(run, options)
+                judge(run, kind, workers, options)
             took_s = time.monotonic() - began
             print(f"{kind}, {workers} workers, {options or '-'}, schedule {schedule}: {took_s:.0f} s", flush=True)
         rows.append(row_of(kind, workers, options, runs))

@@ -417,7 +417,7 @@ def _require_same(said: Any, said_seed: Any, facts: Mapping[str, object], seed: 
 
 
 # So many lines say how two loaders differ: a damaged state may have any number of fields.
-_MOST_ROWS = 10
+_MOST_ROWS = 4
 
 
 def _is_same(said: Any, here: object) -> bool:

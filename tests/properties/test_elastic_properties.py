@@ -94,10 +94,9 @@ def cost_of(index: int) -> int:
     return 1 + index % 5
 
 
-WITHIN = [name for name in SAMPLES if not name.startswith("stream")] + [*BATCHES]
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SAMPLES | BATCHES),
-    *((name, {"share": "within_batches"}) for name in WITHIN),
+    *((name, {"share": "within_batches"}) for name in SAMPLES | BATCHES),
     *((name, {"cost": cost_of}) for name in ("sequential", "shuffled")),
 ]
 
