@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import as_it_is
 
-from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch import loader_state, patch_dataloader_to_ddp
 
 N = 12
 
@@ -114,6 +114,13 @@ def test_an_epoch_that_is_set_through_the_loader(kind: type[Told], workers: str)
     for loader in ranks:
         loader.set_epoch(3)
     assert epoch_of(ranks) == 3
+
+
+def test_a_state_that_is_taken_before_a_pass_has_the_epoch_that_was_set() -> None:
+    (loader, _) = ranks_of(Told())
+    assert len(list(loader)) == 3
+    loader.set_epoch(5)
+    assert loader_state(loader)["epoch"] == 5
 
 
 @pytest.mark.parametrize("workers", WORKERS)
