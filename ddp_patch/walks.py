@@ -2,10 +2,12 @@
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import islice
+from operator import getitem
 from types import MemberDescriptorType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ __all__ = [
     "SCALARS",
     "KeyPath",
     "Nest",
+    "copied",
     "elements",
     "first_parts",
     "held",
@@ -28,6 +31,8 @@ __all__ = [
     "stored",
     "walk",
 ]
+
+N = TypeVar("N")
 
 # How many elements of a container are looked at.
 LOOKED_AT: Final = 32
@@ -164,23 +169,38 @@ def place_of(path: KeyPath, root: str = "loaders") -> str:
     return root + "".join(f"[{_ADDRESS.sub('', repr(key))}]" for key in path)
 
 
-def _rebuilt(found: Any, new: Mapping[int, Any]) -> Any:
-    """Return nested lists, tuples and dicts of the same classes, with other elements in the place of some, by id."""
-    if id(found) in new or not _is_container(found):
-        return new.get(id(found), found)
-    if isinstance(found, tuple):
-        parts = [_rebuilt(part, new) for part in found]
-        return found._make(parts) if hasattr(found, "_make") else type(found)(parts)
-    made: Any = copy.copy(found)
-    if getattr(found, "__dict__", None) is found:  # its items are its attributes, which copying undoes
-        made.__dict__ = made
-    for key, part in found.items() if isinstance(found, Mapping) else enumerate(found):
-        made[key] = placed = _rebuilt(part, new)
-        if made[key] is not placed:
-            raise TypeError("it holds other elements than are put into it")
-    if any(id(value) in new for value in getattr(made, "__dict__", {}).values()):
-        raise TypeError("it has loaders for attributes")
+def copied(nest: N, leaves: Sequence[tuple[KeyPath, Any]], new: Mapping[int, Any]) -> N:
+    """Return a copy of nested lists, tuples and dicts, of the same classes, with some elements replaced.
+
+    Args:
+        nest: The lists, tuples and dicts.
+        leaves: What ``nested`` found in them.
+        new: What replaces an element, by that element's id.
+
+    Raises:
+        NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
+    """
+    keys = {id(key): key for path, _ in leaves for key in path}  # a copy of a key may not equal it
+    try:
+        made = copy.deepcopy(nest, keys | dict(new))
+        for inner in {path[:length] for path, _ in leaves for length in range(len(path))}:
+            whole: tuple[Any, Any] = (nest, made)
+            given, clone = (reduce(getitem, inner, part) for part in whole)
+            if getattr(given, "__dict__", None) is given:  # its items are its attributes, which copying alone undoes
+                clone.__dict__ = clone
+        found = dict(nested(made))
+    except Exception as error:
+        raise _not_copied(nest, f"copying it raised {type(error).__name__}: {error}") from error
+    if any(found.get(path) is not new[id(leaf)] for path, leaf in leaves if id(leaf) in new):
+        raise _not_copied(nest, "a copy of it has other elements")
     return made
+
+
+def _not_copied(nest: object, why: str) -> NotALoaderError:
+    return NotALoaderError(
+        f"The {type(nest).__name__} of loaders cannot be returned with patched ones in it: {why}. Pass a list, tuple "
+        "or dict of the loaders."
+    )
 
 
 class Nest:
@@ -215,18 +235,12 @@ class Nest:
             )
         described = [_described(path, leaf, first.get(id(leaf))) for path, leaf in self._leaves]
         self.described: str = "" if self._leaves[0][0] == () and first else ", ".join(described)
-        self.with_replaced(object() for _ in self.loaders)  # raises here if it cannot be copied
+        self.with_replaced(self.loaders.values())  # raises here if it cannot be copied
 
     def with_replaced(self, new: Iterable[Any]) -> Any:
         """Return the nest with other loaders in it, given in the order of ``loaders``."""
         replaced = {id(old): each for old, each in zip(self.loaders.values(), new, strict=True)}
-        try:
-            return _rebuilt(self._given, replaced)
-        except Exception as error:
-            raise NotALoaderError(
-                f"The {type(self._given).__name__} of loaders cannot be returned with patched ones in it: copying it "
-                f"raised {type(error).__name__}: {error}. Pass a list, tuple or dict of the loaders."
-            ) from error
+        return copied(self._given, self._leaves, replaced)
 
 
 def _is_no_loader(path: KeyPath, leaf: object) -> bool:

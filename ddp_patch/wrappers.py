@@ -191,8 +191,8 @@ def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[d
     names = known.__annotations__
     if unknown := sorted(given.keys() - names.keys()):
         raise TypeError(
-            f"{called}() has no option {', '.join(unknown)}. Use these: {', '.join(names)}. What a DataLoader takes, "
-            "give the DataLoader: it keeps that here."
+            f"{called}() has no option {', '.join(unknown)}. Use these: {', '.join(names)}. What the DataLoader "
+            "takes is set there, and kept here."
         )
     where = {name: value for name, value in given.items() if name in _WORLD}
     return where, {name: value for name, value in given.items() if name not in _WORLD}

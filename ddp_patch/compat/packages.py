@@ -362,8 +362,8 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
 # ---- loaders that are no subclass of torch's: fastai's, seen in 2.8.12, and those of torchdata's nodes, in 0.11.0 ----
 
 _LOADER_REMEDIES: Final[Mapping[str, str]] = {
-    "fastai.": "Use fastai's learn.distrib_ctx(), which shards it; or build torch's over the same data, which skips "
-    "after_item and after_batch: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
+    "fastai.data.load.DataLoader": "Use fastai's learn.distrib_ctx(), which shards it; or build torch's over the same "
+    "data, which skips after_item and after_batch: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
     "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch).",
     "torchdata.nodes.": "Wrap it in an IterableDataset whose __iter__ returns iter(loader), and pass "
     "DataLoader(dataset, batch_size=None): each rank then keeps its share of the batches.",

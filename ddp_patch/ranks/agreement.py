@@ -398,6 +398,6 @@ def why_orders_differ(
         )
     return (
         f"{listed.capitalize()} would draw different orders: the sampler {_OWN}; or it is sharded already, which its "
-        f"first samples do not show. {_LEADS}Make the sampler's order the same on every rank; or, if it is sharded, "
-        f"{mark}."
+        f"first samples do not show, and then most samples are lost. {_LEADS}Make the sampler's order the same on "
+        f"every rank; or, if it is sharded, {mark}."
     )

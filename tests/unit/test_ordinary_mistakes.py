@@ -60,7 +60,7 @@ def test_a_keyword_that_does_not_exist(given: dict[str, Any]) -> None:
         message = told(TypeError, call)
         assert message.startswith(f"{called}() has no option {name}. Use these: ")
         assert "uneven" in message
-        assert "What a DataLoader takes, give the DataLoader: it keeps that here." in message
+        assert "What the DataLoader takes is set there" in message
 
 
 # ---- the command ----
