@@ -194,17 +194,17 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
     passes, current = batches.passes, batches.passes.current
     if current is None or not current.batches(batches):
         return 0
-    if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
+    if current.batches_delivered is not None and not has_own_iteration(type(loader)):
         return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader, passes)}. Pass how many the training loop has finished: batches_done=step + 1 "
+        f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 "
         "inside enumerate(loader)."
     )
 
 
-def _why_not_counted(loader: DataLoader[Any], passes: Passes[Any]) -> str:
-    if has_own_iteration(type(loader)) and not passes.has_one_iterator:
+def _why_not_counted(loader: DataLoader[Any]) -> str:
+    if has_own_iteration(type(loader)):
         return "its class has its own __iter__, which may fetch batches ahead"
     if hasattr(type(loader), "state_dict"):
         return "its class has a state_dict() of its own, which holds its position"
