@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ddp_patch.errors import StateError
 from ddp_patch.orders.generators import random_generators
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.sharding.attributes import AttributeProxy
+from ddp_patch.sharding.sampler import AttributeProxy
 from ddp_patch.streams.worker import StreamWorker, WorkerPosition
 from ddp_patch.streams.worker_pass import WorkerPass
 

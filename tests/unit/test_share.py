@@ -48,9 +48,9 @@ from ddp_patch import (
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
-from ddp_patch.sharding.batches import describe_share
 from ddp_patch.sharding.item_sources import Indexed
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.sampler import describe_share
 
 # Samplers of other packages, as they are there.
 
