@@ -341,6 +341,8 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
     ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
+    ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
+    ("drop_last: nothing in the state; True here", {"drop_last": True}, {"share": "batches"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
     ("shared by: DDPSamplerWrapper in the state; DDPBatchSamplerWrapper here", {"batch_sampler": PKBatches()}, {}),
 ]
