@@ -76,11 +76,9 @@ def _by_value(batch: Any, samples: Any) -> Any:
     memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in filled}
     if sum(tensor.nbytes for tensor in filled) > _SMALL_BYTES or len(memories) < len(filled):
         return batch  # views of the same memory stay that
-    # The dataset may want that others see what it writes. Also torch's collate_fn makes batches in shared memory.
-    if (
-        any(memory.is_shared() for memory in memories.values())
-        and (plain_tensors(samples) or {}).keys() & tensors.keys()
-    ):
+    # torch's collate_fn makes batches in shared memory; of its own there, a dataset may want that others see it write.
+    are_shared = any(memory.is_shared() for memory in memories.values())
+    if are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys():
         return batch
     return _replaced(batch, {key: _TensorByValue(tensor) for key, tensor in tensors.items()})
 

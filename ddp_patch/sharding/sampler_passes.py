@@ -23,7 +23,7 @@ from ddp_patch.orders.orders import (
     order_of,
 )
 from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, epoch_seed, look
-from ddp_patch.plan import Batching, Consumed, Sizes
+from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
@@ -235,10 +235,13 @@ class SamplerPasses(Passes[T]):
                 order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
             )
         leader, world = self.agreed.leader, self.agreed.world
+        rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
+        if self._balancer is not None:
+            rest = partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
         drawn: Callable[..., Streamed[T]] = partial(
             Streamed,
             self._begun_by(order, start),
-            self._rest_by(before, taken, epoch),
+            rest,
             random_context,
             name=self.name,
             draws_ahead=not self._is_one_shot,
@@ -261,18 +264,12 @@ class SamplerPasses(Passes[T]):
         if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
             begin = partial(_in_order, order)
         if self.shuffles:
-            begin = partial(_permuted, begin, self.agreed.seed.value, start.epoch)
+            begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
         if self.agreed.options.gives_runs:
             # Those that began the epoch.
             ranks = next((ranks for ranks, each in start.consumed if each), self.plan.num_replicas)
-            begin = partial(_begun_in_runs, begin, ranks)
+            begin = partial(_arranged, begin, partial(_in_runs, ranks))
         return begin
-
-    def _rest_by(self, before: Consumed, taken: int, epoch: int) -> Callable[[Iterator[T]], Iterator[T]]:
-        """Return what leaves out the items that other numbers of ranks have taken."""
-        if self._balancer is None:
-            return partial(_left, taken)
-        return partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
@@ -330,28 +327,33 @@ def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
     return order().items()
 
 
-def _permuted(begin: Callable[[], Iterator[T]], seed: int, epoch: int) -> Iterator[T]:
-    """Begin a sampler, and yield its epoch in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
-    return _in_permutation(begin(), seed, epoch)
+def _arranged(begin: Callable[[], Iterator[T]], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
+    """Begin a sampler, and yield its epoch in another order, which needs all of it.
+
+    Args:
+        begin: Begins it.
+        places: Returns the places of the items in its own order, given their number.
+    """
+    return _at_places(begin(), places)
 
 
-def _in_permutation(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
+def _at_places(stream: Iterator[T], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
     items = [copy_item(item) for item in stream]
-    for position in distributed_permutation(len(items), seed, epoch).tolist():
-        yield items[position]
+    for place in places(len(items)):
+        yield items[place]
 
 
-def _begun_in_runs(begin: Callable[[], Iterator[T]], ranks: int) -> Iterator[T]:
-    """Begin a sampler, and yield its epoch with each rank's run of items at the places that the rank takes."""
-    return _in_runs(begin(), ranks)
+def _in_permutation(seed: int, epoch: int, n: int) -> Sequence[int]:
+    """Return ``DistributedSampler(shuffle=True)``'s order."""
+    places: Sequence[int] = distributed_permutation(n, seed, epoch).tolist()
+    return places
 
 
-def _in_runs(stream: Iterator[T], ranks: int) -> Iterator[T]:
-    items = [copy_item(item) for item in stream]
-    each, more = divmod(len(items), ranks)  # the first ranks have one more
+def _in_runs(ranks: int, n: int) -> Sequence[int]:
+    """Return the order in which each rank takes a run, where an order is shared in rounds."""
+    each, more = divmod(n, ranks)  # the first ranks have one more
     starts = [rank * each + min(rank, more) for rank in range(ranks)]
-    for place in range(len(items)):
-        yield items[starts[place % ranks] + place // ranks]
+    return [starts[place % ranks] + place // ranks for place in range(n)]
 
 
 def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:

@@ -92,8 +92,8 @@ def test_it_is_refused_at_the_patch_and_every_remedy_helps(
     n: int, made: dict[str, Any], ranks: int, options: dict[str, Any], remedies: list[str]
 ) -> None:
     name = "BatchSampler" if "share" in options else "SequentialSampler"
-    facts = ("no step", name, f"{n if name[0] == 'S' else 2} items", f"{ranks} ranks", "One process makes")
-    facts += (f"uneven={options.get('uneven', 'pad')!r}",)
+    items, uneven = 2 if name == "BatchSampler" else n, f"uneven={options.get('uneven', 'pad')!r}"
+    facts = ("no step", name, f"{items} items", f"{ranks} ranks", uneven, "One process makes")
     for rank in range(ranks):
         with raises(NoStepsError, facts) as caught:
             patch_dataloader_to_ddp(given(n, made), rank=rank, num_replicas=ranks, **options)
