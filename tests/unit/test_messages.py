@@ -159,6 +159,23 @@ def test_a_loader_that_runs_an_iterator_of_its_own() -> None:
         patch_dataloader_to_ddp(BegunWhenMade(Indices(), 4), **EXPLICIT)
 
 
+class BegunAtFirst(MultiEpochsDataLoader):
+    """It begins its one iterator when it is first iterated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iterator = None  # type: ignore[assignment]  # until then
+
+    def __iter__(self) -> Any:
+        self.iterator = self.iterator or DataLoader.__iter__(self)
+        return super().__iter__()
+
+
+def test_a_loader_that_will_run_one_iterator_for_all_epochs() -> None:
+    with raises(UnsupportedLoaderError, ("BegunAtFirst", "__len__", "Repeated"), "persistent_workers=True"):
+        patch_dataloader_to_ddp(BegunAtFirst(Indices(), 4), **EXPLICIT)
+
+
 class KeepsAGenerator(DataLoader[Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
