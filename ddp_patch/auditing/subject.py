@@ -154,7 +154,7 @@ def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
         return facts
     if facts.unit is ShardedUnit.SAMPLE:
         batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
-        return look_at(copy_loader(facts.loader, drop_last=False, batch_sampler=batches))
+        return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
     if facts.unit is ShardedUnit.ITERABLE:
         return look_at(copy_loader(facts.loader, drop_last=False))
     return facts

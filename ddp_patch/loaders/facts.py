@@ -1,6 +1,6 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -20,6 +20,7 @@ from ddp_patch.compat.private_torch import (
     torchdata_batch_sampler,
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples
+from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import HeldWorld, samplers_in_use, sharded_by, world_of
 from ddp_patch.loaders.samples import (
@@ -167,9 +168,11 @@ class LoaderFacts(Generic[L]):
         num_workers: How many workers it has.
         batches_ahead: How many batches its workers fetch ahead.
         makes_batches: The class that makes batches of a sharded sampler's indices, where torch or torchdata makes them.
+        repeater: What repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or None.
+        running: The attributes that hold an iterator over this loader: torch's, or the one for all epochs.
         other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
         iterator_in: The attribute that holds a running iterator with which the loader may continue, or None. torch's
-            own iteration starts again.
+            own iteration starts again, and so does a copy of a loader with a repeater.
     """
 
     loader: L
@@ -181,6 +184,8 @@ class LoaderFacts(Generic[L]):
     num_workers: int
     batches_ahead: int
     makes_batches: type[Any]
+    repeater: object | None
+    running: Sequence[str]
     other_loader_in: str | None
     iterator_in: str | None
 
@@ -195,7 +200,14 @@ class LoaderFacts(Generic[L]):
 
         It is read each time, because a ``set_epoch`` of the user's may put another sampler there.
         """
-        return _iterated(self.loader)
+        return _iterated(self.loader, self.repeater)
+
+    def placed(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return attributes as a copy of the loader holds them: with what is repeated in a copy of the repeater."""
+        if self.repeater is None:
+            return dict(attributes)
+        place = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        return {**attributes, place: with_repeated(self.repeater, attributes[place])}
 
     @property
     def samplers(self) -> Sequence[object]:
@@ -253,14 +265,15 @@ def look_at(loader: L) -> LoaderFacts[L]:
 
     A framework's wrapper will do too: what it lacks counts as None, 0 or False.
     """
-    kind = type(loader)
+    kind, repeater = type(loader), repeater_in(loader)
     iterates_itself = has_own_iteration(kind)
-    iterated = _iterated(loader)
+    iterated = _iterated(loader, repeater)
     unit, source = _sharded_part(loader, iterated)
     samplers = tuple(samplers_in_use(loader))
     stored = getattr(loader, "__dict__", {})
     kept = {name: first_parts(value) for name, value in stored.items() if name not in _LOOKED_AT_ELSEWHERE}
-    harmless = [name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader) and not iterates_itself]
+    running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader))
+    harmless = () if iterates_itself and repeater is None else running
     begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
     batching: Any = iterated if unit is ShardedUnit.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
@@ -274,6 +287,8 @@ def look_at(loader: L) -> LoaderFacts[L]:
         num_workers=num_workers,
         batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
         makes_batches=torchdata_batch_sampler(kind) or type(iterated),
+        repeater=repeater,
+        running=running,
         other_loader_in=_other_loader(loader) if iterates_itself else None,
         iterator_in=next((name for name in begun if name not in harmless), None),
     )
@@ -290,9 +305,9 @@ def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[ShardedUnit, 
     return ShardedUnit.BATCH, iterated
 
 
-def _iterated(loader: DataLoader[Any]) -> Any:
+def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
     """Return what a loader iterates for one epoch."""
-    return next(samplers_in_use(loader), None)
+    return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
 
 
 def _other_loader(loader: DataLoader[Any]) -> str | None:

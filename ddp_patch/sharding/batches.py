@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,17 +141,17 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
     passes, current = batches.passes, batches.passes.current
     if current is None or not current.batches(batches):
         return 0
-    if current.batches_delivered is not None and not has_own_iteration(type(loader)):
+    if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader)}. Pass how many the training loop has finished: batches_done=step + 1 "
+        f"{_why_not_counted(loader, passes)}. Pass how many the training loop has finished: batches_done=step + 1 "
         "inside enumerate(loader)."
     )
 
 
-def _why_not_counted(loader: DataLoader[Any]) -> str:
-    if has_own_iteration(type(loader)):
+def _why_not_counted(loader: DataLoader[Any], passes: Passes[Any]) -> str:
+    if has_own_iteration(type(loader)) and not passes.has_one_iterator:
         return "its class has its own __iter__, which may fetch batches ahead"
     if hasattr(type(loader), "state_dict"):
         return "its class has a state_dict() of its own, which holds its position"
@@ -268,6 +269,13 @@ class CountedIterator(AroundIterator):
             self._pass.note_stopped()
         elif _is_failure(reason):
             self._pass.note_failed()
+
+    def look_for_end(self) -> None:
+        """Find the end if it comes next, though the loop has not asked for it."""
+        try:
+            self._batches = chain([next(self._batches)], self._batches)
+        except StopIteration as end:
+            self.stop(end)
 
     def _find_pass(self) -> None:
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""

@@ -372,6 +372,13 @@ def state_after(
     """
     current = passes.current
     given = 0 if current is None else current.batches(batching)
+    if passes.has_one_iterator and batches != given:
+        raise InvalidOptionError(
+            f"batches_done={batches}, and {given} batches of epoch {passes.epochs.current} were given: a loader with "
+            "one iterator for all epochs continues after a break, so the loop's count may not be the epoch's. Pass "
+            "how many batches of the epoch were given, or call set_epoch() before each loop, to begin an epoch "
+            "there."
+        )
     if batches > given:
         raise InvalidOptionError(
             f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from quick import run_ranks
+from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
@@ -242,8 +243,9 @@ MORE_KINDS: dict[str, dict[str, Any]] = {
     [
         *((StatefulDataLoader, options) for options in KINDS_RESUMED.values()),
         *((DataLoader, options) for options in (KINDS_RESUMED | MORE_KINDS).values()),
+        (MultiEpochs, {}),
     ],
-    ids=[*(f"torchdata, {name}" for name in KINDS_RESUMED), *KINDS_RESUMED, *MORE_KINDS],
+    ids=[*(f"torchdata, {name}" for name in KINDS_RESUMED), *KINDS_RESUMED, *MORE_KINDS, "one iterator for all"],
 )
 def test_resumed_within_an_epoch(tmp_path: Path, loaders: type[DataLoader[Any]], options: dict[str, Any]) -> None:
     """Steps are those of a run that was never stopped, in later epochs too, which the Trainer plans by the length."""

@@ -18,7 +18,7 @@ from zoo import ALL_KINDS, Indices, Kind, Source
 
 import ddp_patch
 from ddp_patch import audit, patch_dataloader_to_ddp
-from ddp_patch.loaders import facts as looks
+from ddp_patch.loaders import copying
 from ddp_patch.loaders.facts import ShardedUnit, StreamFacts, look_at
 
 ROOT = Path(ddp_patch.__path__[0])
@@ -156,12 +156,12 @@ def test_an_audit_looks_at_no_loader_twice(
     loader: DataLoader[Any], told: object, patch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[DataLoader[Any]] = []
-    part_of = looks._sharded_part
+    repeater_in = copying.repeater_in
 
-    def noted(one: DataLoader[Any], iterated: Any) -> Any:
+    def noted(one: DataLoader[Any]) -> object:
         seen.append(one)
-        return part_of(one, iterated)
+        return repeater_in(one)
 
-    monkeypatch.setattr(looks, "_sharded_part", noted)
+    monkeypatch.setattr("ddp_patch.loaders.facts.repeater_in", noted)
     audit(loader, 2, epochs=3, patch=patch)
     assert len(seen) == len(set(map(id, seen))) > 3

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from messages import Words, assert_tells, raises
+from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from zoo import Indices, N, as_it_is, loader
 
@@ -201,7 +202,7 @@ def test_the_remedy_for_it_works() -> None:
     epochs = []
     for rank in range(2):
         sampler = DDPSamplerWrapper(RandomSampler(Indices()), False, rank=rank, num_replicas=2, seed=3)
-        sharded = MultiEpochsDataLoader(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
+        sharded = MultiEpochs(Indices(), 4, sampler=sampler, collate_fn=as_it_is)
         assert check_loaders_is_patched(sharded)
         epochs.append([[item for batch in sharded for item in batch] for _ in range(2)])
     for first, second in zip(*epochs, strict=True):

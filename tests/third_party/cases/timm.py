@@ -50,20 +50,12 @@ def repeated_augmentation(world: World) -> Any:
     return DataLoader(Numbers(), 4, sampler=sampler)
 
 
-def with_persistent_workers(given: Any, options: dict[str, Any]) -> Any:
-    workers = max(1, given.num_workers)
-    loader: Any = DataLoader(given.dataset, 4, shuffle=True, num_workers=workers, persistent_workers=True)
-    return patch_dataloader_to_ddp(loader, **options)
-
-
 CASES = [
+    Case(PACKAGE, "`MultiEpochsDataLoader`", multi_epochs),
     Case(
         PACKAGE,
-        "`MultiEpochsDataLoader`",
+        "`MultiEpochsDataLoader` with 2 workers",
         lambda world: multi_epochs(world, num_workers=2, persistent_workers=True),
-        Fate.REFUSED,
-        remedy=with_persistent_workers,
-        told="persistent_workers=True",
     ),
     Case(
         PACKAGE,
