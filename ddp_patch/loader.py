@@ -31,9 +31,9 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.records import State
-from ddp_patch.sharding.batches import CollateByValue, with_notes
+from ddp_patch.sharding.batches import CollateByValue, CountedIterator, WatchedIterator, with_notes
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.iterators import CountedIterator, RepeatedPasses, WatchedIterator
+from ddp_patch.sharding.repeated import RepeatedPasses
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_position import no_state
 from ddp_patch.walks import is_empty, nested, place_of

@@ -110,17 +110,6 @@ class NestedEpochs:
         changed = (now for now, told in zip(self._now(), self._told, strict=False) if now != told)
         return next(changed, None)
 
-    @contextmanager
-    def told(self, epoch: int, otherwise: int) -> Iterator[None]:
-        """Set all to an epoch while entered; restore each afterwards, or set ``otherwise`` if it had none."""
-        before = [(holder, getattr(holder, "epoch", None)) for holder in _epoch_holders(self._sampler)]
-        tell_epoch(self._sampler, epoch)
-        try:
-            yield
-        finally:
-            for holder, number in before:
-                holder.set_epoch(number if isinstance(number, int) else otherwise)
-
     def _now(self) -> list[int]:
         holders = (one for one in _epoch_holders(self._sampler) if not any(one is other for other in self._counting))
         epochs = (getattr(holder, "epoch", None) for holder in holders)

@@ -119,15 +119,6 @@ class Seed:
         """Replace the seed by a state's, from now on."""
         self.value = value
 
-    @contextmanager
-    def tried(self, value: int) -> Iterator[None]:
-        """While entered, have another seed in force."""
-        before, self.value = self.value, value
-        try:
-            yield
-        finally:
-            self.value = before
-
 
 class EpochCounter:
     """Counts epochs: the next one begins when a pass draws its first item.

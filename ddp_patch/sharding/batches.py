@@ -1,23 +1,26 @@
-"""What a patched loader's batches are: how many, which were given, and how they leave workers."""
+"""What a patched loader's batches are: how many, which were given, how they leave workers, and who counts them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from ddp_patch.compat.private_torch import has_own_iteration
-from ddp_patch.errors import NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.compat.private_torch import AroundIterator, BatchesOf, has_own_iteration, is_end
+from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
-from ddp_patch.loaders.samples import steps_of
-from ddp_patch.options import Options
 from ddp_patch.plan import Batching
+from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
 from ddp_patch.ranks.packing import bytes_of
+from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.ranks.records import State
 from ddp_patch.sharding.epochs import Passes
+from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_position import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
@@ -25,66 +28,13 @@ from ddp_patch.walks import SCALARS, elements, plain_tensors
 __all__ = [
     "Batches",
     "CollateByValue",
+    "CountedIterator",
+    "WatchedIterator",
     "batches_delivered",
     "batches_of",
-    "describe_share",
     "patched_sampler",
     "with_notes",
 ]
-
-
-# They change no share, or another part of the text tells them.
-_UNTOLD = {"share", "timeout", "cost"}
-
-
-def describe_share(loader: DataLoader[Any]) -> str | None:
-    """Return what a loader gives this rank, as the log says it; None if this package did not patch it.
-
-    Shards are counted from 0, as ranks are. Only options that are not the default are named.
-
-    Examples:
-        >>> from ddp_patch import patch_dataloader_to_ddp
-        >>> loader = DataLoader(range(100), batch_size=8)
-        >>> describe_share(patch_dataloader_to_ddp(loader, rank=1, num_replicas=4))
-        'shard 1 of 4, samples, 4 steps of 8'
-        >>> describe_share(patch_dataloader_to_ddp(loader, rank=1, num_replicas=4, uneven="drop"))
-        "shard 1 of 4, samples, 4 steps of 8, uneven='drop'"
-    """
-    sampler = loader.sampler
-    if not isinstance(sampler, EpochSampler):
-        return None
-    options, of_size = sampler.agreed.options, f" of {loader.batch_size}" if loader.batch_size else ""
-    parts = [f"shard {sampler.rank} of {sampler.num_replicas}"]
-    if options.divides_batches:
-        parts.append(f"a part of each batch{of_size}")
-        of_size = ""
-    else:
-        parts.append(_unit(loader, sampler))
-    if (steps := steps_of(loader)) is not None:
-        parts.append(f"{steps:,} step{'' if steps == 1 else 's'}{of_size}")
-    else:
-        parts += [*([f"steps{of_size}"] if of_size else []), "length unknown"]
-    if options.by_worker and isinstance(loader.dataset, IterableDataset):
-        parts.append("share='by_worker'")
-    return ", ".join([*parts, *_chosen(options)])
-
-
-def _unit(loader: DataLoader[Any], sampler: EpochSampler[Any]) -> str:
-    """Return what is sharded."""
-    if loader.batch_sampler is sampler:
-        return "whole batches"
-    unit = "samples" if loader.batch_size else "items"
-    return f"{unit} of a stream" if isinstance(loader.dataset, IterableDataset) else unit
-
-
-def _chosen(options: Options) -> Iterator[str]:
-    """Yield the options that are not the default."""
-    if options.costs is not None:
-        yield "steps of equal cost"
-    default = Options(order="seeded")  # which "auto" mostly comes to
-    for name in (field.name for field in fields(options) if field.name not in _UNTOLD):
-        if (value := getattr(options, name)) != getattr(default, name):
-            yield f"{name}={value!r}"
 
 
 # Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
@@ -120,28 +70,25 @@ def with_notes(loader: DataLoader[Any]) -> Callable[[Any], Any]:
 
 def _by_value(batch: Any, samples: Any) -> Any:
     """Return a batch whose tensors are pickled by value if they are small and plain; or as it is."""
-    tensors = plain_tensors(batch)
-    if not tensors:
+    tensors = plain_tensors(batch) or {}
+    if not tensors or not all(map(_is_dense, tensors.values())):
         return batch
-    try:
-        sizes = [tensor.nbytes for tensor in tensors.values()]
-        memories = {tensor.untyped_storage().data_ptr() for tensor in tensors.values() if tensor.nbytes}
-        is_small = sum(sizes) <= _SMALL_BYTES and all(map(_is_simple, tensors.values()))
-        if not is_small or len(memories) < sum(map(bool, sizes)):  # views of the same memory stay that
-            return batch
-        new = {key: _TensorByValue(tensor) for key, tensor in tensors.items()}
-    except RuntimeError:  # a tensor of a rare kind
+    filled = [tensor for tensor in tensors.values() if tensor.nbytes]
+    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in filled}
+    if sum(tensor.nbytes for tensor in filled) > _SMALL_BYTES or len(memories) < len(filled):
+        return batch  # views of the same memory stay that
+    # torch's collate_fn makes batches in shared memory; of its own there, a dataset may want that others see it write.
+    are_shared = any(memory.is_shared() for memory in memories.values())
+    if are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys():
         return batch
-    are_shared = any(tensor.untyped_storage().is_shared() for tensor in tensors.values())  # by torch's collate_fn
-    is_datasets = are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys()
-    return batch if is_datasets else _replaced(batch, new)  # the dataset may want that others see what it writes
+    return _replaced(batch, {key: _TensorByValue(tensor) for key, tensor in tensors.items()})
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Return whether nothing but its values, its type and its shape makes a tensor."""
-    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-    is_default = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
-    return is_dense and is_default and not (tensor.requires_grad or tensor.is_quantized)
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether its values, its type and its shape make a tensor. What others are like, torch sends."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
+        return False
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
@@ -249,3 +196,176 @@ def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
             "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
     return Batches(facts.batching.size, facts.batching.drop_last, sampler.rank_passes, facts.unit)
+
+
+# ---- the iterators, which stand around torch's ----
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Return whether an error leaves doubt about what is lost, as one of this package's does not."""
+    return isinstance(error, Exception) and not (is_end(error) or isinstance(error, DDPPatchError | Warning))
+
+
+class CountedIterator(AroundIterator):
+    """Counts the batches that the loop is given of each pass, in the pass itself, which outlives it.
+
+    Args:
+        wrapped: The iterator that the loader's class made.
+        passes: The passes over the loader.
+        batches_of: As in ``AroundIterator``.
+        begins_ahead: Whether a pass has begun before its first batch is asked for, as workers begin it; else the first
+            batch begins it.
+        reaches_loop: Whether the loop is given what this gives. A loader with its own iteration may fetch ahead.
+    """
+
+    def __init__(
+        self,
+        wrapped: Any,
+        passes: Passes[Any],
+        batches_of: BatchesOf | None = None,
+        *,
+        begins_ahead: bool,
+        reaches_loop: bool = True,
+    ) -> None:
+        self._passes, self._begins_ahead, self._reaches_loop = passes, begins_ahead, reaches_loop
+        super().__init__(wrapped, batches_of)
+
+    def begin(self) -> None:
+        """Begin a pass, which ``wrapped`` has begun."""
+        super().begin()
+        self._pass: Pass[Any] | None = None
+        self._has_pass = self._has_failed = False
+        # What makes other batches of its own notes these.
+        self._notes_samples = self._batches_of is None and self._passes.monitor.compares_samples
+        if self._begins_ahead:
+            self._find_pass()
+
+    def count(self, given: Any) -> Any:
+        """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
+        if not self._has_pass:
+            self._find_pass()
+        note, batch = given if type(given) is NotedBatch else (None, given)
+        if (current := self._pass) is None:
+            return batch
+        if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position
+            current.lose_count()
+        if self._notes_samples:
+            current.note_samples(batch)
+        current.deliver(note)
+        if (latest := self._passes.latest) is None:
+            self._passes.note_running(current)
+        elif latest is not current:
+            latest.note_interleaved()
+        return batch
+
+    def stop(self, reason: BaseException) -> None:
+        """Record that the loop sees the end, or an error instead of a batch."""
+        self._find_pass()
+        has_ended = is_end(reason)
+        self._has_failed = self._has_failed or not has_ended
+        if self._pass is None:
+            return
+        if has_ended and self._reaches_loop and not self._has_failed:
+            self._pass.note_stopped()
+        elif _is_failure(reason):
+            self._pass.note_failed()
+
+    def look_for_end(self) -> None:
+        """Find the end if it comes next, though the loop has not asked for it."""
+        try:
+            self._batches = chain([next(self._batches)], self._batches)
+        except StopIteration as end:
+            self.stop(end)
+
+    def _find_pass(self) -> None:
+        """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
+        if self._has_pass:
+            return
+        self._has_pass, self._pass = True, self._passes.latest
+        if self._pass is not None and self._reaches_loop:
+            self._pass.note_loop()
+
+
+class _WatchedPass:
+    """A pass over a loader that is sharded already, which is compared with the other ranks' like any other.
+
+    Args:
+        monitor: Compares the loader's passes.
+        is_open_ended: Whether nobody knows the end before it comes.
+    """
+
+    def __init__(self, monitor: PassMonitor, *, is_open_ended: bool) -> None:
+        self._monitor, self._is_open_ended = monitor, is_open_ended and not monitor.has_own_lengths
+        self._batches, self._next_comparison = 0, 2
+        self._state = State.RUNNING
+        self._logged: LoggedPass | None = monitor.begin(0, "0", self._progress, None)
+
+    def _progress(self) -> Progress:
+        return Progress(self._batches, self._batches, self._state, self._monitor.has_own_lengths)
+
+    def deliver(self, batch: Any) -> None:
+        """Record that the loop is given a batch."""
+        if (logged := self._logged) is None:  # the process group is gone
+            return
+        self._batches += 1
+        if logged.is_told:  # another pass has begun since
+            logged.tell(self._progress())
+        if self._batches <= MORE_THAN_A_LOOK:
+            self._monitor.goes_on(logged)
+        self._monitor.note_batch(batch, logged)
+        if self._is_open_ended:
+            self._monitor.give_step(logged, self._batches)
+        if self._batches >= self._next_comparison:
+            self._next_comparison = self._monitor.next_comparison(self._batches)
+            self._monitor.compare()
+
+    def note_failed(self) -> None:
+        """Record that the loop was given an error of the loader's."""
+        self._state = State.FAILED
+
+    def note_end_seen(self) -> None:
+        """Record that the loop has seen the end."""
+        if self._logged is not None:
+            self._state = State.ENDED
+            self._monitor.compare(at_end=True)
+            if self._is_open_ended:
+                self._monitor.end_steps(self._logged, self._batches)
+
+
+class WatchedIterator(AroundIterator):
+    """Counts the batches of a loader that is sharded already: nothing else of it is changed.
+
+    Args:
+        wrapped: The iterator that the loader's class made.
+        monitor: Compares the loader's passes with the other ranks'.
+        is_open_ended: Whether nobody knows the end before it comes.
+    """
+
+    _pass: _WatchedPass
+
+    def __init__(self, wrapped: Any, monitor: PassMonitor, *, is_open_ended: bool) -> None:
+        self._monitor, self._is_open_ended = monitor, is_open_ended
+        super().__init__(wrapped)
+
+    def begin(self) -> None:
+        """Begin a pass, which counts as soon as a batch is asked for."""
+        super().begin()
+        self._has_pass = False
+
+    def __next__(self) -> Any:
+        if not self._has_pass:
+            self._has_pass = True
+            self._pass = _WatchedPass(self._monitor, is_open_ended=self._is_open_ended)
+        return super().__next__()
+
+    def count(self, given: Any) -> Any:
+        """Record that a batch is given, and return it."""
+        self._pass.deliver(given)
+        return given
+
+    def stop(self, reason: BaseException) -> None:
+        """Record that the loop sees the end, or an error instead of a batch."""
+        if is_end(reason):
+            self._pass.note_end_seen()
+        elif _is_failure(reason):
+            self._pass.note_failed()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
@@ -15,10 +15,10 @@ from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
-from ddp_patch.ranks.leader import LARGEST_PIECE, Leader
+from ddp_patch.ranks.leader import Leader
 from ddp_patch.sharding.saved_position import RECOGNISED_BY, BatchNote, Position, States, StreamSnapshot, StreamStart
 
-__all__ = ["Drawing", "FromLeader", "Indexed", "ItemSource", "Streamed"]
+__all__ = ["FromLeader", "Indexed", "ItemSource", "Streamed"]
 
 
 T = TypeVar("T")
@@ -132,43 +132,6 @@ class ItemSource(Generic[T]):
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing(Generic[T]):
-    """What a pass draws of an epoch.
-
-    Attributes:
-        begin: Begins what yields the items in the order of the epoch.
-        rest: Returns what is left of these items, in the order in which the ranks share it.
-        random_context: Returns what to enter while the sampler draws.
-        draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
-            the next pass where a break leaves it.
-        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
-    """
-
-    begin: Callable[[], Iterator[T]]
-    rest: Callable[[Iterator[T]], Iterator[T]]
-    random_context: Callable[[], AbstractContextManager[object]]
-    draws_ahead: bool
-    digest: Digest | None
-
-    def chunks(self, stream: Iterator[T], plans: Sequence[Plan]) -> ReadAhead[T]:
-        """Draw a stream in chunks, and keep what these plans take."""
-
-        def kept(start: int, size: int) -> slice:
-            # The first round is for padding.
-            return slice(None) if len(plans) > 1 or not start else plans[0].slice_of_chunk(size)
-
-        chunked = draw(
-            stream,
-            self.random_context,
-            round_size=plans[0].num_replicas,
-            ahead=self.draws_ahead,
-            selection=kept,
-            digest=self.digest,
-        )
-        return ReadAhead(chunked)
-
-
 def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
     """Leave out the first items of some parts."""
     for part in parts:
@@ -272,9 +235,14 @@ class Streamed(ItemSource[T]):
     """Draws the whole stream, chunk by chunk, and keeps this rank's items.
 
     Args:
-        epoch: What is drawn.
-        plan: Which positions of what is left are this rank's.
+        begin: Begins what yields the items in the order of the epoch.
+        rest: Returns what is left of these items, in the order in which the ranks share it.
+        random_context: Returns what to enter while the sampler draws.
+        plans: Which positions of what is left are this rank's; every rank's, where this one draws for all.
         name: The sampler's class.
+        draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
+            the next pass where a break leaves it.
+        digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
         known: What the epoch's first items were when the state was taken that is resumed; None if none is.
         keeps_sizes: Whether to record how many samples the items have.
     """
@@ -283,33 +251,62 @@ class Streamed(ItemSource[T]):
     sizes: Sizes | None
 
     def __init__(
-        self, epoch: Drawing[T], plan: Plan, name: str, known: StreamStart | None, *, keeps_sizes: bool
+        self,
+        begin: Callable[[], Iterator[T]],
+        rest: Callable[[Iterator[T]], Iterator[T]],
+        random_context: Callable[[], AbstractContextManager[object]],
+        plans: Sequence[Plan],
+        *,
+        name: str,
+        draws_ahead: bool,
+        digest: Digest | None,
+        known: StreamStart | None = None,
+        keeps_sizes: bool = False,
     ) -> None:
-        self._epoch, self._plan = epoch, plan
+        self._plans, self._random_context = plans, random_context
+        self._draws_ahead, self._digest = draws_ahead, digest
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
-        with epoch.random_context():
-            stream = epoch.begin()
+        with random_context():
+            stream = begin()
         self._first: list[int] = []
-        self._stream = epoch.rest(chain(_recognised(stream, self._first, known, name), stream))
+        self._stream = rest(chain(_recognised(stream, self._first, known, name), stream))
         self._chunks: ReadAhead[T] | None = None
         self.sizes = Sizes() if keeps_sizes else None
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
-        stream = self._stream if self.sizes is None else self.sizes.recording(self._stream)
-        self._chunks = self._epoch.chunks(stream, [self._plan])
-        yield from _skipping(skip, (part for (part,) in split_chunks([self._plan], self._chunks, self._found)))
+        return _skipping(skip, (part for (part,) in self.of_all()))
+
+    def of_all(self) -> Iterator[list[list[T]]]:
+        """Draw, and yield the items of each plan."""
+        plans = self._plans
+
+        def kept(start: int, size: int) -> slice:
+            # The first round is for padding.
+            return slice(None) if len(plans) > 1 or not start else plans[0].slice_of_chunk(size)
+
+        self._chunks = ReadAhead(
+            draw(
+                self._stream if self.sizes is None else self.sizes.recording(self._stream),
+                self._random_context,
+                round_size=plans[0].num_replicas,
+                ahead=self._draws_ahead,
+                selection=kept,
+                digest=self._digest,
+            )
+        )
+        return split_chunks(plans, self._chunks, self._found)
 
     def _found(self, length: int) -> None:
-        if self._epoch.digest is not None:
-            self._epoch.digest.end()
+        if self._digest is not None:
+            self._digest.end()
         self.length = length
 
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
-        return self._epoch.draws_ahead and self._chunks is not None and self._chunks.ends_within(self._plan, items)
+        return self._draws_ahead and self._chunks is not None and self._chunks.ends_within(self._plans[0], items)
 
     def states_within(self, states: States, taken: int) -> States:
         """Return the states from which the pass goes on, with what the epoch's first items were."""
@@ -357,22 +354,16 @@ def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any
     return order.at(range(positions.start + taken, positions.stop + taken, positions.step))
 
 
-def _begun(epoch: Drawing[T]) -> Iterator[T]:
-    """Yield the items of an epoch; begin it with the first."""
-    yield from epoch.begin()
-
-
 class FromLeader(ItemSource[T]):
     """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
 
     Args:
-        epoch: What is drawn.
+        drawn: Begins to draw, for the plans of all ranks in the leader's order.
         leader: How the ranks communicate.
         pass_facts: Tells which pass this is, to be compared between the ranks.
-        plans: Every rank's, in the leader's order.
         states: What the samplers held before the pass.
         states_now: Tells what they hold.
-        first_piece: How many items, all ranks' together, the leader's first message holds.
+        pieces: How many items, all ranks' together, the leader's first message holds, and a later one at most.
     """
 
     length: int | None
@@ -380,32 +371,29 @@ class FromLeader(ItemSource[T]):
 
     def __init__(
         self,
-        epoch: Drawing[T],
+        drawn: Callable[[], Streamed[T]],
         leader: Leader,
         pass_facts: Callable[[], Mapping[str, object]],
-        plans: Sequence[Plan],
         states: States,
         states_now: Callable[[], States],
-        *,
-        first_piece: int,
+        pieces: tuple[int, int],
     ) -> None:
-        self._leader, self._pass_facts, self._plans, self._states_now = leader, pass_facts, plans, states_now
-        # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
-        self._pieces = (first_piece, LARGEST_PIECE) if epoch.draws_ahead else (1, 1)
-        self._epoch = epoch
-        self._states = states
+        self._drawn, self._leader, self._pass_facts = drawn, leader, pass_facts
+        self._states, self._states_now, self._pieces = states, states_now, pieces
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
         facts = self._pass_facts()
         if self._leader.is_leader:
-            # Begun with its first item: then the leader can report an error to the others.
-            chunks = self._epoch.chunks(self._epoch.rest(_begun(self._epoch)), self._plans)
-            of_all: Iterator[list[list[Any]]] = split_chunks(self._plans, chunks, self._found)
-            own = self._leader.send(of_all, facts, self._note, *self._pieces)
-        else:
-            own = self._leader.receive(facts, self._take_note)
-        return _skipping(skip, own)
+            return _skipping(skip, self._leader.send(self._of_all(), facts, self._note, *self._pieces))
+        return _skipping(skip, self._leader.receive(facts, self._take_note))
+
+    def _of_all(self) -> Iterator[list[list[T]]]:
+        """Draw; begin with the first item, when the leader can report an error to the others."""
+        source = self._drawn()
+        for parts in source.of_all():
+            self.length = source.length
+            yield parts
 
     def _note(self, is_last: bool) -> tuple[States, States | None, int | None]:
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
@@ -422,6 +410,3 @@ class FromLeader(ItemSource[T]):
     def ends_within(self, items: int) -> bool:
         """Return whether the last piece was sent: every rank learns of the end from the leader."""
         return self.states_after is not None
-
-    def _found(self, length: int) -> None:
-        self.length = length

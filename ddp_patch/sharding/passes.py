@@ -89,6 +89,12 @@ class Pass(IterationProgress, Generic[T]):
         return " + ".join([*(f"{ranks} x {taken}" for ranks, taken in self.consumed_before), str(self.skip)])
 
     @property
+    def items_of_epoch(self) -> int | None:
+        """How many items the whole epoch has, those before the pass included; None while its end was not found."""
+        before = sum(ranks * each for ranks, each in self.consumed_before)
+        return None if self.source.length is None else self.source.length + before
+
+    @property
     def likely_length(self) -> int | None:
         """How many items all ranks share in it: as found; or as the sampler or dataset says; or None."""
         if self.source.length is not None:

@@ -9,27 +9,26 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ddp_patch.errors import ExhaustedSamplerError, InvalidOptionError, StateError, StreamLengthWarning
+from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import NestedEpochs
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.generators import RandomGenerator, random_generators, torch_generators
+from ddp_patch.orders.generators import RandomGenerator, random_generators
 from ddp_patch.orders.orders import (
     EpochOrder,
     has_computed_order,
     has_order,
     is_always_alike,
-    is_torch_sampler,
     order_of,
 )
 from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, epoch_seed, look
-from ddp_patch.plan import Batching, Consumed, Plan, Sizes, rest_of
+from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
 from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import Drawing, FromLeader, Indexed, ItemSource, Streamed
+from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import Position, States, split_consumed
@@ -83,9 +82,7 @@ class SamplerPasses(Passes[T]):
         self._order_is_drawn = has_order(self.sampler) and not has_computed_order(self.sampler)
         self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
         self._nested_epochs = NestedEpochs(self.sampler, stream.counts_epochs)
-        self._torchs_generators = self._generators_of_torchs()
         self._warned_of_length = False
-        self._restored_length: int | None = None  # of the stream, when a position was restored
 
     # ---- what is drawn ----
 
@@ -123,39 +120,11 @@ class SamplerPasses(Passes[T]):
         if not self._order_is_drawn:
             return self._facts
         # Rows may have been added since the patch. A pass that has begun has those that were there then.
-        if latest is None or latest.is_ended:
-            length = None
-        else:
-            length = self._restored_length if latest.start.is_within_pass else latest.source.length
+        length = None if latest is None or latest.is_ended else latest.items_of_epoch
         return {
             **self._facts,
             "sampler length": self.stream_length(self.epochs.upcoming) if length is None else length,
         }
-
-    def require_fits(self, position: Position) -> None:
-        """Raise StateError if more was taken than there is."""
-        seed = self.agreed.seed
-        with seed.tried(seed.value if position.seed is None else position.seed):  # a length may follow from it
-            length = self._sure_length(position.epoch)
-        for number, (ranks, taken) in enumerate(position.consumed if length is not None else ()):
-            left = len(rest_of(length or 0, position.consumed[:number]))
-            if taken > Plan(0, ranks, self.plan.uneven).largest_share(left):
-                raise StateError(
-                    f"The state is damaged: {ranks} ranks took {taken} items each in it, and only {left} items were "
-                    "left for them. Pass what loader_state(), or state_dict(), returned, as it was saved."
-                )
-
-    def _sure_length(self, epoch: int) -> int | None:
-        """Return how many items the stream has, or None if that is not certain."""
-        if not self._is_looked_up():
-            return None
-        with self._nested_epochs.told(epoch, otherwise=self.epochs.upcoming):  # epochs may have different lengths
-            return self.stream_length(epoch)
-
-    def resume_at(self, position: Position, *, counts_rest: bool) -> None:
-        """Make the next pass resume at a position; see the attribute ``counts_rest``."""
-        super().resume_at(position, counts_rest=counts_rest)
-        self._restored_length = self.stream_length(position.epoch) if self._order_is_drawn else None
 
     def snapshot(self) -> States:
         """Return what the samplers hold now: generators, states and counters."""
@@ -185,9 +154,8 @@ class SamplerPasses(Passes[T]):
     def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         is_other = current.epoch != self.epochs.upcoming or choices != self._choices
-        if not current.is_ended and (is_other or self._note_new_generators()):
-            # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now. A
-            # sampler of torch's looks at its generator now.
+        if is_other and not current.is_ended:
+            # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now.
             current = self._take_up_pass()
         if current.is_ended:
             return
@@ -230,26 +198,6 @@ class SamplerPasses(Passes[T]):
             self.epochs.begin(number)
         return current
 
-    def _generators_of_torchs(self) -> list[torch.Generator]:
-        return torch_generators(holder for holder in self.sampler_states.holders if is_torch_sampler(holder))
-
-    def _note_new_generators(self) -> bool:
-        """Return whether a torch sampler has another generator than before; refuse that if ranks have agreed on it.
-
-        Other samplers may make their own generators at any time, alike on every rank.
-        """
-        before, now = self._torchs_generators, self._generators_of_torchs()
-        if list(map(id, now)) == list(map(id, before)):
-            return False
-        if now and self.agreed.world.share_of_rank is not None and self.agreed.leader is None:
-            raise InvalidOptionError(
-                f"A {self.name} was given a generator after it was patched. Its state may differ "
-                "between ranks, because they agreed only on the generators that were there. Give the sampler its "
-                "generator first and patch the loader then, or use order='leader'."
-            )
-        self._torchs_generators = now
-        return True
-
     def _finish_latest(self) -> None:
         """Draw to its end a pass whose every batch was given: a loop that takes ``len()`` batches asks for no end.
 
@@ -286,12 +234,28 @@ class SamplerPasses(Passes[T]):
             return Indexed(
                 order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
             )
-        begin, rest = self._begun_by(order, start), self._rest_by(before, taken, epoch)
-        drawing = Drawing(begin, rest, random_context, draws_ahead=not self._is_one_shot, digest=digest)
-        if self.agreed.leader is not None:
-            return self._led(drawing, start, self.agreed.leader)
-        known = start.states.streams[0].first if start.states.streams else None
-        return Streamed(drawing, self.plan, self.name, known, keeps_sizes=keeps_sizes)
+        leader, world = self.agreed.leader, self.agreed.world
+        rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
+        if self._balancer is not None:
+            rest = partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
+        drawn: Callable[..., Streamed[T]] = partial(
+            Streamed,
+            self._begun_by(order, start),
+            rest,
+            random_context,
+            name=self.name,
+            draws_ahead=not self._is_one_shot,
+            digest=digest,
+        )
+        if leader is None:
+            known = start.states.streams[0].first if start.states.streams else None
+            return drawn([self.plan], known=known, keeps_sizes=keeps_sizes)
+        plans = [self.agreed.plan(rank) for rank in (world.share_of_rank or {}).values()]
+        # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
+        first_piece = LARGEST_PIECE if leader.is_leader and self.length_if_any(epoch) is not None else FIRST_PIECE
+        pieces = (1, 1) if self._is_one_shot else (first_piece, LARGEST_PIECE)
+        facts = partial(self._pass_facts, epoch)
+        return FromLeader(partial(drawn, plans), leader, facts, start.states, self.snapshot, pieces)
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
@@ -300,26 +264,12 @@ class SamplerPasses(Passes[T]):
         if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
             begin = partial(_in_order, order)
         if self.shuffles:
-            begin = partial(_permuted, begin, self.agreed.seed.value, start.epoch)
+            begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
         if self.agreed.options.gives_runs:
             # Those that began the epoch.
             ranks = next((ranks for ranks, each in start.consumed if each), self.plan.num_replicas)
-            begin = partial(_begun_in_runs, begin, ranks)
+            begin = partial(_arranged, begin, partial(_in_runs, ranks))
         return begin
-
-    def _rest_by(self, before: Consumed, taken: int, epoch: int) -> Callable[[Iterator[T]], Iterator[T]]:
-        """Return what leaves out the items that other numbers of ranks have taken."""
-        if self._balancer is None:
-            return partial(_left, taken)
-        return partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
-
-    def _led(self, drawing: Drawing[T], start: Position, leader: Leader) -> ItemSource[T]:
-        """Return what gets this rank's items from the leader."""
-        plans = [self.agreed.plan(rank) for rank in (self.agreed.world.share_of_rank or {}).values()]
-        has_length = leader.is_leader and self.length_if_any(start.epoch) is not None
-        first_piece = LARGEST_PIECE if has_length else FIRST_PIECE
-        facts = partial(self._pass_facts, start.epoch)
-        return FromLeader(drawing, leader, facts, plans, start.states, self.snapshot, first_piece=first_piece)
 
     @contextmanager
     def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
@@ -361,7 +311,7 @@ class SamplerPasses(Passes[T]):
             )
         if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(current.epoch)) is None:
             return
-        if told != (drawn := length + sum(ranks * each for ranks, each in current.consumed_before)):
+        if told != (drawn := current.items_of_epoch):
             self._warned_of_length = True
             warnings.warn(
                 f"{self.name} yielded {drawn} items and its len() says {told}. All {drawn} were "
@@ -377,28 +327,33 @@ def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
     return order().items()
 
 
-def _permuted(begin: Callable[[], Iterator[T]], seed: int, epoch: int) -> Iterator[T]:
-    """Begin a sampler, and yield its epoch in ``DistributedSampler(shuffle=True)``'s order, which needs all of it."""
-    return _in_permutation(begin(), seed, epoch)
+def _arranged(begin: Callable[[], Iterator[T]], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
+    """Begin a sampler, and yield its epoch in another order, which needs all of it.
+
+    Args:
+        begin: Begins it.
+        places: Returns the places of the items in its own order, given their number.
+    """
+    return _at_places(begin(), places)
 
 
-def _in_permutation(stream: Iterator[T], seed: int, epoch: int) -> Iterator[T]:
+def _at_places(stream: Iterator[T], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
     items = [copy_item(item) for item in stream]
-    for position in distributed_permutation(len(items), seed, epoch).tolist():
-        yield items[position]
+    for place in places(len(items)):
+        yield items[place]
 
 
-def _begun_in_runs(begin: Callable[[], Iterator[T]], ranks: int) -> Iterator[T]:
-    """Begin a sampler, and yield its epoch with each rank's run of items at the places that the rank takes."""
-    return _in_runs(begin(), ranks)
+def _in_permutation(seed: int, epoch: int, n: int) -> Sequence[int]:
+    """Return ``DistributedSampler(shuffle=True)``'s order."""
+    places: Sequence[int] = distributed_permutation(n, seed, epoch).tolist()
+    return places
 
 
-def _in_runs(stream: Iterator[T], ranks: int) -> Iterator[T]:
-    items = [copy_item(item) for item in stream]
-    each, more = divmod(len(items), ranks)  # the first ranks have one more
+def _in_runs(ranks: int, n: int) -> Sequence[int]:
+    """Return the order in which each rank takes a run, where an order is shared in rounds."""
+    each, more = divmod(n, ranks)  # the first ranks have one more
     starts = [rank * each + min(rank, more) for rank in range(ranks)]
-    for place in range(len(items)):
-        yield items[starts[place % ranks] + place // ranks]
+    return [starts[place % ranks] + place // ranks for place in range(n)]
 
 
 def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:

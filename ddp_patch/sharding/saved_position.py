@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes
 
 __all__ = [
-    "OF_BY_WORKER",
     "RECOGNISED_BY",
     "BatchNote",
     "NotedBatch",
@@ -24,16 +23,10 @@ __all__ = [
     "StreamStart",
     "no_state",
     "position_in",
-    "read_state",
     "split_consumed",
     "state_after",
     "state_now",
-    "write_state",
 ]
-
-
-# The facts from which it follows what each worker reads with share="by_worker".
-OF_BY_WORKER = ("num_replicas", "num_workers", "batch_size")
 
 
 # By how many of its first items a stream is recognised, at most.
@@ -151,7 +144,7 @@ class Position:
         parts: What was taken of each part of that epoch.
         turn: Which part gives the next batch; None if nothing is left of any, so that the next pass is empty.
         states: What the samplers held before the epoch, or after it if nothing is left.
-        seed: The seed of the epochs' order; None before it is written.
+        seed: The seed of the epochs' order, in a position that was read; else None.
     """
 
     epoch: int
@@ -193,40 +186,6 @@ def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int
 
 
 # ---- what fields look like in a state ----
-
-
-class _Form(NamedTuple):
-    """How a field looks in a state.
-
-    Attributes:
-        name: The field.
-        what: What it is, for errors.
-        read: Returns its value; raises TypeError or ValueError where that is none.
-        write: Returns its value as plain values.
-    """
-
-    name: str
-    what: str
-    read: Callable[[Any], Any]
-    write: Callable[[Any], Any] = lambda value: value
-
-
-def _written(holder: object, forms: Sequence[_Form]) -> dict[str, Any]:
-    """Return fields as plain values."""
-    return {form.name: form.write(getattr(holder, form.name)) for form in forms}
-
-
-def _read(plain: Any, forms: Sequence[_Form]) -> dict[str, Any]:
-    """Return the values of the fields that ``_written`` has written."""
-    if missing := [form.name for form in forms if form.name not in plain]:
-        raise _damaged(f"it has no {', '.join(missing)}")
-    found: dict[str, Any] = {}
-    for form in forms:
-        try:
-            found[form.name] = form.read(plain[form.name])
-        except (TypeError, ValueError, RecursionError):
-            raise _damaged(f"its field {form.name} is {shown(plain[form.name])}, not {form.what}") from None
-    return found
 
 
 def _number(value: Any) -> int:
@@ -271,59 +230,41 @@ def _parts(value: Any) -> Sequence[Consumed]:
     return tuple(parts)
 
 
-_A_COUNT = "a whole number of at least 0 that anybody could have counted to"
+def _attributes(value: Any) -> Sequence[Mapping[str, Any]]:
+    return [{str(name): kept for name, kept in changed} for changed in _sequence(value)]
 
-_STATES = (
-    _Form("generators", "a list", _sequence, list),
-    _Form("samplers", "a list", _sequence, list),
-    _Form(
-        "attributes",
-        "a list of lists of pairs",
-        lambda value: [{str(name): kept for name, kept in changed} for changed in _sequence(value)],
-        # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
-        lambda attributes: [[list(pair) for pair in changed.items()] for changed in attributes],
-    ),
-    _Form(
-        "streams",
-        "a list of what a stream began with, its state, and its state when it began",
-        lambda value: tuple(map(StreamSnapshot.of, _sequence(value))),
-        lambda streams: [stream.plain() for stream in streams],
-    ),
-)
 
-_SEED = _Form("seed", "a whole number of at least 0, of at most 4,000 digits", _number)
+# How the fields of a state are read; TypeError or ValueError says that one has no such value.
+_STATES: Mapping[str, Callable[[Any], Any]] = {
+    "generators": _sequence,
+    "samplers": _sequence,
+    "attributes": _attributes,
+    "streams": lambda value: tuple(map(StreamSnapshot.of, _sequence(value))),
+}
+_POSITION: Mapping[str, Callable[[Any], Any]] = {
+    "epoch": _count,
+    "seed": _number,
+    "parts": _parts,
+    "turn": lambda value: None if value is None else _count(value),
+    "states": _mapping,
+}
 
-_POSITION = (
-    _Form("epoch", _A_COUNT, _count),
-    _SEED,
-    _Form(
-        "parts",
-        "a list of what was taken of each part, which are pairs: ranks, and items that each took",
-        _parts,
-        lambda parts: [[list(pair) for pair in consumed] for consumed in parts],
-    ),
-    _Form(
-        "turn",
-        "the number of the part that gives the next batch, or None",
-        lambda value: None if value is None else _count(value),
-    ),
-    _Form("states", "a dict", _mapping, lambda states: _written(states, _STATES)),
-)
 
-# Of the form above. Version 1 had other fields.
+def _read(plain: Mapping[str, Any], fields: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """Return the values of a state's fields."""
+    if missing := [name for name in fields if name not in plain]:
+        raise _damaged(f"it has no {', '.join(missing)}")
+    found = {}
+    for name, read in fields.items():
+        try:
+            found[name] = read(plain[name])
+        except (TypeError, ValueError, RecursionError):
+            raise _damaged(f"its field {name} is {shown(plain[name])}, which no state has there") from None
+    return found
+
+
+# Version 1 had other fields.
 _VERSION = 2
-
-
-def write_state(position: Position, facts: Mapping[str, object]) -> dict[str, Any]:
-    """Return a position as plain values, with the facts that identify the loader.
-
-    Raises:
-        StateError: The samplers' own states are not known.
-    """
-    if position.states.unknown:
-        raise StateError(f"The loader's state cannot be saved: {position.states.unknown}.")
-    return {"version": _VERSION, "loader": dict(facts), **_written(position, _POSITION)}
-
 
 # The only field of a placeholder: why there is no state.
 _CANNOT_RESUME = "cannot_resume"
@@ -332,39 +273,6 @@ _CANNOT_RESUME = "cannot_resume"
 def no_state(why: str) -> dict[str, Any]:
     """Return a placeholder for a state that is not known: the checkpoint can be saved, but not restored."""
     return {_CANNOT_RESUME: why}
-
-
-def read_state(state: Any, facts: Mapping[str, object], seed: Seed, holders: Sequence[Any]) -> Position:
-    """Return the position that a state describes.
-
-    Args:
-        state: What ``write_state`` returned.
-        facts: The facts that identify this loader.
-        seed: This loader's; if the user chose it, the state must have the same.
-        holders: The samplers and others whose generators, states and attributes the state holds.
-
-    Raises:
-        StateError: The state is damaged, of another version of this package, of another loader, or none.
-    """
-    if not isinstance(state, Mapping):
-        raise _damaged(f"it is {shown(state)}, a {type(state).__name__} and not a dict")
-    if _CANNOT_RESUME in state:
-        raise StateError(
-            "The state has no position, because it was not known when the state was taken: "
-            f"{_told(state[_CANNOT_RESUME])} Resume from a state that was taken between two epochs, or restore none."
-        )
-    if not _is_same(state.get("version", _VERSION), _VERSION):
-        raise StateError(
-            f"The state has version {shown(state['version'])}, and this version of ddp_patch reads version {_VERSION} "
-            "alone. Restore it with the version of ddp_patch that wrote it."
-        )
-    if missing := [name for name in ("version", "loader", *(form.name for form in _POSITION)) if name not in state]:
-        raise _damaged(f"it has no {', '.join(missing)}")
-    _require_same(state["loader"], _read(state, [_SEED])["seed"], facts, seed)
-    found = _read(state, _POSITION)
-    position = Position(**found | {"states": States(**_read(found["states"], _STATES))})
-    _require_one_for_each(position, holders)
-    return position
 
 
 def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
@@ -393,24 +301,14 @@ def _require_number(name: str, states: Sequence[Any], here: int) -> None:
         raise _other([f"  {name}: {len(states)} in the state; {here} here"])
 
 
-def _require_same(said: Any, said_seed: Any, facts: Mapping[str, object], seed: Seed) -> None:
+def _require_same(said: Mapping[str, Any], said_seed: int, facts: Mapping[str, object], seed: Seed) -> None:
     """Raise StateError unless a state's facts are those of this loader. A seed nobody chose differs at each start."""
-    if not isinstance(said, Mapping):
-        raise _damaged(f"its field loader is {shown(said)}, not a dict")
     said, facts = {**said, "seed": said_seed}, {**facts, "seed": seed.value if seed.is_chosen else said_seed}
     rows = {
         name: f"  {_told(name)}: {_told(said.get(name, 'nothing'))} in the state; {facts.get(name, 'nothing')} here"
         for name in dict.fromkeys([*facts, *said])
         if not _is_same(said.get(name, "nothing"), facts.get(name, "nothing"))
     }
-    if rows and rows.keys() <= {*OF_BY_WORKER} and _is_same(said.get("split"), facts.get("split")):
-        raise StateError(
-            "The state is of the same loader with share='by_worker', by which each worker reads a part that follows "
-            "from these numbers, and they were others.\n"
-            + "\n".join(rows.values())
-            + "\nUse the numbers of the state. A loader that is patched without share resumes on any number of "
-            "ranks, from a state of its own."
-        )
     if rows:
         remedy = f" Pass seed={said_seed} to it, or no seed: then it gets the state's." if "seed" in rows else ""
         raise _other([*rows.values()], remedy)
@@ -494,11 +392,49 @@ def state_after(
 
 
 def _state_at(passes: "Passes[Any]", position: Position) -> dict[str, Any]:
-    return write_state(replace(position, seed=passes.agreed.seed.value), passes.facts(passes.latest))
+    """Return a position as plain values, with the facts that identify the loader."""
+    states = position.states
+    if states.unknown:
+        raise StateError(f"The loader's state cannot be saved: {states.unknown}.")
+    return {
+        "version": _VERSION,
+        "loader": dict(passes.facts(passes.latest)),
+        "epoch": position.epoch,
+        "seed": passes.agreed.seed.value,
+        "parts": [[list(pair) for pair in consumed] for consumed in position.parts],
+        "turn": position.turn,
+        "states": {
+            "generators": list(states.generators),
+            "samplers": list(states.samplers),
+            # Pairs, because torch.distributed.checkpoint looks into dicts, and for what it finds when it loads.
+            "attributes": [[list(pair) for pair in changed.items()] for changed in states.attributes],
+            "streams": [stream.plain() for stream in states.streams],
+        },
+    }
 
 
 def position_in(passes: "Passes[Any]", state: Any) -> Position:
-    """Return the position that a state describes; raise StateError unless this loader has it."""
-    position = read_state(state, passes.facts(None), passes.agreed.seed, passes.sampler_states.holders)
+    """Return the position that a state describes.
+
+    Raises:
+        StateError: The state is damaged, of another version of this package, of another loader, or none.
+    """
+    if not isinstance(state, Mapping):
+        raise _damaged(f"it is {shown(state)}, a {type(state).__name__} and not a dict")
+    if _CANNOT_RESUME in state:
+        raise StateError(
+            "The state has no position, because it was not known when the state was taken: "
+            f"{_told(state[_CANNOT_RESUME])} Resume from a state that was taken between two epochs, or restore none."
+        )
+    if not _is_same(state.get("version", _VERSION), _VERSION):
+        raise StateError(
+            f"The state has version {shown(state['version'])}, and this version of ddp_patch reads version {_VERSION} "
+            "alone. Restore it with the version of ddp_patch that wrote it."
+        )
+    found = _read(state, {"version": _count, "loader": _mapping, **_POSITION})
+    _require_same(found["loader"], found["seed"], passes.facts(None), passes.agreed.seed)
+    states = States(**_read(found["states"], _STATES))
+    position = Position(**{name: found[name] for name in _POSITION} | {"states": states})
+    _require_one_for_each(position, passes.sampler_states.holders)
     passes.require_fits(position)
     return position

@@ -26,7 +26,6 @@ from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_position import (
-    OF_BY_WORKER,
     BatchNote,
     Position,
     States,
@@ -136,8 +135,8 @@ class StreamPasses(Passes[None]):
         }
         if agreed.options.by_worker:
             # What each worker reads follows from these, so there is no one stream of which others could take a rest.
-            numbers = agreed.world.num_replicas, given.num_workers, given.batch_size or 1
-            facts |= dict(zip(OF_BY_WORKER, numbers, strict=True))
+            numbers = {"num_replicas": agreed.world.num_replicas, "num_workers": given.num_workers}
+            facts |= {**numbers, "batch_size": given.batch_size or 1}
         states = SamplerStates([generators_only(given.dataset)], is_private=False)
         super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
         peers, mailbox = agreed.peers, self.monitor.mailbox

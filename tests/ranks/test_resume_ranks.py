@@ -191,21 +191,6 @@ def test_killed_at_any_moment_and_started_again(kind: str, tmp_path: Path) -> No
     torch.testing.assert_close(*trained, rtol=0, atol=0)
 
 
-@pytest.mark.soak  # torchrun is the agent of the test above, with a command line
-def test_torchrun_as_the_page_says(tmp_path: Path) -> None:
-    planned = launched(tmp_path, "shuffled", 2, [{"rank": 1, "how": "step", "at": 5, "delay": 0.001}])
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1"]
-    # Killed in a world of two, started again by torchrun itself, killed there, and started with three by hand.
-    again: Death = {"rank": 0, "how": "written", "at": 2, "delay": 0}
-    planned["deaths"].append(again)
-    with pytest.raises(Failed):
-        run(*torchrun, "--nproc-per-node=2", "--max-restarts=1", ELASTIC, json.dumps(planned))
-    run(*torchrun, "--nproc-per-node=3", EXAMPLE, tmp_path)
-    assert lines(tmp_path / "deaths") == planned["deaths"]
-    assert [start["world"] for start in lines(tmp_path / "starts")] == [2, 2, 3]
-    assert_each_once("shuffled", tmp_path)
-
-
 # Seconds in which agents notice that a node is gone, and wait for others before they begin with those that are there.
 ELASTIC_CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 

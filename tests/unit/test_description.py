@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from zoo import ALL_KINDS, Kind
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.sharding.batches import describe_share
+from ddp_patch.sharding.sampler import describe_share
 
 
 class Stream(IterableDataset[int]):

@@ -127,6 +127,37 @@ def test_a_loader_that_runs_an_iterator_of_its_own(kind: type[BegunWhenMade]) ->
         patch_dataloader_to_ddp(kind(Indices(), 4), **EXPLICIT)
 
 
+class Repeated:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.sampler
+
+
+class BegunAtFirst(DataLoader[Any]):
+    """It repeats its batch sampler for ever, and begins its one iterator when it is first iterated."""
+
+    running: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vars(self)["batch_sampler"] = Repeated(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]  # the repeated one
+
+    def __iter__(self) -> Any:
+        self.running = self.running or super().__iter__()
+        return (next(self.running) for _ in range(len(self)))
+
+
+def test_a_loader_that_will_run_one_iterator_for_all_epochs() -> None:
+    with raises(UnsupportedLoaderError, ("BegunAtFirst", "__len__", "Repeated"), "persistent_workers=True"):
+        patch_dataloader_to_ddp(BegunAtFirst(Indices(), 4), **EXPLICIT)
+
+
 def test_the_remedy_for_it_works() -> None:
     given: list[int] = []
     for rank in range(2):

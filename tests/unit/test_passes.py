@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
-from ddp_patch.errors import ExhaustedSamplerError, NotDistributedWarning
+from ddp_patch.errors import ExhaustedSamplerError
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.records import State
@@ -96,12 +95,6 @@ def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch
     kept = one_item(loader)
     assert drawn[-1]() is not None  # while it is needed
     del kept
-
-
-def test_a_mocked_loader_in_a_single_process_comes_back_at_once() -> None:
-    mocked = MagicMock(spec=DataLoader)
-    with pytest.warns(NotDistributedWarning, match=r"train_dataloader\(\)"):
-        assert patch_dataloader_to_ddp(mocked) is mocked
 
 
 def test_an_iterator_that_another_pass_has_drained() -> None:

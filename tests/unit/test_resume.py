@@ -329,7 +329,7 @@ def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> Non
         (make(4), "num_workers: 2 in the state; 4 here"),
         (make(2, 3), "num_replicas: 2 in the state; 3 here"),
     ):
-        with raises(StateError, told, ("Use the numbers of the state", "patched without share")):
+        with raises(StateError, ("another loader", told), AS_IT_WAS):
             restore_loader(other, state)
 
 
@@ -342,6 +342,8 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
     ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
+    ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
+    ("drop_last: nothing in the state; True here", {"drop_last": True}, {"share": "batches"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
     ("shared by: DDPSamplerWrapper in the state; DDPBatchSamplerWrapper here", {"batch_sampler": PKBatches()}, {}),
 ]
@@ -361,30 +363,20 @@ def test_the_state_of_another_loader_is_refused(told: str, loading: dict[str, An
 
 SAVED = ("loader_state()", "state_dict()", "saved")
 STATES: dict[str, Any] = {"generators": [], "samplers": [], "attributes": [], "streams": []}
-OF_STATES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"generators": "none"}, ("generators", "'none'", "list")),
-    ({"attributes": [1]}, ("attributes", "[1]", "list of lists of pairs")),
-    ({"streams": [1]}, ("streams", "[1]", "list", "what a stream began with")),
-    ({"streams": [[None, [1, 2], []]]}, ("streams", "[1, 2]", "list")),
-    ({"streams": [[[8, 1.5, 1], [], []]]}, ("streams", "1.5", "list")),
-    ({"streams": [[None, [], []]] * 2}, ("streams", "2 elements")),
-]
 DAMAGED: list[tuple[Any, tuple[str, ...]]] = [
     (None, ("None", "NoneType", "dict")),
-    ({}, ("version", "loader", "epoch", "parts")),
-    ({"epoch": None}, ("epoch", "None", "0")),
-    ({"epoch": -1}, ("epoch", "-1", "0")),
-    ({"parts": 3}, ("parts", "3", "pairs: ranks")),
-    ({"parts": []}, ("parts", "[]", "pairs: ranks")),
-    ({"parts": [[[0, 3]]]}, ("parts", "[[[0, 3]]]", "pairs: ranks")),
-    ({"parts": [[[2, 12], [2, 1]]]}, ("2 ranks", "1 items", "0 items")),
-    ({"parts": [[[2, 13]]]}, ("2 ranks", "13 items", "23 items")),
-    ({"turn": "next"}, ("turn", "'next'", "the number of the part", "None")),
+    ({}, ("no version, loader, epoch",)),
+    ({"epoch": -1}, ("epoch", "-1")),
+    ({"parts": []}, ("parts", "[]")),
+    ({"parts": [[[0, 3]]]}, ("parts", "[[[0, 3]]]")),
+    ({"turn": "next"}, ("turn", "'next'")),
     ({"turn": 1}, ("turn is 1", "1 parts")),
-    ({"loader": "it"}, ("loader", "'it'", "dict")),
-    ({"states": []}, ("states", "[]", "dict")),
+    ({"loader": "it"}, ("loader", "'it'")),
+    ({"states": []}, ("states", "[]")),
     ({"states": {"generators": []}}, ("no samplers, attributes, streams",)),
-    *(({"states": {**STATES, **damage}}, told) for damage, told in OF_STATES),
+    ({"states": STATES | {"attributes": [1]}}, ("attributes", "[1]")),
+    ({"states": STATES | {"streams": [[[8, 1.5, 1], [], []]]}}, ("streams", "1.5")),
+    ({"states": STATES | {"streams": [[None, [], []]] * 2}}, ("streams", "2 elements")),
 ]
 
 
@@ -397,10 +389,8 @@ def test_a_damaged_state_is_refused(damage: Any, told: tuple[str, ...]) -> None:
     assert list(here) == list(start(loader(shuffle=True)))
 
 
-def test_a_state_that_lacks_a_field_or_is_of_another_version_is_refused() -> None:
+def test_a_state_of_another_version_is_refused() -> None:
     state = state_of(loader(), 2)
-    with raises(StateError, ("damaged", "no parts, turn"), SAVED):
-        restore_loader(start(loader()), {name: value for name, value in state.items() if name not in {"parts", "turn"}})
     with raises(StateError, ("version 1", "reads version 2 alone"), "version of ddp_patch"):
         restore_loader(start(loader()), state | {"version": 1})
 

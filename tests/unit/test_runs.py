@@ -17,7 +17,7 @@ from torch.utils.data import (
 from zoo import Indices, N
 
 from ddp_patch import DDPSamplerWrapper, gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import InvalidOptionError, RankMismatchError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError
 from ddp_patch.testing import run_ranks
 
 
@@ -91,13 +91,6 @@ def test_an_epoch_that_other_ranks_began_goes_on_where_they_stopped(kind: str, b
     for loader in again:
         restore_loader(loader, state)
     assert sorted(items(done) + items(more) + items(given(again))) == whole
-
-
-def test_a_state_of_another_layout_is_refused() -> None:
-    (running,) = patched("shuffled", 1)
-    (other,) = patched("shuffled", 1, layout="contiguous")
-    with raises(StateError, ("layout", "contiguous"), ""):
-        restore_loader(other, loader_state(running))
 
 
 class Stream(IterableDataset[int]):

@@ -1,7 +1,5 @@
 """``share="within_batches"``: each batch of one process is one step, divided over the ranks."""
 
-import copy
-import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
@@ -11,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from messages import raises
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 from trying import over_in_turn
 from zoo import (
     ALL_KINDS,
     STEPS,
     Indices,
     Kind,
-    PKBatches,
     Source,
     TokenBatches,
     as_it_is,
@@ -29,7 +26,6 @@ from zoo import (
 )
 
 from ddp_patch import (
-    DDPBatchSamplerWrapper,
     audit,
     iter_with_mask,
     loader_state,
@@ -151,28 +147,6 @@ def test_a_batch_of_indices_may_have_any_type(made: Any, expected: Any) -> None:
             assert np.array_equal(batch, expected)
 
 
-def test_an_order_that_is_computed_is_divided_too() -> None:
-    whole = list(divided(loader(shuffle=True), 1, order="scalable"))
-    for rank in range(2):
-        assert list(divided(loader(shuffle=True), 2, rank, order="scalable")) == [
-            b[rank::2] if len(b) % 2 == 0 else b[rank::2] + b[:rank] for b in whole
-        ]
-
-
-def test_what_users_read_of_the_loader() -> None:
-    given = loader(shuffle=True, drop_last=True)
-    mine = divided(given, 3, 1)
-    assert (type(mine), mine.batch_size, mine.drop_last, len(mine)) == (DataLoader, 4, True, 5)
-    assert isinstance(mine.batch_sampler, DDPBatchSamplerWrapper)
-    assert (mine.sampler.rank, mine.sampler.num_replicas) == (1, 3)
-    first, second = list(mine), list(mine)
-    assert first != second
-    mine.set_epoch(0)
-    assert list(copy.deepcopy(mine)) == first
-    assert list(pickle.loads(pickle.dumps(mine))) == first  # noqa: S301 - ours
-    assert patch_dataloader_to_ddp(mine, rank=1, num_replicas=3) is mine
-
-
 @pytest.mark.parametrize("name", ["batches", "within_batches"])
 @pytest.mark.parametrize(("world_size", "uneven"), [(1, "pad"), (3, "pad"), (3, "keep")])
 def test_a_state_is_one_of_whole_batches(name: Any, world_size: int, uneven: Any) -> None:
@@ -210,25 +184,6 @@ def test_a_stream_resumes_after_whole_batches(workers: int) -> None:
             assert list(resumed) == [part(batch, Plan(rank, 3)) for batch in whole[batches:]]
 
 
-def test_a_pass_that_was_left_is_followed_by_the_next_epoch() -> None:
-    mine, alone = divided(loader(shuffle=True)), divided(loader(shuffle=True), 1)
-    next(iter(mine))
-    next(iter(alone))
-    assert list(mine) == [part(batch, Plan(0, 2)) for batch in alone]
-
-
-def test_what_a_sampler_raises_comes_after_what_it_gave() -> None:
-    class Fails(PKBatches):
-        def __iter__(self) -> Iterator[list[int]]:
-            yield [1, 2, 3]
-            raise ZeroDivisionError
-
-    batches = iter(divided(loader(batch_sampler=Fails())))
-    assert next(batches) == [1, 3]
-    with pytest.raises(ZeroDivisionError):
-        next(batches)
-
-
 def test_an_audit_judges_each_batch_by_itself() -> None:
     for make in (pk_batches, TokenBatches):
         for uneven in ("pad", "keep"):
@@ -239,19 +194,9 @@ def test_an_audit_judges_each_batch_by_itself() -> None:
 # What cannot be divided.
 
 
-def test_items_of_a_loader_without_batch_size_are_refused() -> None:
+def test_what_cannot_be_divided_is_refused() -> None:
+    with raises(InvalidOptionError, ("uneven='drop'", "within_batches"), ("'pad'", "'keep'")):
+        divided(loader(), uneven="drop")
     for given in (loader(None), DataLoader(Source(), batch_size=None)):
         with raises(InvalidOptionError, ("share='within_batches'", "batch_size=None"), "batch_size"):
             divided(given)
-
-
-def test_options_that_contradict_it_are_refused() -> None:
-    with raises(InvalidOptionError, ("uneven='drop'", "within_batches"), ("'pad'", "'keep'")):
-        divided(loader(), uneven="drop")
-
-
-def test_a_dataset_of_tensors_is_divided() -> None:
-    data = TensorDataset(torch.arange(10.0))
-    parts = [torch.cat([batch for (batch,) in divided(DataLoader(data, 4), 2, rank)]) for rank in range(2)]
-    assert [one.tolist() for one in parts] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-    assert len(BatchSampler(range(10), 4, False)) == len(divided(DataLoader(data, 4)))
