@@ -4,6 +4,7 @@ Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agree
 table.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -71,7 +72,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     original = ddp_patch.ranks.exchange._Meeting.bring
 
     def bring(meeting: Any, record: Any, refusal: str = "") -> None:
-        records.append(len(ddp_patch.ranks.exchange._Message.of(record).content))
+        records.append(len(json.dumps(record, default=str)))
         original(meeting, record, refusal)
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]

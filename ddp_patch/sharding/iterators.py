@@ -11,9 +11,8 @@ from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, Bat
 from ddp_patch.errors import DDPPatchError, StreamLengthError
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
+from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress, State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.ranks.records import State
 from ddp_patch.sharding.batches import CollateByValue, with_notes
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.passes import Pass

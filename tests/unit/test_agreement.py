@@ -3,6 +3,7 @@
 import logging
 import pickle
 import random
+from base64 import b64decode
 from collections.abc import Iterator
 from functools import partial
 from itertools import count, islice
@@ -244,8 +245,8 @@ def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> No
     )
     whole = len(pickle.dumps(list(range(n))))
     for rank, sent in answers.items():
-        assert len(sent) < 1.01 * whole / len(members)
-        assert pickle.loads(sent) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
+        assert len(sent) < 1.35 * whole / len(members)
+        assert pickle.loads(b64decode(sent)) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
 
 
 def test_an_endless_stream_is_sent_in_pieces_that_grow_to_a_limit() -> None:

@@ -14,7 +14,7 @@ from zoo import Indices
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.claims import claim_of
 from ddp_patch.loaders.facts import look_at
-from ddp_patch.ranks.claims import require_apart
+from ddp_patch.ranks.apart import require_apart
 
 
 class Stored(Sampler[Any]):
@@ -200,7 +200,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed": (
         {"seed": 117},
         {"seed": 134},
-        "another seed: 117 on rank 0; 134 on rank 1, so the shards are of different",
+        "another seed: 117 on rank 0; 134 on rank 1, so the shards do not fit together",
     ),
     "shuffle": ({"shuffle": True}, {"shuffle": False}, "another shuffle: True on rank 0; False on rank 1"),
     "drop_last": ({"drop_last": True}, {}, "another drop_last: True on rank 0; False on rank 1"),

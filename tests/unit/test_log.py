@@ -5,8 +5,7 @@ from typing import Self
 import pytest
 
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks.log import Log, LoggedPass, Progress
-from ddp_patch.ranks.records import VERSION, Entry, Record, State
+from ddp_patch.ranks.log import VERSION, Entry, Log, LoggedPass, Progress, Record, State
 from ddp_patch.ranks.rules import Rule, difference
 
 

@@ -12,7 +12,7 @@ from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import RankMismatchError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.claims import split_claim
 from ddp_patch.loaders.facts import look_at
-from ddp_patch.ranks.claims import require_same_held
+from ddp_patch.ranks.apart import require_same_held
 
 N = 8
 
