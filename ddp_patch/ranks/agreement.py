@@ -84,7 +84,7 @@ class Agreed:
         """
         if self.world.share_of_rank is None:
             return
-        record = {"meeting": doing, "patched as": f"number {self.number}", **facts}
+        record = {"patched as": f"number {self.number}", **facts}
         exchange(list(self.world.share_of_rank), doing, record, partial(require_same, doing), self.options.timeout)
 
 

@@ -251,13 +251,8 @@ class _Meeting:
 
     def judged(self, judge: Judge) -> tuple[list[DDPPatchError], Any]:
         """Answer all members, on the first of them; return the error to raise, if any, and its own answer."""
-        elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
         try:
-            came = self._records()
-            if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
-                raise self.refusal(refused)  # caught below, and sent to all
-            elsewhere = {rank: message.doing for rank, message in came.items() if message.doing != self.doing}
-            answer = judge({rank: message.content for rank, message in came.items()})
+            answer = judge(self._records())
             of_each = dict(answer) if isinstance(answer, PerRank) else {}
             own = _as_read(of_each.pop(self.rank, answer))
             written: dict[str, bytes] = {}  # each of the others deletes its own
@@ -269,8 +264,10 @@ class _Meeting:
                     f"{ranks_text(self.members)} had already stopped waiting for it. Look for what delayed it, or pass "
                     "a longer timeout=."
                 )
+        except DDPPatchError as error:
+            failure = error
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            failure = self._told(error, elsewhere)
+            failure = RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
         else:
             if written:
                 self.store.multi_set([*written], [*written.values()])
@@ -280,18 +277,6 @@ class _Meeting:
             return [], own
         self.announce(failure)
         return [failure], None
-
-    def _told(self, error: Exception, elsewhere: Mapping[int, str]) -> DDPPatchError:
-        """Return the error to raise; what ranks do elsewhere says more than how their records differ."""
-        if isinstance(error, DDPPatchError) and not (elsewhere and isinstance(error, RankMismatchError)):
-            return error
-        if not elsewhere:
-            return RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
-        where = "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(elsewhere).items())
-        return RankMismatchError(
-            f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what these "
-            "ranks do instead (an error that was caught, an if rank == 0)."
-        )
 
     def announce(self, failure: DDPPatchError) -> None:
         """Let all others raise an error: of its own kind, as far as that is one of ours."""
@@ -314,8 +299,8 @@ class _Meeting:
         with _read_from(key):
             return [_error(*message.error)] if message.error else [], message.content
 
-    def _records(self) -> dict[int, _Message]:
-        """Return every rank's record, on the first rank."""
+    def _records(self) -> dict[int, Any]:
+        """Return what every rank says, on the first rank; raise RankMismatchError if one refuses, or is elsewhere."""
         came, others = {self.rank: self.own}, self.members[1:]
         if keys := [self._key("record", rank) for rank in others]:
             if not self._wait(keys, self.timeout):
@@ -326,7 +311,15 @@ class _Meeting:
             came.update(zip(others, map(self._read, keys, self.store.multi_get(keys)), strict=True))
         self._clear()
         self._require_one_version(came)
-        return came
+        if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
+            raise self.refusal(refused)
+        if elsewhere := {rank: message.doing for rank, message in came.items() if message.doing != self.doing}:
+            where = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(elsewhere).items())
+            raise RankMismatchError(
+                f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what "
+                "these ranks do instead (an error that was caught, an if rank == 0)."
+            )
+        return {rank: message.content for rank, message in came.items()}
 
     def _require_one_version(self, came: Mapping[int, _Message]) -> None:
         """Raise RankMismatchError unless all was written by the same version."""

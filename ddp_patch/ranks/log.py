@@ -12,7 +12,19 @@ from typing import NamedTuple, Protocol
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Mark
 
-__all__ = ["MORE_THAN_A_LOOK", "VERSION", "Entry", "Log", "LoggedPass", "Marks", "Progress", "Record", "State"]
+__all__ = [
+    "MORE_THAN_A_LOOK",
+    "VERSION",
+    "Entry",
+    "Log",
+    "LoggedPass",
+    "Marks",
+    "Progress",
+    "Record",
+    "State",
+    "record_of",
+    "text_of",
+]
 
 # The version of what ranks leave each other.
 VERSION = 3
@@ -58,32 +70,33 @@ class Record(NamedTuple):
     before: tuple[tuple[int, State], ...] = ()
     entry: Entry | None = None
 
-    def to_text(self) -> str:
-        """Return it as JSON."""
-        values: tuple[object, ...] | None = None
-        if self.entry is not None:
-            *name, is_own, held, mark = self.entry
-            values = (*name, int(is_own), held, mark)  # "false" is four bytes more
-        return json.dumps([VERSION, *self[:-1], values], separators=(",", ":"))
 
-    @classmethod
-    def of_text(cls, text: bytes | str) -> "Record | None":
-        """Return what ``to_text`` made text of; None if it is anything else, or of another version."""
-        try:
-            version, lists, closed, chain, told, values = json.loads(text)
-            before = tuple((batches, State(state)) for batches, state in told)
-            entry = None
-            if values is not None:
-                number, epoch, begins_at, others, batches, state, is_own, held, mark = values
-                entry = Entry(
-                    number, epoch, begins_at, others, batches, State(state), bool(is_own), held, mark and Mark(*mark)
-                )
-            numbers = [lists, closed, *(batches for batches, _ in before)]
-            numbers += [] if entry is None else [entry.number, entry.epoch, entry.batches, *(entry.mark or ())]
-            is_ours = version == VERSION and all(type(number) is int for number in numbers)
-        except (ValueError, TypeError):
-            return None
-        return cls(lists, closed, chain, before, entry) if is_ours else None
+def text_of(record: Record) -> str:
+    """Return a record as JSON."""
+    values: tuple[object, ...] | None = None
+    if record.entry is not None:
+        *name, is_own, held, mark = record.entry
+        values = (*name, int(is_own), held, mark)  # "false" is four bytes more
+    return json.dumps([VERSION, *record[:-1], values], separators=(",", ":"))
+
+
+def record_of(text: bytes | str) -> Record | None:
+    """Return the record of which ``text_of`` made text; None if it is anything else, or of another version."""
+    try:
+        version, lists, closed, chain, told, values = json.loads(text)
+        before = tuple((batches, State(state)) for batches, state in told)
+        entry = None
+        if values is not None:
+            number, epoch, begins_at, others, batches, state, is_own, held, mark = values
+            entry = Entry(
+                number, epoch, begins_at, others, batches, State(state), bool(is_own), held, mark and Mark(*mark)
+            )
+        numbers = [lists, closed, *(batches for batches, _ in before)]
+        numbers += [] if entry is None else [entry.number, entry.epoch, entry.batches, *(entry.mark or ())]
+        is_ours = version == VERSION and all(type(number) is int for number in numbers)
+    except (ValueError, TypeError):
+        return None
+    return Record(lists, closed, chain, before, entry) if is_ours else None
 
 
 class Progress(NamedTuple):

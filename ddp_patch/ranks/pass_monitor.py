@@ -15,9 +15,9 @@ from ddp_patch.loaders.contents import HeldData
 from ddp_patch.loaders.overlap import row_hashes
 from ddp_patch.ranks.apart import MOST, FirstItems
 from ddp_patch.ranks.exchange import digest
-from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress, Record, State
+from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress, Record, State, record_of, text_of
 from ddp_patch.ranks.mailbox import Mailbox, Peers
-from ddp_patch.ranks.rules import Difference, Rule, difference, mismatch_text
+from ddp_patch.ranks.rules import Difference, Rule, difference, mismatch_text, shorter
 
 __all__ = ["OpenEnd", "PassMonitor"]
 
@@ -72,7 +72,7 @@ class PassMonitor:
         self._latest: LoggedPass | None = None
         self._held: HeldData | None = None
         if self._mailbox is not None:
-            self._mailbox.post(self._log.record().to_text())
+            self._mailbox.post(text_of(self._log.record()))
         if (made := self._made_by_all) is not None:
             self._made_before = made[self._group]
         self._batches_in_epoch: Callable[[], int | None] = lambda: None
@@ -222,11 +222,11 @@ class PassMonitor:
 
     def _exchange(self, mailbox: Mailbox) -> None:
         """Leave this rank's record, and compare the log with what others have left by now."""
-        mailbox.post(self._log.record().to_text())
+        mailbox.post(text_of(self._log.record()))
         if (told := mailbox.left("told")) is not None:
             raise RankMismatchError(told)
         for rank, text in mailbox.read().items():
-            if (record := Record.of_text(text)) is not None:
+            if (record := record_of(text)) is not None:
                 heard = self._heard.setdefault(rank, deque(maxlen=_HEARD))
                 if record not in heard:
                     heard.append(record)
@@ -249,7 +249,7 @@ class PassMonitor:
             return  # they may hold what is their own
         peers = mailbox.peers
         others = [other for other in peers.members if other not in {peers.rank, rank}]
-        records = {other: Record.of_text(text) for other, text in mailbox.read_of(others).items()}
+        records = {other: record_of(text) for other, text in mailbox.read_of(others).items()}
         alike = [
             other
             for other, record in records.items()
@@ -259,8 +259,8 @@ class PassMonitor:
         ]
         ranks = peers.rank, sorted([rank, *alike])
         text = mismatch_text(self._name, ranks, found, self._batches_in_epoch(), why)
-        shorter = found.shorter
-        is_unequal = found.rule is Rule.LENGTH and shorter is not None and shorter.state is State.ENDED
+        over = shorter(found)
+        is_unequal = found.rule is Rule.LENGTH and over is not None and over.state is State.ENDED
         self._raise(mailbox, text, is_length=is_unequal)
 
     def _raise(self, mailbox: Mailbox, text: str, *, is_length: bool) -> None:

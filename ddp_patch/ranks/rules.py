@@ -20,7 +20,7 @@ from ddp_patch.orders.digest import END
 from ddp_patch.ranks.exchange import ranks_text
 from ddp_patch.ranks.log import Entry, Log, Record, State
 
-__all__ = ["Difference", "Rule", "difference", "mismatch_text"]
+__all__ = ["Difference", "Rule", "difference", "mismatch_text", "shorter"]
 
 
 class Rule(IntEnum):
@@ -48,11 +48,11 @@ class Difference(NamedTuple):
     mine: Entry | None
     theirs: Entry | None
 
-    @property
-    def shorter(self) -> Entry | None:
-        """The pass that is over, after fewer batches if both are; None if neither is, or is kept."""
-        over = [one for one in (self.mine, self.theirs) if one is not None and one.state is not State.RUNNING]
-        return min(over, key=lambda one: one.batches, default=None)
+
+def shorter(found: Difference) -> Entry | None:
+    """Return the pass that is over, after fewer batches if both are; None if neither is, or is kept."""
+    over = [one for one in (found.mine, found.theirs) if one is not None and one.state is not State.RUNNING]
+    return min(over, key=lambda one: one.batches, default=None)
 
 
 def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
@@ -163,7 +163,7 @@ def mismatch_text(name: str, ranks: tuple[int, Sequence[int]], found: Difference
         where = f"within the first {within} items" if within != END else "or orders of different lengths"
         told = f"in epoch {mine.epoch}, {here} and {there} draw different orders, {where}. {why}"
     elif rule is Rule.LENGTH:
-        is_mine = found.shorter is mine
+        is_mine = shorter(found) is mine
         behind, who, others = (mine, here, there) if is_mine else (theirs, there, here)
         did, remedy = _OVER[behind.state]
         is_look = behind.state is State.LEFT and behind.batches <= 1

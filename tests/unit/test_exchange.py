@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -209,6 +210,27 @@ def test_of_many_ranks_the_smallest_party_is_told_first_and_the_largest_is_the_o
     assert seeds.startswith("dataset length: 0 on rank 0; 1 on rank 1; ")
     assert seeds.endswith("; 1009 other values on the other 1009")
     assert seeds.count(";") == 15
+
+
+def test_a_first_rank_that_comes_or_answers_after_others_have_given_up_does_not_go_on_alone(store: Counting) -> None:
+    def late(rank: int) -> Any:
+        time.sleep(0 if rank else 1.5)
+        return meet(3, timeout=0.1)
+
+    def slow(records: Any) -> Any:
+        time.sleep(1.5)
+        return records
+
+    for act in (late, lambda rank: meet(3, judge=slow, timeout=0.1)):
+        first, *others = on_ranks(3, act)
+        assert [type(error) for error in (first, *others)] == [MissingRanksError] * 3
+        assert_tells(message_of(first), ("Trying", "rank 0", "too late", "ranks 0 to 2"), "timeout=")
+
+
+def test_ranks_that_meet_for_something_else_are_told_at_what_the_others_are(store: Counting) -> None:
+    told = on_ranks(3, lambda rank: exchange.exchange(range(3), "Here" if rank else "There", 1, list, 20))
+    for error in told:
+        assert_tells(message_of(error), ("There", "ranks 1, 2 at 'Here'"), "Look for")
 
 
 def test_one_rank_alone_asks_nobody(store: Counting) -> None:
