@@ -10,10 +10,9 @@ from ddp_patch.compat.packages import repeats_over_ranks
 from ddp_patch.loaders.contents import chosen_samples, held_by
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.loaders.overlap import first_samples
-from ddp_patch.loaders.recognition import may_ask_rank, samplers_within, stores_of_world
+from ddp_patch.loaders.recognition import may_ask_rank, samplers_within
 from ddp_patch.loaders.samples import length_of, steps_of
 from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.walks import stored
 
 __all__ = ["Claim", "claim_of", "split_claim"]
 
@@ -46,8 +45,6 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         "name": type(holder).__name__,
         "steps": steps_of(facts.loader),
         "settings": {},
-        "stored": stores_of_world(holder),
-        "seed": next((one for name, one in stored(holder).items() if "seed" in name and type(one) is int), None),
         "data": fingerprint([(one.name, one.fingerprint) for one in samples]),
         "samples": [],
     }
@@ -63,9 +60,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
     )
     if not is_known and any(sampler is holder for sampler in samplers):
         first = first_samples(facts.stream.source, dataset, n, ranks, seeded=False)
-        length = length_of(facts.stream.source, ()) or 0
         claim["first"] = first and asdict(first)
-        claim["gives_all"] = first is not None and n is not None and min(first.sizes, default=0) * length >= n
     return claim
 
 

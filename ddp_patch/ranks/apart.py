@@ -100,23 +100,13 @@ def _require_nothing_in_common(doing: str, name: str, claims: Mapping[int, Claim
     if common.pairs.total() <= padding + chance + 3 * (len(claims) - 1) * repeated:
         return
     ((rank, other), shared) = common.pairs.most_common(1)[0]
-    looked = len(common.held[rank])
     raise RankMismatchError(
-        f"{doing}: the loaders are said to be sharded already by a {name}, but {shared} of the first {looked} samples "
-        f"of rank {rank} that were looked at are also rank {other}'s. {_cause(name, claims, shared == looked)} So "
-        f"ranks train on the same samples, and others may be lost. {_REMEDY.format(name=name)}"
+        f"{doing}: the loaders are said to be sharded already by a {name}, but {shared} of the first "
+        f"{len(common.held[rank])} samples of rank {rank} that were looked at are also rank {other}'s, so ranks train "
+        "on the same samples, and others may be lost. A class that only stores its rank, as for a log, shards nothing; "
+        "and slices of orders that each rank shuffles with another seed overlap. Pass the same seed on every rank. "
+        f"{_REMEDY.format(name=name)}"
     )
-
-
-def _cause(name: str, claims: Mapping[int, Claim], is_all: bool) -> str:
-    """Return the cause that the claims show."""
-    first, seeds = next(iter(claims.values())), {rank: claim["seed"] for rank, claim in claims.items()}
-    if None not in seeds.values() and len(by_value(seeds)) > 1:
-        return f"Its seed is {_told(seeds)}: pass the same seed on every rank."
-    if first["gives_all"] or is_all:
-        stored = " and ".join(first["stored"]) or "is_ddp_aware = True"
-        return f"{name} has {stored}, perhaps for a log, and shards nothing: each rank draws what one process would."
-    return "Its slices overlap, or are of different orders, as after shuffles with another seed on each rank."
 
 
 def _told(values: Mapping[int, object], unit: str = "") -> str:

@@ -182,7 +182,7 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
     assert_tells(raised["made for rank 0 everywhere"], "rank 0 of 2 on ranks 0, 1", "own rank")
     seeds = ("DistributedSampler", "another seed: 117 on rank 0; 134 on rank 1", "do not fit together")
     assert_tells(raised["of another seed"], seeds, "Make its seed the same on every rank")
-    stored = ("sharded already by a Logging", "are also rank 1's", "rank and world_size", "shards nothing")
+    stored = ("sharded already by a Logging", "are also rank 1's", "stores its rank, as for a log", "shards nothing")
     assert_tells(raised["stored for a log"], stored, "is_ddp_aware = False")
     assert_tells(raised["in unequal runs"], ("Runs", "12 batches on rank 0; 11 batches on rank 1"), "uneven='keep'")
     assert_tells(raised["a list"], ("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]")
