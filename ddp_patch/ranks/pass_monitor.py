@@ -244,8 +244,9 @@ class PassMonitor:
 
     def _tell(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise the mismatch, and leave it for all."""
-        why = self.why_orders_differ()
-        if found.rule is Rule.HELD and not (why := self._differing_held(mailbox, rank)):
+        is_of_held = found.rule is Rule.HELD
+        why = self._differing_held(mailbox, rank) if is_of_held else self.why_orders_differ()
+        if is_of_held and not why:
             return  # they may hold what is their own
         peers = mailbox.peers
         others = [other for other in peers.members if other not in {peers.rank, rank}]
