@@ -378,32 +378,6 @@ def test_a_rank_that_leaves_the_loop_alone_is_missed_in_the_next_step() -> None:
         assert_tells(said, ("Gathering outputs", "rank 1 of 3", "ranks 0, 2 did"), "timeout=")
 
 
-def ragged_steps(rank: int, world_size: int) -> None:
-    """Texts of any length, on every rank and to one."""
-    given = patched("shuffle=True", rank)
-    for dst in (None, world_size - 1):
-        ids: list[Any] = []
-        whole: list[int] = []
-        for batch in given:
-            own = [torch.ones(item, dtype=torch.int16) for item in batch]
-            ids.extend(own)
-            step: Any = gather_step({"ids": own, "length": [*batch], "none": None}, given, dst=dst)
-            if step is not None:
-                assert [len(row) for row in step["ids"]] == step["length"]
-                whole += step["length"]
-        rows: Any = gather_in_order(ids, given, dst=dst)
-        if dst in {None, rank}:
-            assert [len(row) for row in rows] == whole
-            assert sorted(whole) == list(range(N))
-        else:
-            assert rows is None
-            assert not whole
-
-
-def test_texts_of_any_length_are_rows_of_a_list() -> None:
-    run_ranks(ragged_steps, 3)
-
-
 def test_ranks_that_fail_or_do_not_come_are_missed() -> None:
     (broken, missing), _, (also_broken, also_missing) = run_ranks(failing, 3)
     for said in (broken, also_broken, missing, also_missing):
