@@ -4,8 +4,10 @@ Prints a table for 2 to 8 gloo ranks on this machine. Run it with ``nox -s agree
 table.
 """
 
+import json
 import statistics
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     original = ddp_patch.ranks.exchange._Meeting.bring
 
     def bring(meeting: Any, record: Any, refusal: str = "") -> None:
-        records.append(len(ddp_patch.ranks.exchange._Message.of(record).content))
+        records.append(len(json.dumps(record, default=str)))
         original(meeting, record, refusal)
 
     ddp_patch.ranks.exchange._Meeting.bring = bring  # type: ignore[method-assign]
@@ -82,7 +84,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     share = [index for batch in led.batch_sampler or () for index in batch]
     made = statistics.median(each for each in indices if each > 0.01)  # some are left out, as they would take long
     compared = made, percent(indices), percent(stream), digested(rank)
-    return records[0], patch_ms, *compared, len(packed(share)), led_ms
+    return records[0], patch_ms, *compared, len(b64encode(packed(share))), led_ms
 
 
 def drawn(world_size: int) -> DataLoader[Any]:

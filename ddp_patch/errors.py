@@ -168,13 +168,7 @@ class MissingRanksError(WorldError):
 
 
 class RankMismatchError(DDPPatchError, RuntimeError):
-    """The ranks' loaders, options, passes or data differ.
-
-    Attributes:
-        told_on: Where many ranks raise it, those whose error says in what they differ; if empty, each one's does.
-    """
-
-    told_on: Sequence[int] = ()
+    """The ranks' loaders, options, passes or data differ."""
 
 
 class LeaderError(DDPPatchError, RuntimeError):

@@ -29,8 +29,8 @@ from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
+from ddp_patch.ranks.log import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.ranks.records import State
 from ddp_patch.sharding.batches import CollateByValue, CountedIterator, WatchedIterator, with_notes
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.repeated import RepeatedPasses

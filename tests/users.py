@@ -141,16 +141,6 @@ KEPT: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = 
 }
 
 
-class Crops(Numbers):
-    """Two crops of each file, which count as two samples."""
-
-    def __init__(self, files: list[str]) -> None:
-        self.files = files
-
-    def __getitem__(self, index: int) -> int:
-        return 2 * number_of(self.files[index // 2]) + index % 2
-
-
 class Logs(Numbers):
     """Notes what its rank reads, and nothing else that could be compared."""
 

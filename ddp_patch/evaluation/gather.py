@@ -19,7 +19,7 @@ from ddp_patch.evaluation.steps import shared_batches
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.ranks.exchange import MARGIN_S, exchange
 from ddp_patch.ranks.group import Group, kept_groups, made_group
-from ddp_patch.ranks.records import State
+from ddp_patch.ranks.log import State
 from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["gather_in_order", "gather_step", "gather_this_step", "is_in_a_step"]

@@ -28,7 +28,6 @@ from ddp_patch.loaders.recognition import (
     samplers_in_use,
     samplers_within,
     sharded_by,
-    stores_of_world,
     world_of,
 )
 from ddp_patch.loaders.samples import (
@@ -43,7 +42,7 @@ from ddp_patch.loaders.samples import (
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.generators import torch_generators
 from ddp_patch.plan import ONE_PER_STEP, Batching
-from ddp_patch.walks import first_parts, stored
+from ddp_patch.walks import first_parts
 
 __all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "look_at", "split_claim"]
 
@@ -355,8 +354,6 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         "name": type(holder).__name__,
         "steps": steps_of(facts.loader),
         "settings": {},
-        "stored": stores_of_world(holder),
-        "seed": next((one for name, one in stored(holder).items() if "seed" in name and type(one) is int), None),
         "data": fingerprint([(one.name, one.fingerprint) for one in samples]),
         "samples": [],
     }
@@ -372,9 +369,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
     )
     if not is_known and any(sampler is holder for sampler in samplers):
         first = first_samples(facts.stream.source, dataset, n, ranks, seeded=False)
-        length = length_of(facts.stream.source, ()) or 0
         claim["first"] = first and asdict(first)
-        claim["gives_all"] = first is not None and n is not None and min(first.sizes, default=0) * length >= n
     return claim
 
 

@@ -42,7 +42,6 @@ __all__ = [
     "samplers_within",
     "sharded_by",
     "shards_itself",
-    "stores_of_world",
     "streams_in",
     "tell_if_assumed",
     "world_of",
@@ -75,13 +74,6 @@ def world_of(holder: object) -> HeldWorld | None:
     numbers: list[list[Any]] = [[found.get(prefix + name) for name in names] for found, prefix, names in places]
     worlds = [(int(rank), int(ranks)) for rank, ranks in numbers if _is_whole(rank, ranks) and 0 <= rank < ranks]
     return min(worlds, key=lambda world: (world[1] == 1, world[1]), default=None)
-
-
-def stores_of_world(holder: object) -> list[str]:
-    """Return the attributes in which an object stores its rank and the number of ranks, or an object that does."""
-    words = {name for names in WORLD_NAMES for name in names}
-    kept = stored(holder).items()
-    return [name for name, value in kept if name.lstrip("_") in words or _is_world(value)]
 
 
 def _is_world(value: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderWarning
+from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
 from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import Claim, StreamFacts
 from ddp_patch.loaders.overlap import FirstSamples, are_parts
@@ -21,8 +21,8 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.claims import require_apart, require_same_held
-from ddp_patch.ranks.exchange import FEW, by_value, exchange, mismatch, parties_text, refuse, require_same, who_has_what
+from ddp_patch.ranks.apart import require_apart, require_same_held
+from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
 from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
 from ddp_patch.ranks.world import World
@@ -83,7 +83,7 @@ class Agreed:
         """
         if self.world.share_of_rank is None:
             return
-        record = {"meeting": doing, "patched as": f"number {self.number}", **facts}
+        record = {"patched as": f"number {self.number}", **facts}
         exchange(list(self.world.share_of_rank), doing, record, partial(require_same, doing), self.options.timeout)
 
 
@@ -149,15 +149,16 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision["generators"], strict=True):
             generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
-    whys = _why_orders_differ(world, options, subjects, decisions)
+    both = zip(subjects, decisions, strict=True)
+    led = {one.label: one.stream for one, decided in both if one.stream is not None and decided["orders_differ"]}
+    whys = _why_orders_differ(world, options, led) if led else {}
     for label, why in whys.items() if is_first else ():
         text = f"{label}: {why}" if label else why
         warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
-    agreed = []
-    for subject, decision in zip(subjects, decisions, strict=True):
-        peers = agreed_peers(members, decision["number"])
-        agreed.append(_agreed(world, options, peers, decision, leads=subject.label in whys))
-    return agreed
+    return [
+        _agreed(world, options, agreed_peers(members, decision["number"]), decision, leads=subject.label in led)
+        for subject, decision in zip(subjects, decisions, strict=True)
+    ]
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
@@ -275,29 +276,23 @@ def _orders_differ(of_ranks: Mapping[int, Report]) -> bool:
     return None not in orders and len(orders) > 1
 
 
-def _why_orders_differ(
-    world: World, options: Options, subjects: Sequence[Subject], decisions: Sequence[Report]
-) -> Mapping[str, str]:
-    """Return why the ranks' orders of some loaders differ, by their names. Only then ranks exchange a second time."""
-    both = zip(subjects, decisions, strict=True)
-    asked = {one.label: one.stream for one, decided in both if one.stream is not None and decided["orders_differ"]}
+def _why_orders_differ(world: World, options: Options, led: Mapping[str, StreamFacts]) -> dict[str, str]:
+    """Return why the ranks' orders of some loaders differ, by their names: the ranks meet a second time."""
     record = {}
-    for label, stream in asked.items():
+    for label, stream in led.items():
         first = stream.first_samples(world.num_replicas)
         record[label] = stream.order, first and (first[0], astuple(first[1]))
 
-    def judge_orders(reported: Mapping[int, Report]) -> dict[str, str]:
+    def judge(reported: Mapping[int, Report]) -> dict[str, str]:
         whys = {}
-        for label, stream in asked.items():
+        for label, stream in led.items():
             orders, firsts = ({rank: told[label][place] for rank, told in reported.items()} for place in (0, 1))
             samples = {rank: first and (first[0], FirstSamples(*first[1])) for rank, first in firsts.items()}
             with error_context(label):
                 whys[label] = why_orders_differ(orders, stream.name, world.num_replicas, samples)
         return whys
 
-    whys: dict[str, str] = {}
-    if asked:
-        whys = exchange([*(world.share_of_rank or ())], TELLING_APART, record, judge_orders, options.timeout)
+    whys: dict[str, str] = exchange([*(world.share_of_rank or ())], TELLING_APART, record, judge, options.timeout)
     return whys
 
 
@@ -312,17 +307,6 @@ def failures_broadcast(world: World | None, doing: str = AGREEING) -> Iterator[N
         raise
 
 
-_MARK = "say is_ddp_aware = True in {name}, and its loader is left as it is"
-_OWN = (
-    "has a random generator of its own that is seeded by rank, holds data (weights, indices) that differ, or follows "
-    "the order of a set or of files"
-)
-_LEADS = (
-    "From now on rank 0 draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the "
-    "epoch's start. "
-)
-
-
 def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     """Raise unless the loaders, which are sharded already, were made for these ranks, each share equally often.
 
@@ -335,11 +319,10 @@ def require_all_shares(held: Mapping[int, tuple[int, HeldWorld]]) -> None:
     if is_covered and all(by_place[place] == world for place, world in held.values()):
         return
     parties = by_value({member: f"rank {rank} of {ranks}" for member, (_, (rank, ranks)) in held.items()})
-    raise mismatch(
+    raise RankMismatchError(
         f"{AGREEING}: the loaders are sharded already, but not for these {len(by_place)} ranks. They were made for "
         f"{who_has_what(parties)}, so some samples would be lost or repeated. Build each rank's sampler or dataset for "
-        "its own rank, or pass the process_group= or device_mesh= that it was made for.",
-        parties,
+        "its own rank, or pass the process_group= or device_mesh= that it was made for."
     )
 
 
@@ -361,15 +344,14 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     if not differing:
         return
     prints = {rank: tuple(contents[name].fingerprint for name in differing) for rank, contents in named.items()}
-    parties, names = by_value(prints), ", ".join(differing)
-    raise mismatch(
-        f"{AGREEING}: the datasets of {parties_text(parties)} have different samples at the same indices: they differ "
-        f"in {names}. Each rank would take a shard of its own part only, and the rest would be lost. Patch a loader of "
-        "the whole dataset: without split_dataset_by_node(), shard() or data[rank::world_size], and with "
-        "random_split(), shuffle(), listed files and random data made alike on every rank. If you want each rank to "
-        "have its own part, leave out a DistributedSampler, and say is_ddp_aware = True in the dataset's class: its "
-        "loader is left as it is. If only the content differs, order='seeded' does not compare it.",
-        parties,
+    raise RankMismatchError(
+        f"{AGREEING}: the datasets of {parties_text(by_value(prints))} have different samples at the same indices: "
+        f"they differ in {', '.join(differing)}. Each rank would take a shard of its own part only, and the rest would "
+        "be lost. Patch a loader of the whole dataset: without split_dataset_by_node(), shard() or "
+        "data[rank::world_size], and with random_split(), shuffle(), listed files and random data made alike on every "
+        "rank. If you want each rank to have its own part, leave out a DistributedSampler, and say is_ddp_aware = True "
+        "in the dataset's class: its loader is left as it is. If only the content differs, order='seeded' does not "
+        "compare it."
     )
 
 
@@ -387,17 +369,18 @@ def why_orders_differ(
     Raises:
         RankMismatchError: The streams are parts already.
     """
-    parties, mark = by_value(orders), _MARK.format(name=name)
+    parties, mark = by_value(orders), f"say is_ddp_aware = True in {name}, and its loader is left as it is"
     listed, known = parties_text(parties), [told for one, *_ in parties.values() if (told := reported[one])]
     if len(known) == len(parties) and are_parts([one for _, one in known], known[0][0], ranks):
-        raise mismatch(
+        raise RankMismatchError(
             f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
             f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
-            f"or, if you want each rank to have its own part, {mark}.",
-            parties,
+            f"or, if you want each rank to have its own part, {mark}."
         )
     return (
-        f"{listed.capitalize()} would draw different orders: the sampler {_OWN}; or it is sharded already, which its "
-        f"first samples do not show, and then most samples are lost. {_LEADS}Make the sampler's order the same on "
-        f"every rank; or, if it is sharded, {mark}."
+        f"{listed.capitalize()} would draw different orders: the sampler has a random generator of its own that is "
+        "seeded by rank, holds data (weights, indices) that differ, or follows the order of a set or of files; or it is "
+        "sharded already, which its first samples do not show, and then most samples are lost. From now on rank 0 draws "
+        "each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the epoch's start. Make "
+        f"the sampler's order the same on every rank; or, if it is sharded, {mark}."
     )

@@ -6,13 +6,12 @@ subset of ranks, leaves no group behind, and can name the missing ranks.
 
 import hashlib
 import json
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from itertools import accumulate, groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
@@ -28,7 +27,6 @@ __all__ = [
     "by_value",
     "digest",
     "exchange",
-    "mismatch",
     "parties_text",
     "ranks_text",
     "refuse",
@@ -64,14 +62,10 @@ def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     return holders
 
 
-def _by_size(holders: Mapping[Any, list[int]]) -> list[tuple[Any, list[int]]]:
-    """Return the parties, the smallest first."""
-    return sorted(holders.items(), key=lambda party: (len(party[1]), min(party[1])))
-
-
 def who_has_what(holders: Mapping[Any, list[int]]) -> str:
-    """Return who has what, in words; of many ranks, the last are the others."""
-    parties, ranks = _by_size(holders), sum(map(len, holders.values()))
+    """Return who has what, in words, the smallest party first; of many ranks, the last are the others."""
+    parties = sorted(holders.items(), key=lambda party: (len(party[1]), min(party[1])))
+    ranks = sum(map(len, holders.values()))
     few = len(parties) if ranks <= FEW else min(len(parties), FEW) - 1
     told = [f"{value} on {ranks_text(members)}" for value, members in parties[:few]]
     if others := parties[few:]:
@@ -87,28 +81,15 @@ def parties_text(holders: Mapping[Any, list[int]]) -> str:
     return " and ".join([*map(ranks_text, parties[:FEW]), *([f"{others} others"] if others else [])])
 
 
-def mismatch(text: str, *parties: Mapping[Any, list[int]]) -> RankMismatchError:
-    """Return an error which, of many ranks, one of each party tells.
-
-    Args:
-        text: Its text.
-        parties: The ranks that have each value, of each thing in which they differ.
-    """
-    error = RankMismatchError(text)
-    error.told_on = sorted({min(members) for holders in parties for _, members in _by_size(holders)[:FEW]})[:FEW]
-    return error
-
-
 def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> None:
     """Raise RankMismatchError, with a table of who has what, unless every rank's facts are the same."""
     names = dict.fromkeys(name for record in records.values() for name in record)
     told = {name: {rank: str(record.get(name, "nothing")) for rank, record in records.items()} for name in names}
     if differing := {name: holders for name in names if len(holders := by_value(told[name])) > 1}:
         rows = "\n".join(f"  {name}: {who_has_what(holders)}" for name, holders in differing.items())
-        raise mismatch(
+        raise RankMismatchError(
             f"{doing}: the ranks differ, so their shards would overlap or their steps would not be equal.\n{rows}\n"
-            "Make these the same on every rank, and call and iterate the same loaders on each.",
-            *differing.values(),
+            "Make these the same on every rank, and call and iterate the same loaders on each."
         )
 
 
@@ -126,28 +107,15 @@ def already_in(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
 MARGIN_S = 5.0
 
 # Counts the forms that records have had. Ranks whose packages differ in it, or in the version, say so and stop.
-PROTOCOL = 1
+PROTOCOL = 2
 
 # The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
 _LARGEST_VALUE = 2**22
 _MOST_SLICES = 2**16
 
-
-@dataclass(slots=True)
-class _Past:
-    """A rank's earlier meetings with the same members.
-
-    Attributes:
-        unread: The keys of what it has left in the store, and a later meeting deletes. Nobody comes to a meeting before
-            leaving the earlier ones.
-        doing: What they did when they last met.
-    """
-
-    unread: list[str] = field(default_factory=list)
-    doing: str = ""
-
-
-_pasts: dict[tuple[str, int], _Past] = {}
+# What each rank has left in the store for earlier meetings of the same members, and deletes in a later one: nobody
+# comes to a meeting before leaving the earlier ones.
+_left_behind: dict[tuple[str, int], list[str]] = {}
 
 
 class PerRank(dict[int, Any]):
@@ -160,8 +128,8 @@ Judge: TypeAlias = Callable[[Mapping[int, Any]], Any]
 def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, timeout: float) -> Any:
     """Send this rank's record to the first member, and return that member's answer.
 
-    Records and answers are data, and nothing that comes is run: ``bytes`` come as they are, all else as JSON has it. So
-    a tuple comes as a list, and what JSON does not know as its text.
+    Records and answers are data as JSON has it, and nothing that comes is run. So a tuple comes as a list, and what
+    JSON does not know as its text.
 
     Args:
         members: The global ranks that take part. Each must call this, with the same members in the same order.
@@ -200,7 +168,7 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
 
 @contextmanager
 def store_reached(doing: str) -> Iterator[None]:
-    """Raise MissingRanksError if the store is gone; ``doing`` says what the ranks do, for the error."""
+    """Raise MissingRanksError where the store is gone."""
     try:
         yield
     except DDPPatchError:
@@ -229,61 +197,33 @@ def _version() -> str:
 
 
 class _Message(NamedTuple):
-    """A record or an answer: a line of JSON with all but the content, then the content; slices are under other keys.
+    """A record or an answer.
+
+    In the store, a line says which version wrote it, and how many slices of it are under other keys; no more of
+    another version's is read. Its values follow as JSON.
 
     Attributes:
-        version: Of what wrote it; if another than ours, nothing else of it is read.
-        doing: What the ranks are doing.
+        version: Of what wrote it.
+        doing: What the rank is doing.
         refusal: Why the rank does not take part; empty if it does.
-        error: The error to raise: the name of its class, its text, and ``RankMismatchError.told_on``.
+        error: The error to raise, if any: the name of its class, and its text.
         is_per_rank: Whether each rank has an answer of its own, under another key.
-        is_json: Whether the content is JSON.
-        slices: How many slices of a large content there are.
-        content: The content, as bytes.
+        content: What the rank says, or is answered.
     """
 
     version: str
     doing: str = ""
     refusal: str = ""
-    error: tuple[str, str, Sequence[int]] | None = None
+    error: Sequence[str] = ()
     is_per_rank: bool = False
-    is_json: bool = True
-    slices: int = 0
-    content: bytes = b""
-
-    @classmethod
-    def of(cls, content: Any, **said: Any) -> "_Message":
-        """Return the message with a content."""
-        is_json = not isinstance(content, bytes)
-        data = json.dumps(content, default=str).encode() if is_json else content
-        return cls(_version(), **said, is_json=is_json, content=data)
+    content: Any = None
 
     def written(self, key: str) -> dict[str, bytes]:
         """Return what to put under which keys; the last says that the others are there."""
-        starts = range(0, len(self.content) or 1, _LARGEST_VALUE)
-        first, *slices = [self.content[at : at + _LARGEST_VALUE] for at in starts]
-        said = {name: value for name, value in self._asdict().items() if name != "content"}
-        line = json.dumps({**said, "slices": len(slices)}).encode()
-        return {f"{key}/{at}": data for at, data in enumerate(slices)} | {key: line + b"\n" + first}
-
-    @classmethod
-    def read(cls, key: str, data: bytes) -> "_Message":
-        """Return the message that lies under a key, without what is in slices."""
-        line, _, content = data.partition(b"\n")
-        with _read_from(key):
-            said = json.loads(line)
-            if said["version"] != _version():
-                return cls(str(said["version"]))
-            message = cls(**said, content=content)
-            types = [*map(type, (message.doing, message.refusal, message.slices))]
-            if types != [str, str, int] or message.slices not in range(_MOST_SLICES):
-                raise TypeError
-            return message
-
-    def taken(self, key: str) -> Any:
-        """Return the content."""
-        with _read_from(key):
-            return json.loads(self.content) if self.is_json else self.content
+        data = json.dumps(self[1:], default=str).encode()
+        first, *slices = [data[at : at + _LARGEST_VALUE] for at in range(0, len(data), _LARGEST_VALUE)]
+        line = json.dumps({"version": self.version, "slices": len(slices)}).encode()
+        return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: line + b"\n" + first}
 
 
 class _Meeting:
@@ -303,59 +243,45 @@ class _Meeting:
         # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
         if self.number == 1:
-            _pasts.pop((self.base, self.rank), None)
-        self.past = _pasts.setdefault((self.base, self.rank), _Past())
-        self.own = _Message.of(record, doing=self.doing, refusal=refusal)
+            _left_behind.pop((self.base, self.rank), None)
+        self.left_behind = _left_behind.setdefault((self.base, self.rank), [])
+        self.own = _Message(_version(), self.doing, refusal, content=_as_read(record))
         if not self.leads:  # who reads its own record from here
-            self._leave(self.own, "record", self.rank)
+            self._leave(self.own, self._key("record", self.rank))
 
     def judged(self, judge: Judge) -> tuple[list[DDPPatchError], Any]:
         """Answer all members, on the first of them; return the error to raise, if any, and its own answer."""
-        elsewhere: dict[int, str] = {}  # what other ranks do here, where it is something else
         try:
-            came = self._records()
-            if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
-                raise self.refusal(refused)  # caught below, and sent to all
-            records = {rank: message.taken(self._key("record", rank)) for rank, message in came.items()}
-            elsewhere = {rank: message.doing for rank, message in came.items() if message.doing != self.doing}
-            answer = judge(records)
-            each = answer.items() if isinstance(answer, PerRank) else ()
-            messages = {rank: _Message.of(own) for rank, own in each}
-            for_all = _Message.of(None if messages else answer, is_per_rank=bool(messages))
+            answer = judge(self._records())
+            of_each = dict(answer) if isinstance(answer, PerRank) else {}
+            own = _as_read(of_each.pop(self.rank, answer))
+            written: dict[str, bytes] = {}  # each of the others deletes its own
+            for rank, theirs in of_each.items():
+                written |= _Message(_version(), content=theirs).written(self._key("answer", rank))
             if self._decide("judged") != "judged":
                 raise MissingRanksError(
                     f"{self.doing}: rank {self.rank} arrived or answered too late: another of "
                     f"{ranks_text(self.members)} had already stopped waiting for it. Look for what delayed it, or pass "
                     "a longer timeout=."
                 )
+        except DDPPatchError as error:
+            failure = error
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            failure = self._told(error, elsewhere)
+            failure = RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
         else:
-            own = messages.pop(self.rank, for_all)
-            # Each of the others deletes its own.
-            self._put(ChainMap(*(one.written(self._key("answer", rank)) for rank, one in messages.items())))
-            self._leave(for_all, "answer")
-            return [], own.taken(self._key("answer"))
+            if written:
+                self.store.multi_set([*written], [*written.values()])
+            is_per_rank = isinstance(answer, PerRank)
+            for_all = _Message(_version(), is_per_rank=is_per_rank, content=None if is_per_rank else own)
+            self._leave(for_all, self._key("answer"))
+            return [], own
         self.announce(failure)
         return [failure], None
-
-    def _told(self, error: Exception, elsewhere: Mapping[int, str]) -> DDPPatchError:
-        """Return the error to raise; what ranks do elsewhere says more than how their records differ."""
-        if isinstance(error, DDPPatchError) and not (elsewhere and isinstance(error, RankMismatchError)):
-            return error
-        if not elsewhere:
-            return RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
-        where = "; ".join(f"{ranks_text(ranks)} at {what!r}" for what, ranks in by_value(elsewhere).items())
-        return RankMismatchError(
-            f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what these "
-            "ranks do instead (an error that was caught, an if rank == 0)."
-        )
 
     def announce(self, failure: DDPPatchError) -> None:
         """Let all others raise an error: of its own kind, as far as that is one of ours."""
         kind = next(kind for kind in type(failure).__mro__ if kind.__module__ == errors.__name__)
-        error = (kind.__name__, message_of(failure), getattr(failure, "told_on", ()))
-        self._leave(_Message.of(None, error=error), "answer")
+        self._leave(_Message(_version(), error=(kind.__name__, message_of(failure))), self._key("answer"))
 
     def answered(self) -> tuple[list[DDPPatchError], Any]:
         """Wait for the first member's answer; return the error to raise, if any, and the answer."""
@@ -363,64 +289,63 @@ class _Meeting:
         # One value decides who gives up, so either all ranks get an answer or none does, however late one arrives.
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
         if not came:
-            raise self._unanswered(seconds)
-        (message,) = self._read([key])
+            raise self._missing([self.members[0]], seconds, "answer", "it compares the ranks")
+        message = self._read(key, self.store.get(key))
         self._require_one_version({self.members[0]: message, self.rank: self.own})
         if message.is_per_rank:
-            (message,) = self._read([key := self._key("answer", self.rank)])
-            self.past.unread += message.written(key)
+            key = self._key("answer", self.rank)
+            message = self._read(key, self.store.get(key), self.left_behind)
         self._clear()
         with _read_from(key):
-            return [self._failure(*message.error)] if message.error else [], message.taken(key)
+            return [_error(*message.error)] if message.error else [], message.content
 
-    def _failure(self, name: str, text: str, told_on: Sequence[int]) -> DDPPatchError:
-        """Return the error that the answer is; of many ranks, only some tell all of it."""
-        kind: type[DDPPatchError] = getattr(errors, name)
-        if DDPPatchError not in kind.__mro__:
-            raise TypeError
-        if len(self.members) > FEW and told_on and self.rank not in told_on:
-            text = f"{self.doing}: the ranks differ. Look at the error of {ranks_text(told_on)}, which says in what."
-        return kind(text)
-
-    def _records(self) -> dict[int, _Message]:
-        """Return every rank's record, on the first rank."""
+    def _records(self) -> dict[int, Any]:
+        """Return what every rank says, on the first rank; raise RankMismatchError if one refuses, or is elsewhere."""
         came, others = {self.rank: self.own}, self.members[1:]
         if keys := [self._key("record", rank) for rank in others]:
-            if not self._wait(keys, self.timeout) and (missing := self._without_record(others)):
+            if not self._wait(keys, self.timeout):
+                missing = [rank for rank, key in zip(others, keys, strict=True) if not self.store.check([key])]
                 here = ranks_text([rank for rank in self.members if rank not in set(missing)])
-                raise self._not_here(missing, self.timeout, f"{here} did. ")
-            came.update(zip(others, self._read(keys), strict=True))
+                if missing:
+                    raise self._missing(missing, self.timeout, "arrive", f"{here} did")
+            came.update(zip(others, map(self._read, keys, self.store.multi_get(keys)), strict=True))
         self._clear()
         self._require_one_version(came)
-        return came
+        if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
+            raise self.refusal(refused)
+        if elsewhere := {rank: message.doing for rank, message in came.items() if message.doing != self.doing}:
+            where = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(elsewhere).items())
+            raise RankMismatchError(
+                f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what "
+                "these ranks do instead (an error that was caught, an if rank == 0)."
+            )
+        return {rank: message.content for rank, message in came.items()}
 
     def _require_one_version(self, came: Mapping[int, _Message]) -> None:
-        """Raise RankMismatchError unless all was written by the same version; note that the ranks have met."""
+        """Raise RankMismatchError unless all was written by the same version."""
         versions = by_value({rank: message.version for rank, message in came.items()})
         if len(versions) > 1:
-            raise mismatch(
+            raise RankMismatchError(
                 f"{self.doing}: the ranks run different versions of ddp_patch: {who_has_what(versions)}. Make the "
-                "version the same on every rank, and start all again.",
-                versions,
+                "version the same on every rank, and start all again."
             )
-        self.past.doing = self.doing
 
     def _clear(self) -> None:
         """Delete what this rank left: every member has read it, or never will."""
-        while self.past.unread:
-            self.store.delete_key(self.past.unread.pop())
+        while self.left_behind:
+            self.store.delete_key(self.left_behind.pop())
 
-    def _leave(self, message: _Message, what: str, rank: int | None = None) -> None:
+    def _leave(self, message: _Message, key: str) -> None:
         """Put a message into the store, and note that this rank is to delete it."""
-        written = message.written(self._key(what, rank))
-        self.past.unread += written
-        self._put(written)
+        written = message.written(key)
+        self.left_behind += written
+        self.store.multi_set([*written], [*written.values()])
 
     def _decide(self, outcome: str) -> str:
         """Set the outcome of this exchange unless a member has set one already; return the outcome."""
         key = self._key("decision")
         if self.leads:
-            self.past.unread.append(key)
+            self.left_behind.append(key)
         return str(self.store.compare_set(key, "", outcome).decode())
 
     def refusal(self, refused: Mapping[int, str]) -> RankMismatchError:
@@ -433,23 +358,25 @@ class _Meeting:
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
 
-    def _put(self, written: Mapping[str, bytes]) -> None:
-        """Put this under its keys, as much in one request as a value may have."""
-        ends = zip(written.items(), accumulate(map(len, written.values())), strict=True)
-        for _, batch in groupby(ends, lambda end: end[1] // _LARGEST_VALUE):
-            self.store.multi_set(*zip(*(item for item, _ in batch), strict=True))
-
-    def _read(self, keys: Sequence[str]) -> list[_Message]:
-        """Return what lies under keys that are there; a second time only what is in slices."""
-        messages = list(map(_Message.read, keys, self.store.multi_get(keys)))
-        parts = [f"{key}/{at}" for key, message in zip(keys, messages, strict=True) for at in range(message.slices)]
-        if not parts:
-            return messages
-        with _read_from(parts[0]):
-            if not self.store.check(parts):
+    def _read(self, key: str, value: bytes, to_delete: list[str] | None = None) -> _Message:
+        """Return the message of which this value lies under a key, and the rest in slices."""
+        line, _, data = value.partition(b"\n")
+        with _read_from(key):
+            said = json.loads(line)
+            if said["version"] != _version():
+                return _Message(str(said["version"]))
+            if said["slices"] not in range(_MOST_SLICES):
+                raise ValueError
+            slices = [f"{key}/{at}" for at in range(said["slices"])]
+            if slices and not self.store.check(slices):
                 raise KeyError
-        came = iter(self.store.multi_get(parts))
-        return [each._replace(content=each.content + b"".join(islice(came, each.slices))) for each in messages]
+            data += b"".join(self.store.multi_get(slices) if slices else ())
+            message = _Message._make([said["version"], *json.loads(data)])
+            if not (isinstance(message.doing, str) and isinstance(message.refusal, str)):
+                raise TypeError
+        if to_delete is not None:
+            to_delete += [key, *slices]
+        return message
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Return whether all keys arrive in time."""
@@ -459,27 +386,21 @@ class _Meeting:
             return bool(self.store.check(keys))  # raises if the store is gone
         return True
 
-    def _without_record(self, ranks: Sequence[int]) -> list[int]:
-        """Return which of some ranks have none: few requests where few are missing."""
-        if not ranks or self.store.check([self._key("record", rank) for rank in ranks]):
-            return []
-        middle = len(ranks) // 2
-        return [*self._without_record(ranks[:middle]), *self._without_record(ranks[middle:])] if middle else [*ranks]
-
-    def _unanswered(self, seconds: float) -> MissingRanksError:
-        """Return the error of a rank to which the first one did not answer."""
-        first = self.members[0]
-        if self.store.add(f"{self.base}/count/{first}", 0) < self.number:
-            return self._not_here([first], seconds, f"it compares the ranks, and {ranks_text([self.rank])} waits. ")
+    def _missing(self, ranks: Sequence[int], seconds: float, what: str, known: str) -> MissingRanksError:
         return MissingRanksError(
-            f"{self.doing}: rank {first}, which compares the ranks, arrived but did not answer within {seconds:g} s. "
-            "It is gone or stuck, or came late and waits for others: look for its error and start all ranks again."
+            f"{self.doing}: {ranks_text(ranks)} of {len(self.members)} did not {what} within {seconds:g} s; {known}. "
+            "Every rank must get here, at the same point of the script. Look for what the missing ranks do instead (an "
+            "error, an if rank == 0, slow preparation), or pass a longer timeout=."
         )
 
-    def _not_here(self, missing: Sequence[int], seconds: float, came: str) -> MissingRanksError:
-        seen = f"Last seen: {ranks_text(missing)} at {self.past.doing!r}. " if self.past.doing else ""
-        return MissingRanksError(
-            f"{self.doing}: {ranks_text(missing)} of {len(self.members)} did not arrive within {seconds:g} s; "
-            f"{came}{seen}Every rank must get here, at the same point of the script. Look for what the missing ranks "
-            "do instead (an error, an if rank == 0, slow preparation), or pass a longer timeout=."
-        )
+
+def _as_read(value: Any) -> Any:
+    """Return a value as another rank reads it."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _error(name: str, text: str) -> DDPPatchError:
+    kind: type[DDPPatchError] = getattr(errors, name)
+    if DDPPatchError not in kind.__mro__:
+        raise TypeError
+    return kind(text)

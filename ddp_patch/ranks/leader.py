@@ -1,5 +1,6 @@
 """Rank 0 draws an epoch, and sends every rank its share."""
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +92,7 @@ class Leader:
         is_last = False
         while not is_last:
             answer = exchange(self.members, _SENDING, facts, partial(self._next, pieces), self.timeout)
-            share, note, is_last = unpacked(answer)  # the keys of users' datasets are any objects
+            share, note, is_last = unpacked(b64decode(answer))  # the keys of users' datasets are any objects
             yield share, note
 
     def _next(self, pieces: Iterator[_Piece], of_ranks: Mapping[int, Mapping[str, object]]) -> PerRank:
@@ -99,7 +100,8 @@ class Leader:
         require_same(_SENDING, of_ranks)
         try:
             shares, note, is_last = next(pieces)
-            return PerRank({rank: packed((own, note, is_last)) for rank, own in zip(self.members, shares, strict=True)})
+            sent = (b64encode(packed((own, note, is_last))).decode() for own in shares)
+            return PerRank(zip(self.members, sent, strict=True))
         except Exception as error:
             raise LeaderError(
                 f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "

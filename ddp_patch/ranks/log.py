@@ -4,14 +4,30 @@ Passes are numbered, looks apart. A pass is left when the next one takes its sec
 begins a new list of passes. ``ranks/rules.py`` compares two ranks' logs.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import Mark
-from ddp_patch.ranks.records import Entry, Record, State
 
-__all__ = ["MORE_THAN_A_LOOK", "Log", "LoggedPass", "Marks", "Progress"]
+__all__ = [
+    "MORE_THAN_A_LOOK",
+    "VERSION",
+    "Entry",
+    "Log",
+    "LoggedPass",
+    "Marks",
+    "Progress",
+    "Record",
+    "State",
+    "record_of",
+    "text_of",
+]
+
+# The version of what ranks leave each other.
+VERSION = 3
 
 # So many passes before the latest one are kept whole; of earlier ones a hash.
 _KEPT = 16
@@ -20,6 +36,67 @@ _TOLD, _SHORT = 4, 99
 _A_LOOK = 1  # batch
 # A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
 MORE_THAN_A_LOOK = 2
+
+
+class Entry(NamedTuple):
+    """A pass, as another rank is told of it; see ``LoggedPass`` and ``Progress``."""
+
+    number: int
+    epoch: int
+    begins_at: str
+    others: int | None
+    batches: int
+    state: State
+    is_own: bool
+    held: str
+    mark: Mark | None
+
+
+class Record(NamedTuple):
+    """What a rank tells the others of its log: plain data.
+
+    Attributes:
+        lists: How many lists of passes it has closed, by restoring a position.
+        closed: How many passes the last of them had.
+        chain: A hash of all passes before the latest one.
+        before: How many batches the passes before the latest one had, and how they ended, the last of them first, so
+            that a rank that is still in one of these hears of its end. Of one of which others may have had more, 0.
+        entry: The latest pass that is more than a look; None before the first.
+    """
+
+    lists: int = 0
+    closed: int = 0
+    chain: str = ""
+    before: tuple[tuple[int, State], ...] = ()
+    entry: Entry | None = None
+
+
+def text_of(record: Record) -> str:
+    """Return a record as JSON."""
+    values: tuple[object, ...] | None = None
+    if record.entry is not None:
+        *name, is_own, held, mark = record.entry
+        values = (*name, int(is_own), held, mark)  # "false" is four bytes more
+    return json.dumps([VERSION, *record[:-1], values], separators=(",", ":"))
+
+
+def record_of(text: bytes | str) -> Record | None:
+    """Return the record of which ``text_of`` made text; None if it is anything else, or of another version."""
+    try:
+        version, lists, closed, chain, told, values = json.loads(text)
+        before = tuple((batches, State(state)) for batches, state in told)
+        entry = None
+        if values is not None:
+            number, epoch, begins_at, others, batches, state, is_own, held, mark = values
+            entry = Entry(
+                number, epoch, begins_at, others, batches, State(state), bool(is_own), held, mark and Mark(*mark)
+            )
+        numbers = [lists, closed, *(batches for batches, _ in before)]
+        numbers += [] if entry is None else [entry.number, entry.epoch, entry.batches, *(entry.mark or ())]
+        is_ours = version == VERSION and all(type(number) is int for number in numbers)
+    except (ValueError, TypeError):
+        return None
+    return Record(lists, closed, chain, before, entry) if is_ours else None
 
 
 class Progress(NamedTuple):
@@ -176,7 +253,7 @@ class Log:
         """Return a pass as others are told of it; None if it is no longer kept."""
         if number < self._first:
             return None
-        made = self._passes[number - self._first]
+        made = self.made(number)
         given = made.progress
         batches = given.least if given.state is State.RUNNING else given.most
         mark = None if made.digest is None else made.digest.latest
@@ -192,9 +269,9 @@ class Log:
         """Return the hash of all passes before one."""
         return self._chains[number]
 
-    def digest(self, number: int) -> Marks | None:
-        """Return the digests of what a pass that is kept draws; None if nobody compares that."""
-        return self._passes[number - self._first].digest
+    def made(self, number: int) -> LoggedPass:
+        """Return a pass that is kept."""
+        return self._passes[number - self._first]
 
     def number_of(self, known: LoggedPass) -> int:
         """Return which pass of this list it is; -1 if it is no longer kept."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
-from ddp_patch.ranks.exchange import digest, ranks_text
+from ddp_patch.ranks.exchange import digest
 
 __all__ = ["Mailbox", "Peers", "agreed_peers", "peers_of_explicit_world", "unwatched"]
 
@@ -81,7 +81,7 @@ def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[st
             f"{num_replicas - ranks} of the {num_replicas} shards. Leave rank= and num_replicas= out, so that they "
             "come from the process group, or simulate other worlds without a process group."
         )
-    rank, store = dist.get_rank(), default_store()
+    rank, store, most = dist.get_rank(), default_store(), ranks // num_replicas
     try:
         if store not in _given:
             _given[store] = store.add(f"ddp_patch/given/{rank}", 1), Counter()
@@ -90,30 +90,22 @@ def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[st
         key = f"{base}/{digest(sorted(described.items()))}"
         counts[key] += 1
         key = f"{key}/{counts[key]}"
-        keys = _take_share(store, f"{key}/share/{share}", rank, (share, num_replicas), ranks)
-    except _STORE_ERRORS as error:
-        if isinstance(error, RankMismatchError):
-            raise
+        taken = f"{key}/share/{share}"
+        takers = store.add(taken, 1)
+        text = (
+            f"rank= and num_replicas= contradict the process group: rank {rank} is number {takers} of the ranks that "
+            f"take shard {share} of {num_replicas}, and only {most} of the group's {ranks} ranks may, so other samples "
+            "would be lost. Leave rank= and num_replicas= out, so that they come from the process group, or pass "
+            "rank=torch.distributed.get_rank() and num_replicas=torch.distributed.get_world_size(): LOCAL_RANK repeats "
+            "on every node."
+        )
+        if takers > most:
+            store.set(f"{key}/told", text)
+    except _STORE_ERRORS:
         return None
-    return Peers(key, base, rank, range(ranks), keys, num_replicas == ranks)
-
-
-def _take_share(store: Any, key: str, rank: int, share: tuple[int, int], ranks: int) -> Sequence[str]:
-    """Count this rank among those that take a share, and return the keys; raise RankMismatchError if too many do."""
-    most = ranks // share[1]
-    place = store.add(key, 1)
-    store.set(f"{key}/{place}", str(rank))
-    if place <= most:
-        return key, f"{key}/{place}"
-    takers = sorted({rank, *(int(store.get(f"{key}/{before}")) for before in range(1, place))})
-    text = (
-        f"rank= and num_replicas= contradict the process group: {ranks_text(takers)} all take shard {share[0]} of "
-        f"{share[1]}, and only {most} of the group's {ranks} ranks may, so other samples would be lost. Leave rank= "
-        "and num_replicas= out, so that they come from the process group, or pass rank=torch.distributed.get_rank() "
-        "and num_replicas=torch.distributed.get_world_size(): LOCAL_RANK repeats on every node."
-    )
-    store.set(f"{key.rpartition('/share/')[0]}/told", text)
-    raise RankMismatchError(text)
+    if takers > most:
+        raise RankMismatchError(text)
+    return Peers(key, base, rank, range(ranks), [taken], num_replicas == ranks)
 
 
 @contextmanager

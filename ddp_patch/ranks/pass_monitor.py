@@ -5,7 +5,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable
 from threading import get_ident
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,16 +13,13 @@ from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, StreamLengthWarning
 from ddp_patch.loaders.contents import HeldData
 from ddp_patch.loaders.overlap import row_hashes
+from ddp_patch.ranks.apart import MOST, FirstItems
 from ddp_patch.ranks.exchange import digest
-from ddp_patch.ranks.first_items import MOST, FirstItems
-from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress
+from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress, Record, State, record_of, text_of
 from ddp_patch.ranks.mailbox import Mailbox, Peers
-from ddp_patch.ranks.mismatches import Parties, held_text, mismatch_text
-from ddp_patch.ranks.open_end import OpenEnd
-from ddp_patch.ranks.records import Record, State
-from ddp_patch.ranks.rules import Difference, Rule, difference
+from ddp_patch.ranks.rules import Difference, Rule, difference, mismatch_text, shorter
 
-__all__ = ["PassMonitor"]
+__all__ = ["OpenEnd", "PassMonitor"]
 
 
 # The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
@@ -34,6 +31,14 @@ _TIMES_AT_AN_END = 20
 _LARGEST_GAP = 32
 # Records of a rank that is ahead are kept until this one comes as far: so many of each.
 _HEARD = 8
+
+# The first steps of a pass are all told. Later ones may take one part in so many of the time.
+_TOLD_STEPS, _STEP_TIMES = 1000, 100
+# Whoever comes to the end waits at most so long for ranks that may be given more, or for so many steps if these take
+# longer: with DDP the others are a step behind at most, but a step may take long to load.
+_MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 1.0, 2, 60.0, 0.002
+# So many batches may be given on one rank before another sees what the first one left.
+_SLOTS = 8
 
 # How many passes were made over all loaders of some ranks, by the store in which they compare, and who they are.
 _passes_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -57,7 +62,7 @@ class PassMonitor:
         self._name, self._slack = name, slack
         self._group = "" if peers is None else peers.group
         self._mailbox = None if peers is None else Mailbox(peers)
-        self._open_end = None if self._mailbox is None else OpenEnd(self._mailbox)
+        self._open_end: OpenEnd | None = None
         self._log = Log()
         self._made = self._made_before = 0  # how many passes, looks apart; and over other loaders before this one came
         self._heard: dict[int, deque[Record]] = {}
@@ -67,7 +72,7 @@ class PassMonitor:
         self._latest: LoggedPass | None = None
         self._held: HeldData | None = None
         if self._mailbox is not None:
-            self._mailbox.post(self._log.record().to_text())
+            self._mailbox.post(text_of(self._log.record()))
         if (made := self._made_by_all) is not None:
             self._made_before = made[self._group]
         self._batches_in_epoch: Callable[[], int | None] = lambda: None
@@ -217,20 +222,18 @@ class PassMonitor:
 
     def _exchange(self, mailbox: Mailbox) -> None:
         """Leave this rank's record, and compare the log with what others have left by now."""
-        mailbox.post(self._log.record().to_text())
+        mailbox.post(text_of(self._log.record()))
         if (told := mailbox.left("told")) is not None:
             raise RankMismatchError(told)
         for rank, text in mailbox.read().items():
-            if (record := Record.of_text(text)) is not None:
+            if (record := record_of(text)) is not None:
                 heard = self._heard.setdefault(rank, deque(maxlen=_HEARD))
                 if record not in heard:
                     heard.append(record)
         for rank, records in self._heard.items():
             for record in records:
                 found = difference(self._log, record, self._slack)
-                if found is not None and found.rule is Rule.HELD:
-                    self._compare_held(mailbox, rank, found)
-                elif found is not None:
+                if found is not None:
                     self._tell(mailbox, rank, found)
         # What is of a pass that this rank has left was judged.
         self._heard = {
@@ -241,9 +244,13 @@ class PassMonitor:
 
     def _tell(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise the mismatch, and leave it for all."""
+        is_of_held = found.rule is Rule.HELD
+        why = self._differing_held(mailbox, rank) if is_of_held else self.why_orders_differ()
+        if is_of_held and not why:
+            return  # they may hold what is their own
         peers = mailbox.peers
         others = [other for other in peers.members if other not in {peers.rank, rank}]
-        records = {other: Record.of_text(text) for other, text in mailbox.read_of(others).items()}
+        records = {other: record_of(text) for other, text in mailbox.read_of(others).items()}
         alike = [
             other
             for other, record in records.items()
@@ -251,13 +258,13 @@ class PassMonitor:
             and (theirs := difference(self._log, record, self._slack)) is not None
             and theirs.rule is found.rule
         ]
-        parties = Parties(peers.rank, sorted([rank, *alike]))
-        text = mismatch_text(self._name, parties, found, self._batches_in_epoch(), self.why_orders_differ)
-        shorter = found.shorter
-        is_unequal = found.rule is Rule.LENGTH and shorter is not None and shorter.state is State.ENDED
+        ranks = peers.rank, sorted([rank, *alike])
+        text = mismatch_text(self._name, ranks, found, self._batches_in_epoch(), why)
+        over = shorter(found)
+        is_unequal = found.rule is Rule.LENGTH and over is not None and over.state is State.ENDED
         self._raise(mailbox, text, is_length=is_unequal)
 
-    def _raise(self, mailbox: Mailbox, text: str, *, is_length: bool = False) -> None:
+    def _raise(self, mailbox: Mailbox, text: str, *, is_length: bool) -> None:
         """Raise a mismatch, and leave it for all; or only warn, once, where the user says that lengths are right."""
         if not (is_length and self.only_warns_of_lengths):
             mailbox.tell(text)
@@ -266,22 +273,20 @@ class PassMonitor:
             self._has_warned = True
             warnings.warn(text, StreamLengthWarning, stacklevel=2)
 
-    def _compare_held(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
-        """Raise if the user has changed two ranks' datasets in other ways; they may hold what is their own as well."""
+    def _differing_held(self, mailbox: Mailbox, rank: int) -> str:
+        """Return what the user has changed in other ways in two ranks' datasets."""
         try:
             theirs = json.loads(mailbox.read_of([rank], "held").get(rank, b"{}"))
-            names = () if self._held is None else self._held.differing(self._held.told(), theirs)
+            return "" if self._held is None else ", ".join(self._held.differing(self._held.told(), theirs))
         except (ValueError, TypeError, AttributeError):  # junk
-            return
-        if names and found.mine is not None:
-            text = held_text(self._name, (mailbox.peers.rank, rank), found.mine.epoch, names)
-            self._raise(mailbox, text)
+            return ""
 
     # ---- passes whose end nobody knows before ----
 
     def give_step(self, begun: LoggedPass, batches: int) -> None:
         """Leave that this rank was given so many batches of such a pass."""
-        if self._open_end is not None:
+        if self._mailbox is not None:
+            self._open_end = self._open_end or OpenEnd(self._mailbox)
             self._open_end.give(self._name_of(begun), batches)
 
     def end_steps(self, begun: LoggedPass, batches: int) -> None:
@@ -290,8 +295,9 @@ class PassMonitor:
         Raises:
             RankMismatchError: Another rank was given more.
         """
-        if self._open_end is None or self._mailbox is None:
+        if self._mailbox is None:
             return
+        self._open_end = self._open_end or OpenEnd(self._mailbox)
         if self._open_end.is_longer(self._name_of(begun), batches, self._slack):
             text = (
                 f"Iterating the {self._name}: epoch {begun.epoch} ended after {batches} batches on rank "
@@ -301,3 +307,57 @@ class PassMonitor:
 
     def _name_of(self, begun: LoggedPass) -> str:
         return f"{self._log.lists}.{self._log.number_of(begun)}.{begun.epoch} from {begun.begins_at}"
+
+
+class OpenEnd:
+    """How many batches ranks are given of passes whose end nobody knows before it comes.
+
+    A rank whose stream ends early finds that out only here: the others wait for it in their next collective, and ask
+    for nothing more. All ranks leave the same value where they are given a batch, so what one reads does not grow with
+    the number of ranks; to leave it takes no answer of the store's, so no step waits.
+
+    Args:
+        mailbox: Where the ranks leave records of the loader.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox, self._ends = mailbox, 0
+        self._due_s = self._first_s = 0.0
+
+    def give(self, name: str, batches: int) -> None:
+        """Leave that this rank was given so many batches of the pass with this name, if that is due."""
+        now_s = perf_counter()
+        if batches == 1:
+            self._first_s = now_s
+        if now_s < self._due_s:
+            return
+        self._mailbox.leave(f"given/{batches % _SLOTS}", f"{name} {batches}")
+        if batches >= _TOLD_STEPS:
+            told_s = perf_counter()
+            self._due_s = told_s + _STEP_TIMES * (told_s - now_s)
+
+    def is_longer(self, name: str, batches: int, slack: int) -> bool:
+        """Return, at the end of a pass, whether another rank was given more of it; wait a moment for the others.
+
+        Args:
+            name: The pass.
+            batches: How many batches this rank was given.
+            slack: How many more another may have.
+        """
+        self._ends += 1
+        ended = self._mailbox.count("ended", 1)
+        step_s = (perf_counter() - self._first_s) / max(1, batches - 1) if batches else 0.0
+        until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
+        more = batches + slack + 1
+        while True:
+            if self._mailbox.left(f"given/{more % _SLOTS}") == f"{name} {more}":
+                return True
+            # All that have come to their ends: then nobody is given more.
+            if (
+                ended >= self._ends * len(self._mailbox.peers.members)
+                or not self._mailbox.is_open
+                or monotonic() > until_s
+            ):
+                return False
+            sleep(_AGAIN_S)
+            ended = self._mailbox.count("ended", 0)

@@ -1,4 +1,4 @@
-"""The five rules by which the logs of two ranks contradict each other.
+"""The five rules by which the logs of two ranks contradict each other, and what the ranks are told.
 
 Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
 pass can only grow. Passes are numbered, looks apart; ``n`` is such a number.
@@ -12,13 +12,15 @@ pass can only grow. Passes are numbered, looks apart; ``n`` is such a number.
 A pass is left when the next one takes its second batch, or ends. A restored position begins a new list of passes.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from ddp_patch.ranks.log import Log
-from ddp_patch.ranks.records import Entry, Record, State
+from ddp_patch.orders.digest import END
+from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.ranks.log import Entry, Log, Record, State
 
-__all__ = ["Difference", "Rule", "difference"]
+__all__ = ["Difference", "Rule", "difference", "mismatch_text", "shorter"]
 
 
 class Rule(IntEnum):
@@ -46,11 +48,11 @@ class Difference(NamedTuple):
     mine: Entry | None
     theirs: Entry | None
 
-    @property
-    def shorter(self) -> Entry | None:
-        """The pass that is over, after fewer batches if both are; None if neither is, or is kept."""
-        over = [one for one in (self.mine, self.theirs) if one is not None and one.state is not State.RUNNING]
-        return min(over, key=lambda one: one.batches, default=None)
+
+def shorter(found: Difference) -> Entry | None:
+    """Return the pass that is over, after fewer batches if both are; None if neither is, or is kept."""
+    over = [one for one in (found.mine, found.theirs) if one is not None and one.state is not State.RUNNING]
+    return min(over, key=lambda one: one.batches, default=None)
 
 
 def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
@@ -99,7 +101,7 @@ def _rule_broken(log: Log, own: Entry, other: Entry, slack: int) -> Rule | None:
         return Rule.EPOCH
     if None not in {own.others, other.others} and own.others != other.others:
         return Rule.OTHERS
-    digest = log.digest(own.number)
+    digest = log.made(own.number).digest
     if digest is not None and other.mark is not None:
         at_their_count = digest.marks.get(other.mark.at, other.mark.value)
         if at_their_count != other.mark.value:
@@ -117,3 +119,86 @@ def _is_outgrown(behind: Entry, further: Entry, slack: int) -> bool:
         # The others may have been given the batch in place of which the error came; they leave when they hear of it.
         return further.state is State.ENDED and further.batches > behind.batches + 1 + slack
     return further.batches > behind.batches + slack
+
+
+# ---- what the ranks are told ----
+
+_LOOK_ALIKE = (
+    "Look at a batch on every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on "
+    "every rank before the epoch."
+)
+# What a rank did whose pass is over, and what to do.
+_OVER = {
+    State.LEFT: (
+        "left",
+        "Decide together when to stop: all-reduce the decision, and break on every rank after the same batch.",
+    ),
+    State.ENDED: (
+        "came to the end of",
+        "Give every rank equally many batches: skip an unreadable item on all of them or raise an error.",
+    ),
+    State.FAILED: ("was given an error in", "Let the error end the training, or tell all ranks of it."),
+}
+
+
+def mismatch_text(name: str, ranks: tuple[int, Sequence[int]], found: Difference, total: int | None, why: str) -> str:
+    """Return what all ranks are told: what was seen, and what to do.
+
+    Args:
+        name: What errors call the loader.
+        ranks: The rank that found it, and those that contradict it in the same way, as far as they have come.
+        found: How they contradict each other.
+        total: How many batches an epoch has, as this rank knows it; None if it does not.
+        why: What differs, and what to do, where the ranks draw different orders; what their datasets hold otherwise.
+    """
+    here, there = ranks_text([ranks[0]]), ranks_text(ranks[1])
+    mine, theirs, rule = found.mine, found.theirs, found.rule
+    if rule is Rule.RESTORED or mine is None or theirs is None:
+        told = (
+            f"{here} and {there} do not go on from the same position: one has restored a state, and the other made "
+            "another pass. Restore the same state on every rank, at the same point of the script."
+        )
+    elif rule is Rule.ORDER:
+        within = theirs.mark.at if theirs.mark is not None else END
+        where = f"within the first {within} items" if within != END else "or orders of different lengths"
+        told = f"in epoch {mine.epoch}, {here} and {there} draw different orders, {where}. {why}"
+    elif rule is Rule.LENGTH:
+        is_mine = shorter(found) is mine
+        behind, who, others = (mine, here, there) if is_mine else (theirs, there, here)
+        did, remedy = _OVER[behind.state]
+        is_look = behind.state is State.LEFT and behind.batches <= 1
+        told = (
+            f"{who} {did} epoch {behind.epoch} after {_batches(behind.batches, total)}{', a look' if is_look else ''}; "
+            f"{others} took more of it, so samples would be lost and steps would not be equal. "
+            f"{_LOOK_ALIKE if is_look else remedy}"
+        )
+    elif rule is Rule.OTHERS:
+        told = (
+            f"when pass {mine.number} over it began, the ranks had made different numbers of passes over the other "
+            f"loaders: {mine.others} on {here}; {theirs.others} on {there}. A rank that iterates a patched loader "
+            "alone, as 'if rank == 0: validate(loader)' does, sees its shard of the data only. Iterate each patched "
+            "loader on every rank; or on one rank the loader that was not patched."
+        )
+    elif rule is Rule.HELD:
+        told = (
+            f"in epoch {mine.epoch}, the datasets of {here} and {there} have different samples at the same indices: "
+            f"they differ in {why}. Each rank takes its shard of other samples, so some would be lost. Change the data "
+            "alike on every rank: shuffle rows with a generator seeded by the epoch, list files in sorted order, and "
+            "add the same rows. If only the content differs, order='seeded' does not compare it."
+        )
+    else:
+        is_earlier = ", or one before it differs" if rule is Rule.BEFORE else ""
+        told = (
+            f"the ranks make different passes, so samples would be lost. On {here}, pass {mine.number} is over "
+            f"{_what(mine)}, and on {there} over {_what(theirs)}{is_earlier}. {_LOOK_ALIKE}"
+        )
+    return f"Iterating the {name}: {told}"
+
+
+def _what(entry: Entry) -> str:
+    return f"epoch {entry.epoch}" + ("" if entry.begins_at == "0" else f" from item {entry.begins_at}")
+
+
+def _batches(count: int, total: int | None) -> str:
+    of_all = f" of {total}" if total is not None and total > count else ""
+    return f"{count}{of_all} batch{'' if count == 1 and not of_all else 'es'}"

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.ranks.log import Log, LoggedPass, Progress
-from ddp_patch.ranks.records import Record, State
+from ddp_patch.ranks.log import Log, LoggedPass, Progress, Record, State
 from ddp_patch.ranks.rules import difference
 
 BATCHES = 5  # of an epoch

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,14 +15,12 @@ import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
-from zoo import KINDS, STEPS, Forever, Indices, N, Own, as_it_is, loader, seed_ambient, units
+from zoo import KINDS, STEPS, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, testing
 from ddp_patch.errors import LeaderWarning, message_of
 from ddp_patch.plan import Plan
-from ddp_patch.ranks import exchange
 
 SEED = 100
 
@@ -195,35 +192,6 @@ def test_a_sampler_that_follows_rank_0s_training_is_led() -> None:
         assert [item for pair in zip(ours, theirs, strict=True) for item in pair] == [*stream, stream[0]]
 
 
-class Breaking(Forever):
-    """Breaks after some pieces were sent."""
-
-    def __iter__(self) -> Iterator[int]:
-        for drawn, item in enumerate(super().__iter__()):
-            if drawn == 10_000:
-                raise KeyError("broken shard")
-            yield item
-
-
-def failing_leader(rank: int, world_size: int) -> tuple[int, str]:
-    patched = led_loader(Breaking())
-    steps = 0
-    try:
-        for _ in patched:
-            steps += 1
-    except (KeyError, DDPPatchError) as error:
-        return steps, f"{type(error).__name__}: {error}"
-    return steps, "nothing"
-
-
-def test_an_error_in_the_leaders_sampler_ends_every_rank() -> None:
-    first, second = run_ranks(failing_leader, 2)
-    # 8190 of the 10,000 items were sent, 4 a step on each of 2 ranks.
-    assert first == (1023, "KeyError: 'broken shard'")
-    assert second[0] == 1023
-    assert_tells(second[1], ("LeaderError", "Rank 0", "sampler", "KeyError('broken shard')"), "error")
-
-
 class FailsAtOnce(Sampler[int]):
     def __len__(self) -> int:
         return N
@@ -329,77 +297,36 @@ def test_what_one_rank_refuses_all_are_told_at_once() -> None:
                 assert_tells(message, ("Agreeing on how data is sharded", f"rank {odd}: {name}"), "all ranks again")
 
 
-def first_comes_late(rank: int, world_size: int) -> tuple[str, str]:
-    exchange.MARGIN_S = 0.5
-    if rank == 0:
-        time.sleep(6)
-    told = said(lambda: patch_dataloader_to_ddp(loader(), timeout=1))
-    dist.barrier()
-    return told
-
-
-def test_a_first_rank_that_comes_when_others_have_given_up_does_not_go_on_alone() -> None:
-    first, *others = run_ranks(first_comes_late, 3)
-    assert [name for name, _ in (first, *others)] == ["MissingRanksError"] * 3
-    assert_tells(first[1], ("Agreeing on how data is sharded", "rank 0", "too late", "ranks 0 to 2"), "timeout=")
-
-
-# Ranks that do not come.
-
-
-def one_does_not_patch(rank: int, world_size: int) -> tuple[str, str]:
-    told = said(lambda: patch_dataloader_to_ddp(loader(), timeout=6)) if rank != 1 else ("nothing", "")
-    dist.barrier()  # the store is rank 0's
-    return told
-
-
-def test_the_ranks_that_never_patch_are_named() -> None:
-    ranks = run_ranks(one_does_not_patch, 3)
-    for rank in (0, 2):
-        name, message = ranks[rank]
-        assert name == "MissingRanksError"
-        facts = ("Agreeing on how data is sharded", "rank 1 of 3", "6 s", "ranks 0, 2 did")
-        assert_tells(message, facts, ("missing ranks", "if rank == 0", "timeout="))
-
-
-def slow(rank: int, world_size: int) -> bool:
-    time.sleep(2 * rank)
-    return patch_dataloader_to_ddp(loader(), timeout=30) is not None
-
-
-def test_slow_ranks_are_waited_for() -> None:
-    assert run_ranks(slow, 3) == [True] * 3
-
-
 # Topology.
 
 
-def on_a_mesh(rank: int, world_size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    if "tp" in names and len(shape) == 2:
-        mesh = mesh["dp"]  # as many write it
+# The shape and the names of a mesh of four ranks, and the ranks that get the same batches.
+MESHES: list[tuple[tuple[int, ...], tuple[str, ...], list[set[int]]]] = [
+    ((2, 2), ("dp", "tp"), [{0, 1}, {2, 3}]),
+    ((2, 2), ("pp", "fsdp"), [{0, 2}, {1, 3}]),
+    ((2, 2, 1), ("dp_replicate", "dp_shard", "tp"), [{0}, {1}, {2}, {3}]),
+    ((1, 2, 2), ("pp", "dp", "cp"), [{0, 1}, {2, 3}]),
+]
+
+
+def on_meshes(rank: int, world_size: int) -> list[list[int]]:
     seed_ambient(SEED + rank)
-    return items(patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh))
+    given = []
+    for shape, names, _ in MESHES:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        one = mesh["dp"] if names == ("dp", "tp") else mesh  # as many write it
+        given.append(items(patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=one)))
+    return given
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "sharing"),
-    [
-        ((2, 2), ("dp", "tp"), [{0, 2}, {1, 3}]),
-        ((2, 2), ("pp", "fsdp"), [{0, 1}, {2, 3}]),
-        ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), [{0, 2, 4, 6}, {1, 3, 5, 7}]),
-        ((2, 2, 2), ("pp", "dp", "cp"), [{0, 2}, {1, 3}, {4, 6}, {5, 7}]),
-    ],
-)
-def test_data_is_shared_over_the_data_parallel_dimensions_of_a_mesh(
-    shape: tuple[int, ...], names: tuple[str, ...], sharing: list[set[int]]
-) -> None:
-    ranks = run_ranks(on_a_mesh, int(np.prod(shape)), shape, names, timeout=180)
-    shares = [[ranks[rank] for rank in sorted(group)] for group in sharing]
-    assert all(group == shares[0] for group in shares)  # ranks that differ elsewhere get the same batches
-    together = Counter(item for share in shares[0] for item in share)
-    assert set(together) == set(range(N))
-    assert together.total() == 24
+def test_data_is_shared_over_the_data_parallel_dimensions_of_a_mesh() -> None:
+    ranks = run_ranks(on_meshes, 4)
+    for place, (_, _, alike) in enumerate(MESHES):
+        shares = [{tuple(ranks[rank][place]) for rank in group} for group in alike]
+        assert [len(share) for share in shares] == [1] * len(alike)
+        together = Counter(item for (share,) in shares for item in share)
+        assert set(together) == set(range(N))
+        assert together.total() == 24
 
 
 def on_a_mesh_of_other_names(rank: int, world_size: int) -> list[Any]:
@@ -474,41 +401,6 @@ def test_ranks_that_meet_do_not_wait_for_others_steps() -> None:
     first, second = run_ranks(stepping, 2, timeout=240)
     assert first == [[2501] * 2, [2501] * 2, [2500] * 2]
     assert second == [[2501] * 2, [2500] * 2, [2500] * 2]
-
-
-def elsewhere(rank: int, world_size: int) -> tuple[str, str]:
-    patched = patch_dataloader_to_ddp(loader(), order="leader")
-    told = said(lambda: patch_dataloader_to_ddp(loader()) if rank else list(patched))
-    dist.barrier()
-    return told
-
-
-def test_ranks_that_meet_for_different_operations_are_told_at_which_the_others_are() -> None:
-    ranks = run_ranks(elsewhere, 3)
-    assert ranks[0] == ranks[1] == ranks[2]
-    assert ranks[0][0] == "RankMismatchError"
-    assert_tells(ranks[0][1], ("Sending every rank its share", "ranks 1, 2 at 'Agreeing"), "Look for")
-
-
-class DrawsSlowly(Unsized):
-    def __iter__(self) -> Iterator[int]:
-        time.sleep(9)
-        return super().__iter__()
-
-
-def slow_leader(rank: int, world_size: int) -> tuple[str, str]:
-    exchange.MARGIN_S = 0.5
-    patched = patch_dataloader_to_ddp(loader(sampler=DrawsSlowly(N)), order="leader", timeout=4)
-    told = said(lambda: list(patched))
-    dist.barrier()
-    return told
-
-
-def test_a_leader_that_draws_too_slowly_does_not_go_on_alone() -> None:
-    first, second = run_ranks(slow_leader, 2)
-    assert first[0] == second[0] == "MissingRanksError"
-    assert_tells(first[1], ("rank 0", "too late"), "timeout=")
-    assert_tells(second[1], ("rank 0", "did not answer", "4.5 s"), "all ranks again")
 
 
 def leading_others(rank: int, world_size: int) -> tuple[list[list[int]], list[int], int]:
@@ -595,20 +487,3 @@ def test_ranks_of_a_mesh_lead_and_seed_alike() -> None:
     assert ranks[1] == ranks[3]
     for ours, theirs in zip(ranks[0], ranks[1], strict=True):
         assert set(ours) | set(theirs) == set(range(N))
-
-
-def keys(rank: int, world_size: int) -> int:
-    """How much the meetings leave in the store."""
-    for _ in range(30):
-        patch_dataloader_to_ddp(loader())
-    dist.barrier()
-    store: Any = _get_default_store()
-    return sum("ddp_patch" in key for key in store.list_keys()) if hasattr(store, "list_keys") else -1
-
-
-def test_meetings_leave_next_to_nothing_behind() -> None:
-    left = run_ranks(keys, 2)
-    if left == [-1, -1]:
-        pytest.skip("the store of this torch does not list its keys")
-    # A count for each rank, the latest answer and decision, and each rank's records of passes over the last loaders.
-    assert 0 <= max(left) <= 2 + 2 + 2 * 10

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gathered import assert_same, outputs_for
 from messages import assert_tells, missing, raises
 from quick import run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
@@ -150,57 +151,6 @@ def every_form(rank: int, world_size: int) -> None:
                 assert_same(whole, outputs_for(list(range(n))))
             else:
                 assert whole is None
-
-
-def outputs_for(items: list[int]) -> dict[str, Any]:
-    """Outputs of every form for these items, no two of which have the same."""
-    numbers = torch.tensor(items)
-    plain = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint16]
-    tensors = [numbers.to(dtype) for dtype in plain]
-    tensors += [numbers % 3 == 0, torch.complex(numbers.double(), -numbers.double()).conj()]
-    tensors += [
-        torch.stack([numbers, -numbers]).T,
-        numbers.expand(2, 3, -1).permute(2, 0, 1),
-        numbers.float().requires_grad_(),
-    ]
-    tensors += [torch.zeros(len(items), 0), torch.nn.Parameter(numbers.float())]
-    texts = [str(item) * (1 + item) for item in items]  # as wide as the rank's last
-    arrays = [np.array(items, dtype) for dtype in ("f4", ">i8", "?", "c16", "u1", "datetime64[s]", "timedelta64[ms]")]
-    arrays += [np.array(texts), np.array(texts, "S")]
-    if hasattr(np.dtypes, "StringDType"):  # numpy 2's
-        arrays.append(np.array(texts, np.dtypes.StringDType()))
-    arrays += [np.array([None if item % 2 else {item} for item in items], object)]
-    arrays += [np.array([(item, text, [item] * 2) for item, text in zip(items, texts, strict=True)], "i2,U9,(2,)f4")]
-    arrays += [
-        np.array(items).repeat(2).reshape(-1, 2)[:, ::-1],
-        np.broadcast_to(np.array(items)[:, None], (len(items), 4)),
-    ]
-    boxes = [{"boxes": torch.full((item, 4), item), "ids": list(range(item))} for item in items]
-    lists = [items, texts, list(numbers.float()[:, None].repeat(1, 3)), boxes]
-    return {"tensors": tuple(tensors), "arrays": tuple(arrays), "lists": {"of": tuple(lists)}}
-
-
-def assert_same(one: Any, other: Any) -> None:
-    match other:
-        case torch.Tensor():
-            assert one.dtype == other.dtype
-            assert torch.equal(
-                one.float() if one.dtype.itemsize == 1 else one, other.float() if one.dtype.itemsize == 1 else other
-            )
-            assert not one.requires_grad
-        case np.ndarray():
-            assert one.dtype == other.dtype
-            assert np.array_equal(one, other)
-        case dict():
-            assert list(one) == list(other)
-            assert_same(list(one.values()), list(other.values()))
-        case list() | tuple():
-            assert type(one) is type(other)
-            assert len(one) == len(other)
-            for mine, theirs in zip(one, other, strict=True):
-                assert_same(mine, theirs)
-        case _:
-            assert one == other
 
 
 def the_rest(rank: int, world_size: int) -> None:
@@ -426,32 +376,6 @@ def test_a_rank_that_leaves_the_loop_alone_is_missed_in_the_next_step() -> None:
     first, _, last = run_ranks(leaving, 3)
     for said in (first, last):
         assert_tells(said, ("Gathering outputs", "rank 1 of 3", "ranks 0, 2 did"), "timeout=")
-
-
-def ragged_steps(rank: int, world_size: int) -> None:
-    """Texts of any length, on every rank and to one."""
-    given = patched("shuffle=True", rank)
-    for dst in (None, world_size - 1):
-        ids: list[Any] = []
-        whole: list[int] = []
-        for batch in given:
-            own = [torch.ones(item, dtype=torch.int16) for item in batch]
-            ids.extend(own)
-            step: Any = gather_step({"ids": own, "length": [*batch], "none": None}, given, dst=dst)
-            if step is not None:
-                assert [len(row) for row in step["ids"]] == step["length"]
-                whole += step["length"]
-        rows: Any = gather_in_order(ids, given, dst=dst)
-        if dst in {None, rank}:
-            assert [len(row) for row in rows] == whole
-            assert sorted(whole) == list(range(N))
-        else:
-            assert rows is None
-            assert not whole
-
-
-def test_texts_of_any_length_are_rows_of_a_list() -> None:
-    run_ranks(ragged_steps, 3)
 
 
 def test_ranks_that_fail_or_do_not_come_are_missed() -> None:

@@ -1,7 +1,6 @@
 """Real gloo ranks, each seeded differently, train what one process trains: the demo's table, and more options."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 from quick import run_ranks
@@ -11,32 +10,6 @@ from zoo import seed_ambient
 from ddp_patch import patch_dataloader_to_ddp
 
 OPTIONS: list[dict[str, Any]] = [{"uneven": "keep"}, {"order": "leader"}]
-
-
-@pytest.mark.soak  # the demo, which CI runs, is the same with 2, 3 and 4 ranks
-def test_ranks_train_what_one_process_trains_also_after_a_kill_and_not_without_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import digits  # which imports much: see tests/frozen.py
-
-    monkeypatch.setattr(digits, "WORLDS", (3,))
-    with mock.patch("multiprocessing.set_forkserver_preload"):  # tests/quick.py has told what all ranks need
-        found = digits.differences()
-    loaders = set(digits.make_loaders())
-    assert {way: set(by_loader) for way, by_loader in found.items()} == {
-        "within_batches": loaders,
-        "samples": loaders - digits.BATCHES_ALONE,
-        "batches": loaders - digits.SAMPLES_ALONE,
-        digits.RESUMED: loaders,
-        digits.PLAIN: loaders,
-    }
-    ranks = sum(digits.WORLDS)
-    assert {len(differences) for by_loader in found.values() for differences in by_loader.values()} == {ranks}
-    without_weights = found.pop(digits.PLAIN)
-    assert min(map(min, without_weights.values())) > 1e-6
-    for way, by_loader in found.items():
-        for loader, differences in by_loader.items():
-            assert max(differences) < digits.TOLERANCE, (way, loader, differences)
 
 
 def with_options(rank: int, world_size: int) -> list[dict[str, Tensor]]:

@@ -2,10 +2,8 @@
 
 import random
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,11 +14,7 @@ from quick import run_ranks, soaked
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
 from users import SHUFFLERS, SIZE, N, loader
 
-from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.errors import StreamLengthWarning
-
 program = Programs()
-not_yet = Programs()  # docs/reliability.md says so, too
 Make = Callable[..., DataLoader[Any]]
 LONG = 480  # more than the first items that are compared
 WORKERS = {"no workers": 0, "workers": 1}
@@ -50,12 +44,6 @@ def learnt(job: Job, raw: Any, learner: Any, **options: Any) -> None:
 def a_sampler_learns_from_its_own_rank(job: Job, options: dict[str, Any]) -> None:
     raw = loader(sampler=users.Learns())
     learnt(job, raw, raw.sampler, **options)
-
-
-@program("error")
-def a_batch_sampler_learns_from_its_own_rank(job: Job) -> None:
-    raw = loader(batch_sampler=users.AlikeBatches())
-    learnt(job, raw, raw.batch_sampler)
 
 
 @program("error", each={"on the sampler": False, "through the loader": True})
@@ -115,24 +103,6 @@ def one_rank_breaks(job: Job, make: Make) -> None:
     job.train(train)
 
 
-@program("complete or error", each=SHUFFLERS)
-def one_rank_looks_later_without_steps(job: Job, make: Make) -> None:
-    train = job.patch(make())
-    job.train(train)
-    if job.rank == job.world - 1:
-        list(islice(train, 2))
-    job.train(train)
-
-
-@program("error", each=SHUFFLERS)
-def one_rank_goes_back(job: Job, make: Make) -> None:
-    train = job.patch(make())
-    for epoch in range(3):
-        if job.rank == 0 and epoch == 2:
-            train.set_epoch(0)
-        job.train(train)
-
-
 @program("error")
 def each_rank_seeds_its_generator_anew(job: Job) -> None:
     raw = loader(shuffle=True, generator=users.seeded())
@@ -166,15 +136,6 @@ def one_rank_is_further_in_its_curriculum(job: Job) -> None:
     job.train(train, range(24))
     train.sampler.set_limit(30 if job.rank else 36)
     job.train(train, range(36), padding=36)
-
-
-@program("error")
-def one_rank_makes_larger_batches(job: Job) -> None:
-    train = job.patch(loader(batch_sampler=users.Batches(random.Random(3))))
-    job.train(train)
-    if job.rank:
-        train.batch_sampler.most = 8
-    job.train(train)
 
 
 @program("error")
@@ -223,24 +184,6 @@ def files_are_kept_elsewhere(job: Job, how: Any) -> None:
     kept, found = how
     files = [f"{number}.png" for number in random.sample(range(N), N)]
     job.train(job.patch(loader(users.Named(kept, found, files))), epochs=2)
-
-
-@program("error")
-def files_are_listed_anew(job: Job) -> None:
-    dataset = users.Named(*users.KEPT["in a dict"], [f"{number}.png" for number in range(N)])
-    train = job.patch(loader(dataset, shuffle=True))
-    for _ in range(3):
-        job.train(train)
-        train.dataset.kept["train"]["files"] = [f"{number}.png" for number in random.sample(range(N), N)]
-
-
-@program("error")
-def files_of_several_samples_are_shuffled(job: Job) -> None:
-    dataset = users.Crops([f"{number}.png" for number in range(N // 2)])
-    train = job.patch(loader(dataset, shuffle=True))
-    for _ in range(3):
-        job.train(train)
-        random.shuffle(dataset.files)
 
 
 @program("error")
@@ -364,11 +307,6 @@ def one_rank_reads_a_stream_otherwise(job: Job, reading: Reading) -> None:
     job.train(train, range(LONG), epochs=reading.epochs)
 
 
-@program("complete or error", world_sizes=(2, 3))  # it may be another rank's, and then nothing is lost
-def one_rank_skips_the_last_item(job: Job) -> None:
-    one_rank_reads_a_stream_otherwise(job, Reading({"skips": (LONG - 1,)}))
-
-
 @program("error", all_reduce="each epoch")
 def one_rank_takes_a_lost_connection_for_the_end_and_ranks_meet_after_it(job: Job) -> None:
     one_rank_reads_a_stream_otherwise(job, Reading({"ends": 300}))
@@ -437,45 +375,3 @@ def test_what_differs_between_ranks_is_an_error_within_the_epoch(world_size: int
 
 def program_on_rank(rank: int, world_size: int) -> dict[str, Run]:
     return program.run(rank, world_size)
-
-
-class Warned(NamedTuple):
-    """What a rank was given of parts of other lengths, and warned of."""
-
-    steps: list[int]
-    texts: list[str]
-
-
-def says_that_it_is_sharded(rank: int, world_size: int) -> Warned:
-    train = patch_dataloader_to_ddp(loader(users.HandedOut(rank, world_size, says_so=True)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        steps = [len(list(train)) for _ in range(3)]
-    return Warned(steps, [str(one.message) for one in caught if one.category is StreamLengthWarning])
-
-
-def test_unequal_parts_of_what_says_that_it_is_sharded_are_a_warning() -> None:
-    ranks = run_ranks(says_that_it_is_sharded, 2)
-    assert [of_rank.steps for of_rank in ranks] == [[8] * 3, [4] * 3]
-    texts = [text for of_rank in ranks for text in of_rank.texts]
-    assert texts
-    assert all("rank 1" in text for text in texts)
-    assert max(len(of_rank.texts) for of_rank in ranks) == 1
-
-
-@not_yet("complete or error", each={"lists": False, "iterates": True})
-def one_rank_makes_a_whole_pass_alone(job: Job, iterates: bool) -> None:
-    train = job.patch(loader(shuffle=True))
-    job.train(train)
-    if job.rank == 0:
-        list(train if iterates else train.sampler)
-    job.train(train, epochs=2)
-
-
-def not_yet_on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return not_yet.run(rank, world_size)
-
-
-@pytest.mark.xfail(strict=False, reason="a rank that made a whole pass alone looks like a fast one")
-def test_what_nobody_finds_yet() -> None:
-    assert not not_yet.unexpected(run_ranks(not_yet_on_rank, 2))

@@ -1,9 +1,7 @@
 """What users draw, look at, list, set and break off after the patch: every sample comes once in every epoch."""
 
-import copy
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import islice
 from queue import Queue
 from threading import Thread
@@ -79,12 +77,6 @@ def rank_0_lists_a_sampler_that_draws_from_what_it_does_not_hold(job: Job, make:
     rank_0_lists_the_sampler(job, make)
 
 
-@program("error", each={"random": False, "numpy": True})
-def a_generator_of_the_module_crops_too(job: Job, with_numpy: bool) -> None:
-    train = job.patch(loader(users.CroppedByModule(), sampler=users.ByModule(with_numpy)))
-    job.train(train, epochs=3)
-
-
 @program("complete", each=UNHELD)
 def nobody_else_draws_from_what_a_sampler_does_not_hold(job: Job, make: Make) -> None:
     job.train(job.patch(make()), epochs=3)
@@ -99,38 +91,42 @@ def the_length_of_a_stream_is_set(job: Job, how: dict[str, Any]) -> None:
     job.train(train, range(N // 2), epochs=2)
 
 
-@program("complete")
-def weights_are_set(job: Job) -> None:
-    train = job.patch(loader(sampler=WeightedRandomSampler([1.0] * 24 + [0.0] * 24, 24, replacement=False)))
-    job.train(train, range(24))
-    train.sampler.weights = torch.tensor([0.0] * 24 + [1.0] * 24, dtype=torch.double)
-    job.train(train, range(24, N))
+# A loader; how all ranks change its sampler; and which samples it gives before and after.
+CHANGED: dict[str, tuple[Make, Callable[[Any], object], range, range]] = {
+    "weights": (
+        lambda: loader(sampler=WeightedRandomSampler([1.0] * 24 + [0.0] * 24, 24, replacement=False)),
+        lambda train: setattr(train.sampler, "weights", torch.tensor([0.0] * 24 + [1.0] * 24, dtype=torch.double)),
+        range(24),
+        range(24, N),
+    ),
+    "indices": (
+        lambda: loader(sampler=SubsetRandomSampler(range(24))),
+        lambda train: setattr(train.sampler, "indices", range(12, N)),
+        range(24),
+        range(12, N),
+    ),
+    "size of batches": (
+        lambda: loader(batch_sampler=users.Batches(random.Random(3))),
+        lambda train: setattr(train.batch_sampler, "most", 8),
+        range(N),
+        range(N),
+    ),
+    "by a method": (
+        lambda: loader(sampler=users.Curriculum()),
+        lambda train: train.sampler.set_limit(36),
+        range(24),
+        range(36),
+    ),
+}
 
 
-@program("complete")
-def indices_are_set(job: Job) -> None:
-    train = job.patch(loader(sampler=SubsetRandomSampler(range(24))))
-    job.train(train, range(24))
-    train.sampler.indices = range(12, N)
-    job.train(train, range(12, N), padding=0, epochs=2)
-
-
-@program("complete")
-def the_size_of_own_batches_is_set(job: Job) -> None:
-    train = job.patch(loader(batch_sampler=users.Batches(random.Random(3))))
-    job.train(train)
-    train.batch_sampler.most = 8
-    epoch = job.train(train)
-    assert epoch.steps == N // 8 // job.world
-
-
-@program("complete")
-def a_method_of_the_sampler_is_called(job: Job) -> None:
-    train = job.patch(loader(sampler=users.Curriculum()))
-    job.train(train, range(24))
-    train.sampler.set_limit(36)
-    job.train(train, range(36))
-    assert train.sampler.rng is not None
+@program("complete", each=CHANGED)
+def the_sampler_is_changed(job: Job, how: tuple[Make, Callable[[Any], object], range, range]) -> None:
+    make, change, before, after = how
+    train = job.patch(make())
+    job.train(train, before)
+    change(train)
+    job.train(train, after, epochs=2)
 
 
 @program("complete", each={"no workers": {}, "workers": {"num_workers": 1}})
@@ -139,37 +135,6 @@ def the_dataset_s_own_set_epoch_counts(job: Job, how: dict[str, Any]) -> None:
     train.dataset.set_epoch(5)
     for epoch in (5, 6, 7):
         job.train(train, range(1000 * epoch, 1000 * epoch + N))
-
-
-@program("complete")
-def the_unpatched_dataset_s_set_epoch_counts(job: Job) -> None:
-    dataset = users.EpochStream()
-    train = job.patch(loader(dataset, num_workers=1, persistent_workers=True))
-    for epoch in (5, 6, 9):
-        dataset.set_epoch(epoch)
-        job.train(train, range(1000 * epoch, 1000 * epoch + N))
-
-
-@program("complete or error", all_reduce="never")
-def two_loaders_in_two_threads(job: Job) -> None:
-    train = [job.patch(loader(sampler=users.Shuffles(random.Random(n), lazily=True))) for n in range(2)]
-    for _ in range(3):
-        epochs: list[Any] = [job.begin() for _ in train]
-        raised: list[Exception] = []
-
-        def run(number: int, epochs: list[Any] = epochs, raised: list[Exception] = raised) -> None:
-            try:
-                list(job.step(epochs[number], train[number]))
-            except Exception as error:  # noqa: BLE001 - raised again in the main thread
-                raised.append(error)
-
-        threads = [Thread(target=run, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if raised:
-            raise raised[0]
 
 
 @program("complete or error")
@@ -232,15 +197,6 @@ def some_ranks_take_two_batches_and_all_set_a_later_epoch(job: Job, make: Make) 
         job.train(train)
 
 
-@program("complete or error", each=SHUFFLERS)
-def rank_0_looks(job: Job, make: Make) -> None:
-    train = job.patch(make())
-    job.train(train)
-    if job.rank == 0:
-        next(iter(train))
-    job.train(train, epochs=2)
-
-
 HIDDEN = {"counter", "of an object"}  # they have no generator that the test finds
 
 
@@ -252,18 +208,6 @@ def ranks_draw_from_the_generator_in_each_step(job: Job, make: Make) -> None:
         for _ in job.step(job.begin(), train):
             for _ in range(job.rank):
                 users.draw(rng_of(raw))
-
-
-@program("complete", each=SHUFFLERS)
-def all_break_and_one_looks_at_the_unpatched_loader(job: Job, make: Make) -> None:
-    raw = make()
-    train = job.patch(raw)
-    job.train(train, most=1)
-    if job.rank == 1:
-        next(iter(raw))
-    job.train(train)
-    job.train(train, most=1)
-    job.train(train)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -284,16 +228,6 @@ def rank_0_lists_a_sampler_that_is_shared_otherwise(job: Job, options: dict[str,
         if job.rank == 0:
             list(raw.sampler)
         job.train(train, is_uneven=options.get("uneven") == "keep")
-
-
-@program("complete", each={"fresh": False, "persistent": True})
-def workers_and_rank_0_validates(job: Job, persistent: bool) -> None:
-    generator = users.seeded()
-    train = job.patch(loader(shuffle=True, generator=generator, num_workers=1, persistent_workers=persistent))
-    for _ in range(3):
-        if job.rank == 0:
-            list(loader(generator=generator, shuffle=True))
-        job.train(train)
 
 
 @program("complete", each=SHUFFLERS)
@@ -357,29 +291,6 @@ def two_loaders_have_one_generator(job: Job) -> None:
 
 
 @program("complete")
-def two_loaders_are_read_at_once(job: Job) -> None:
-    rng = users.seeded()
-    first, second = (job.patch(loader(shuffle=True, generator=rng)) for _ in range(2))
-    for _ in range(2):
-        epochs = job.begin(), job.begin()
-        for batches in zip(first, second, strict=True):
-            for epoch, batch in zip(epochs, batches, strict=True):
-                epoch.take(batch)
-
-
-@program("complete")
-def rank_0_copies_what_it_draws_from(job: Job) -> None:
-    raw = loader(sampler=users.Shuffles(random.Random(3)))
-    train = job.patch(raw)
-    for _ in range(3):
-        if job.rank == 0:
-            list(copy.deepcopy(raw))
-            next(iter(copy.deepcopy(train)))
-            repr(train)
-        job.train(train)
-
-
-@program("complete")
 def a_loader_without_end(job: Job) -> None:
     raw = loader(shuffle=True, generator=users.seeded())
     train = job.patch(raw)
@@ -398,15 +309,6 @@ def a_loader_without_end(job: Job) -> None:
             job.meet()
 
 
-@program("complete or error", each=SHUFFLERS)
-def rank_0_makes_an_iterator(job: Job, make: Make) -> None:
-    train = job.patch(make())
-    for _ in range(3):
-        if job.rank == 0:
-            iter(train)
-        job.train(train)
-
-
 @program("error")  # it is more than a look
 def a_search_for_a_learning_rate_on_rank_0(job: Job) -> None:
     raw = loader(shuffle=True, generator=users.seeded(), num_workers=1)
@@ -423,20 +325,6 @@ def a_generator_is_replaced(job: Job) -> None:
     train = job.patch(loader(sampler=users.Shuffles(random.Random(3))))
     for epoch in range(3):
         train.sampler.rng = random.Random(epoch)
-        job.train(train)
-
-
-@program("complete or error")
-def an_error_in_a_look_is_caught(job: Job) -> None:
-    raw = loader(users.Rows(range(N - 1)), sampler=users.Shuffles(random.Random(3)))
-    raw.dataset.rows.append(N - 1)  # type: ignore[attr-defined]  # they are Rows
-    train = job.patch(raw)
-    for epoch in range(3):
-        if job.rank == 0:
-            with suppress(IndexError):
-                for _ in raw:
-                    raise IndexError
-        train.set_epoch(epoch)
         job.train(train)
 
 

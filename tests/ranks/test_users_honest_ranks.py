@@ -50,14 +50,6 @@ def a_sampler_learns_from_all_ranks(job: Job, options: dict[str, Any]) -> None:
 
 
 @program("complete")
-def batches_of_losses_that_are_alike_on_all_ranks(job: Job) -> None:
-    train = job.patch(loader(batch_sampler=users.AlikeBatches()))
-    for _ in range(3):
-        job.train(train)
-        train.batch_sampler.losses = of_all_ranks([random.random() for _ in range(N)])
-
-
-@program("complete")
 def weights_follow_the_losses_of_all_ranks(job: Job) -> None:
     train = job.patch(loader(sampler=WeightedRandomSampler([1.0] * N, N, replacement=False)))
     for _ in range(3):
@@ -108,17 +100,6 @@ def a_dataset_holds_an_iterator(job: Job, how: tuple[dict[str, Any], dict[str, A
     given, options = how
     train = job.patch(loader(Noisy(), **given), **options)
     job.train(train, epochs=4, padding=N)
-
-
-@program("complete")
-def samples_of_a_dataset_that_holds_an_iterator_are_drawn_again_and_again(job: Job) -> None:
-    train = job.patch(loader(Noisy(), sampler=WeightedRandomSampler([1.0] * N, N, generator=users.seeded())))
-    for _ in range(4):
-        epoch = job.begin(padding=3 * N)
-        for _ in job.step(epoch, train):
-            pass
-        epoch.samples += epoch.due  # which come or not, by chance
-        job.end()
 
 
 @program("complete")
@@ -198,17 +179,6 @@ def ranks_are_fast_and_slow(job: Job) -> None:
             time.sleep(0.02 * job.rank)
 
 
-@program("complete", each={"steps": True, "alone": False}, all_reduce="never")
-def one_rank_stands_still(job: Job, before: bool) -> None:
-    train = job.patch(loader(sampler=users.Shuffles(random.Random(3))))
-    for number in range(3):
-        if job.rank == 0 and number == 1 and before:
-            time.sleep(1)
-        for step, _ in enumerate(job.step(job.begin(), train)):
-            if job.rank == 1 and number == 1 and step == 1 and not before:
-                time.sleep(1)
-
-
 @program("complete", each={"samples": 43, "a stream": 0}, all_reduce="never")
 def some_ranks_have_an_item_less(job: Job, n: int) -> None:
     raw = loader(users.Rows(range(n)), shuffle=True) if n else loader(users.Stream(43))
@@ -256,12 +226,6 @@ def items_of_a_stream(job: Job, made: Callable[[int], Any]) -> None:
 def items_without_a_stable_hash(job: Job) -> None:
     train = job.patch(loader(users.Stream(made=users.Opaque)))
     job.train(train, epochs=3)
-
-
-@program("complete")
-def a_stream_is_augmented(job: Job) -> None:
-    train = job.patch(loader(users.Stream(480, made=lambda number: (number, f"{number}.png", random.random()))))
-    job.train(train, range(480), epochs=2)
 
 
 def keyed(number: int, **made: Any) -> dict[str, Any]:
@@ -382,14 +346,6 @@ def one_rank_looks_at_batches_to_validate_on(job: Job) -> None:
         for _ in range(job.rank):
             next(iter(val))
         list(val)
-
-
-@program("complete")
-def epochs_have_other_lengths_alike(job: Job) -> None:
-    train = job.patch(loader(sampler=users.Curriculum(12)))
-    for limit in (12, 24, 48):
-        train.sampler.set_limit(limit)
-        job.train(train, range(limit))
 
 
 @program("complete")

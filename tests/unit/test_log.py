@@ -5,8 +5,7 @@ from typing import Self
 import pytest
 
 from ddp_patch.orders.digest import Digest
-from ddp_patch.ranks.log import Log, LoggedPass, Progress
-from ddp_patch.ranks.records import VERSION, Entry, Record, State
+from ddp_patch.ranks.log import VERSION, Entry, Log, LoggedPass, Progress, Record, State, record_of, text_of
 from ddp_patch.ranks.rules import Rule, difference
 
 
@@ -248,9 +247,9 @@ RECORDS = [
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_record_is_text_of_few_bytes(record: Record) -> None:
-    text = record.to_text()
-    assert Record.of_text(text) == record
-    assert Record.of_text(text.encode()) == record
+    text = text_of(record)
+    assert record_of(text) == record
+    assert record_of(text.encode()) == record
     assert len(text) < 100
 
 
@@ -263,4 +262,4 @@ JUNK += [
 
 @pytest.mark.parametrize("junk", JUNK)
 def test_junk_is_no_record(junk: bytes) -> None:
-    assert Record.of_text(junk) is None
+    assert record_of(junk) is None

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ddp_patch.ranks import open_end
-from ddp_patch.ranks.open_end import OpenEnd
+from ddp_patch.ranks import pass_monitor
+from ddp_patch.ranks.pass_monitor import OpenEnd
 
 
 @pytest.mark.parametrize(("batches", "step_s", "waits_s"), [(0, 0, 1), (1, 0.1, 1), (3, 2.0, 4), (3, 100.0, 60)])
@@ -15,9 +15,9 @@ def test_it_waits_a_second_or_for_two_steps(
 ) -> None:
     now_s = 10_000.0
     slept: list[float] = []
-    monkeypatch.setattr(open_end, "perf_counter", lambda: now_s)
-    monkeypatch.setattr(open_end, "monotonic", lambda: sum(slept))
-    monkeypatch.setattr(open_end, "sleep", lambda _: slept.append(0.25))
+    monkeypatch.setattr(pass_monitor, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(pass_monitor, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(pass_monitor, "sleep", lambda _: slept.append(0.25))
     given: Any = SimpleNamespace(
         leave=lambda *_: None,
         count=lambda *_: 0,

@@ -16,8 +16,7 @@ from zoo import Indices, N, as_it_is
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.errors import ExhaustedSamplerError
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.ranks.log import Progress
-from ddp_patch.ranks.records import State
+from ddp_patch.ranks.log import Progress, State
 from ddp_patch.sharding import sampler_passes
 
 

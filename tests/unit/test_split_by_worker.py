@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import RankMismatchError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import look_at, split_claim
-from ddp_patch.ranks.claims import require_same_held
+from ddp_patch.ranks.apart import require_same_held
 
 N = 8
 

@@ -1,84 +1,43 @@
-"""What outputs may look like, of several ranks, judged without sending anything."""
+"""What several ranks gather, after a pass and in a step, judged without sending anything."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gathered import shares, together
+from gathered import assert_same, outputs_for, shares, together
 from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from zoo import loader
 
-from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import OutputsError
+from ddp_patch import gather_in_order, gather_step, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.errors import OutputsError, UnsupportedLoaderError
 
 N = 23
 
 
-class Pair(NamedTuple):
-    logits: Any
-    names: Any = None
-
-
-@dataclass(frozen=True)
-class Output:
-    logits: Any
-    loss: Any = None
-    more: dict[str, Any] = field(default_factory=dict)
-
-
-def features(items: list[int]) -> torch.Tensor:
-    return torch.tensor(items, dtype=torch.bfloat16)[:, None].expand(-1, 2)
-
-
-NESTS: dict[str, Callable[[list[int]], Any]] = {
-    "tensor": features,
-    "array": lambda items: np.array(items, "f4"),
-    "strings": lambda items: np.array([str(item) for item in items]),
-    "list": lambda items: [{"id": item} for item in items],
-    "named tuple": lambda items: Pair(features(items), [str(item) for item in items]),
-    "tuple with None": lambda items: (features(items), None),
-    "dataclass": lambda items: Output(features(items), more={"ids": items, "none": None}),
-}
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(other, torch.Tensor):
-        return bool(one.dtype == other.dtype and torch.equal(one, other))
-    if isinstance(other, np.ndarray):
-        return bool(one.dtype == other.dtype and np.array_equal(one, other))
-    if type(one) is not type(other):
-        return False
-    if isinstance(other, Output):
-        return same(vars(one), vars(other))
-    if isinstance(other, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in other)
-    if isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-@pytest.mark.parametrize("name", NESTS)
-def test_every_form_comes_as_one_process_has_it(name: str) -> None:
+def test_every_form_comes_as_one_process_has_it() -> None:
     """In all rows, and as a list of batches; ranks that got nothing pass None."""
-    make = NESTS[name]
     for n, world_size, uneven in product((0, 2, 7, N), (1, 2, 3, 5), ("pad", "keep")):
         loaders = shares(world_size, sampler=list(range(n)), batch_size=3, uneven=uneven)
         batches = [list(given) for given in loaders]
         flat = [[item for batch in of_rank for item in batch] for of_rank in batches]
-        rows = together([make(items) if items else None for items in flat], loaders)
+        rows = together([outputs_for(items) if items else None for items in flat], loaders)
         if not n:
             assert rows is None
             continue
-        assert same(rows, make(list(range(n)))), (n, world_size, uneven)
-        lists = together([[make(batch) for batch in of_rank] or None for of_rank in batches], loaders)
-        alone = [make(list(range(n))[at : at + 3]) for at in range(0, n, 3)]
-        assert len(lists) == len(alone)
-        if name != "strings":  # as wide as the widest of all
-            assert same(lists, alone), (n, world_size, uneven)
+        assert_same(rows, outputs_for(list(range(n))))
+        lists = together([[in_lists(batch) for batch in of_rank] or None for of_rank in batches], loaders)
+        assert_same(lists, [in_lists(list(range(n))[at : at + 3]) for at in range(0, n, 3)])
+
+
+def in_lists(items: list[int]) -> dict[str, Any]:
+    """Outputs of a batch; arrays of all batches have one width of texts, and the machine's order of bytes."""
+    outputs = outputs_for(items)
+    return {**outputs, "arrays": outputs["arrays"][2:7]}
 
 
 BATCHES = [[0, 1, 2], [3], [], [4, 5], [6, 7, 8, 9], [10]]
@@ -170,3 +129,76 @@ def test_after_a_restore_workers_come_in_the_order_of_one_process(done: int) -> 
         restore_loader(rests[-1], loader_state(stopped, batches_done=done))
     found = together([[item for batch in rest for item in batch] for rest in rests], rests)
     assert found == [item for item in alone if item not in taken]
+
+
+# ---- in a step ----
+
+
+def test_each_step_has_the_samples_of_all_ranks_once() -> None:
+    costs = {"cost": [*range(1, N + 1)]}
+    ways: list[dict[str, Any]] = [{}, {"share": "within_batches"}, {"share": "batches"}]
+    ways += [costs, {"share": "within_batches", **costs}, {"share": "batches", **costs}, {"uneven": "drop"}]
+    for way, world_size in product(ways, (1, 2, 3, 5)):
+        loaders = shares(world_size, **way)
+        seen = []
+        for steps in zip(*loaders, strict=True):
+            outputs = [(list(batch), torch.tensor(batch)) for batch in steps]
+            rows, tensor = together(outputs, loaders, in_step=True)
+            assert rows == tensor.tolist()
+            assert rows == sorted(rows) or "cost" in way
+            seen += rows
+        in_order = "cost" not in way
+        left_out = N % world_size if way.get("uneven") == "drop" else 0  # of samples
+        assert (seen if in_order else sorted(seen)) == list(range(N - left_out)), (way, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_that_cost_has_put_in_another_order_come_step_by_step_alone(world_size: int) -> None:
+    given, *_ = shares(world_size, cost=[*range(N)])
+    rows = [row for batch in given for row in batch]
+    with raises(UnsupportedLoaderError, ("gather_in_order", "cost="), ("Leave cost= out", "gather_step()")):
+        gather_in_order(rows, given)
+
+
+def test_a_batch_that_workers_have_read_ahead_is_not_the_step() -> None:
+    given = patch_dataloader_to_ddp(loader(num_workers=1), rank=0, num_replicas=1)
+    assert [row for batch in given for row in gather_step(batch, given)] == list(range(N))
+
+
+def test_a_step_after_a_break_is_of_the_new_pass() -> None:
+    given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
+    for batch in given:
+        assert gather_step(batch, given) == batch
+        break
+    assert [gather_step(batch, given) for batch in given] == [list(range(N))[at : at + 4] for at in range(0, N, 4)]
+
+
+def test_outputs_that_are_none_of_a_step() -> None:
+    remedy = ("gather_step()", "every rank", "same step", "one row per sample")
+    given = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=1)
+    with raises(OutputsError, ("rank 0", "no batch"), remedy):
+        gather_step([1], given)
+    for _ in given:
+        with raises(OutputsError, ("rank 0 passed 1 rows", "one per sample"), remedy):
+            gather_step([1], given)
+    with raises(OutputsError, ("rank 0", "after the loop", "epoch 0 is over"), remedy):
+        gather_step([1], given)
+    pair = shares(3, uneven="keep", sampler=list(range(13)))
+    steps = [next(iter(one)) for one in pair]
+    with raises(OutputsError, ("uneven='keep'", "a step less"), remedy):
+        together(steps, pair, in_step=True)
+    first, second = shares(2)
+    runs = [iter(first), iter(second)]
+    own = [next(run) for run in runs]
+    own[1] = next(runs[1])
+    with raises(OutputsError, ("rank 0", "step 1", "rank 1", "step 2"), "every rank"):
+        together(own, [first, second], in_step=True)
+
+
+def test_an_item_of_a_loader_without_batches_is_a_row() -> None:
+    loaders: list[DataLoader[Any]] = [
+        patch_dataloader_to_ddp(DataLoader(range(5), batch_size=None), rank=rank, num_replicas=2)  # type: ignore[arg-type]  # a range is a dataset
+        for rank in range(2)
+    ]
+    found = [together([[item] for item in step], loaders, in_step=True) for step in zip(*loaders, strict=True)]
+    assert found == [[0, 1], [2, 3], [4]]
