@@ -115,7 +115,9 @@ def test_workers_differ_over_rank_worker_and_epoch_and_repeat_for_the_seed(persi
     for library in range(3):
         drawn = [item[library] for rank in ranks for item in rank]
         assert len(set(drawn)) == 2 * 2 * 4  # ranks x epochs x items: no draw twice
-    assert len({item[3] for rank in ranks for item in rank}) == 2 * 2 * (1 if persistent else 2)  # ranks x workers x starts
+    assert len({item[3] for rank in ranks for item in rank}) == 2 * 2 * (
+        1 if persistent else 2
+    )  # ranks, workers, starts
     assert ranks[0] == augmentations(0, 1, persistent_workers=persistent)
     assert not set(augmentations(0, 2)) & set(ranks[0])
 

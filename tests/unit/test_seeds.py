@@ -12,7 +12,7 @@ from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
-from ddp_patch.orders.random_states import Seed, loader_seed
+from ddp_patch.orders.random_states import loader_seed
 
 SAVED = 2**70  # any whole number, and none that fits into 64 bits
 
@@ -166,19 +166,6 @@ def test_a_pass_that_runs_keeps_the_seed_that_it_began_with() -> None:
     first = next(iterator)
     restore_loader(running, loader_state(start(0, 1, seed=5), batches_done=0))
     assert [first, *iterator] == expected
-
-
-def test_a_seed_is_tried_for_as_long_as_it_takes() -> None:
-    seed = Seed(1, is_chosen=False)
-    with pytest.raises(KeyError):
-        fail_while_trying(seed)
-    assert seed.value == 1
-
-
-def fail_while_trying(seed: Seed) -> None:
-    with seed.tried(2):
-        assert seed.value == 2
-        raise KeyError
 
 
 def test_the_seeds_of_loaders_are_their_own_and_follow_from_what_they_are_told_alone() -> None:
