@@ -345,9 +345,25 @@ def balanced_stream(
 
 def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, stage: int) -> Iterator[T]:
     """Balance a stream for this many ranks, window by window."""
-    windows = iter(lambda: list(islice(stream, balancer.width(ranks))), [])
-    for number, items in enumerate(windows):
+    for number, items in enumerate(_cut(stream, balancer.width(ranks))):
         yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, number).tolist())
+
+
+def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
+    """Cut a stream into windows. What came before an exception is a window, too."""
+    failure: Exception | None = None
+    is_ended = False
+    while not is_ended:
+        window: list[T] = []
+        try:
+            window.extend(islice(stream, width))
+        except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+            failure = error
+        is_ended = len(window) < width
+        if window:
+            yield window
+        if failure is not None:
+            raise failure
 
 
 def balanced_order(

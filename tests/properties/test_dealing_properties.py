@@ -169,7 +169,7 @@ def test_padded_and_whole_batches_have_the_least_sum_there_is(data: st.DataObjec
     costs = np.array(data.draw(st.lists(number, min_size=n, max_size=n)))
     least = least_by_maxima(costs, ranks * size) * size
     for cost_of in ("padded", "sum") if size == 1 else ("padded",):
-        found = slowest(batch_costs(costs, ranks, size, cost_of))  # type: ignore[arg-type]  # one of them
+        found = slowest(batch_costs(costs, ranks, size, cost_of))
         assert found <= least * (1 + ROUNDING) + costs.max() * TINY
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quick import soaked
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,9 +24,9 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, as_it_is, loader, pk_batches
+from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, loader, pk_batches
 
-from ddp_patch import DDPBatchSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import DDPBatchSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.orders.orders import has_order
 from ddp_patch.samplers import (
@@ -447,49 +446,6 @@ def test_the_epochs_that_it_tells_are_not_taken_for_the_users() -> None:
     patched.sampler.set_epoch(2)  # but its own is
     sampler.set_epoch(2)
     assert list(patched) == list(sampler)
-
-
-OVER: dict[str, Callable[[], Any]] = {
-    "a list": lambda: GroupedBatchSampler(range(50), [0] * 50, 3),
-    "torch's sampler": lambda: GroupedBatchSampler(RandomSampler(range(50)), [0] * 50, 3),
-    "torch's sampler, generator": lambda: GroupedBatchSampler(
-        RandomSampler(range(50), generator=generator()), [0] * 50, 3
-    ),
-    "scalable": lambda: GroupedBatchSampler(ScalableRandomSampler(50), [0] * 50, 3),
-    "scalable, generator": lambda: GroupedBatchSampler(ScalableRandomSampler(50, generator=generator()), [0] * 50, 3),
-    "P x K": lambda: PKBatchSampler(range(50), 3, 1),
-    "P x K, seed": lambda: PKBatchSampler(range(50), 3, 1, seed=5),
-    "P x K, generator": lambda: PKBatchSampler(range(50), 3, 1, generator=generator()),
-    "P x K, more batches": lambda: PKBatchSampler(range(12), 3, 1, num_batches=30),
-}
-
-
-@pytest.mark.parametrize("over_iterations", [True, False])
-@pytest.mark.parametrize("make", OVER.values(), ids=OVER)
-@pytest.mark.parametrize("left", [0, soaked(1), 4])
-@pytest.mark.parametrize("done", [0, soaked(1), 3])
-def test_a_loader_goes_on_whatever_pass_its_samplers_were_left_in(
-    make: Callable[[], Any], over_iterations: bool, left: int, done: int
-) -> None:
-    def patched() -> Any:
-        batches = IterationBatchSampler(make(), 20) if over_iterations else make()
-        return patch_dataloader_to_ddp(
-            DataLoader(Indices(50), batch_sampler=batches, collate_fn=as_it_is), rank=0, num_replicas=1
-        )
-
-    running = patched()
-    list(running)  # the first training ends within an inner epoch
-    if left:
-        list(islice(running, left))  # a pass is left too
-        running.batch_sampler.set_epoch(0)
-    whole = iter(running)
-    list(islice(whole, done))
-    state = loader_state(running, batches_done=done)
-    rest = list(whole)
-    resumed = patched()
-    restore_loader(resumed, state)
-    assert list(resumed) == rest
-    assert list(resumed) == list(running)
 
 
 # Windows.
