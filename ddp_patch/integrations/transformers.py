@@ -223,18 +223,25 @@ def _skipped(loader: Any, num_batches: int = 0) -> Any:
     return loader if _is_ours(loader) else skip_first_batches(loader, num_batches)
 
 
+def _plan_of(loader: Any, args: Any) -> list[int | None]:
+    """Return how many batches an epoch has, and a step."""
+    return [len(loader) if has_length(loader) else None, args.gradient_accumulation_steps]
+
+
 def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count | None:
     """Restore the position in a Trainer's loader, and return how to count on; None as the Trainer does by itself."""
     kept, is_ours, of_step = _kept_by(saved), _is_ours(loader), args.gradient_accumulation_steps
-    place = kept.get("place")
+    place, plan = kept.get("place"), _plan_of(loader, args)
     part, epoch = math.modf(saved.epoch or 0)
-    if part and not args.ignore_data_skip and is_ours == (place is None):
+    # Where the loader is not patched, the Trainer counts batches, which are others now.
+    is_recounted = not is_ours and kept.get("plan", plan) != plan
+    if not args.ignore_data_skip and (is_recounted or (part and is_ours == (place is None))):
         raise StateError(
-            f"The checkpoint was taken within an epoch (step {saved.global_step}, epoch {saved.epoch:g}), "
-            f"{'without' if is_ours else 'with'} the position of a loader that PatchedLoadersMixin patches, and the "
-            f"training loader here {'is' if is_ours else 'is not'} one: it was taken without the mixin, or by one "
-            "process without patches_one_process = True, or with another train_sampling_strategy. Use the number of "
-            "processes and the arguments of before, or pass ignore_data_skip=True in the TrainingArguments to begin "
+            f"The checkpoint (step {saved.global_step}, epoch {saved.epoch:g}) has no position that the training "
+            "loader here can go on from, so samples would be lost or repeated: it was taken without "
+            "PatchedLoadersMixin, or by one process without patches_one_process = True; or one of the two loaders is "
+            f"not patched, and an epoch and a step had {kept.get('plan')} batches and have {plan} here. Use the number "
+            "of processes and the arguments of before, or pass ignore_data_skip=True in the TrainingArguments to begin "
             "with the whole epoch."
         )
     if not is_ours:
@@ -290,10 +297,12 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
 
     def __init__(self) -> None:
         self.loader: Any = None
+        self.plan: list[int | None] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **others: Any) -> None:
         """Record what to save."""
         self.loader = train_dataloader if _is_ours(train_dataloader) else None
+        self.plan = _plan_of(train_dataloader, args)
         # A checkpoint of another class has no entry, without which the Trainer would raise when it saves.
         state.stateful_callbacks.setdefault(type(self).__name__, {"args": {}, "attributes": {}})
 
@@ -301,7 +310,7 @@ class _LoaderPlace(TrainerCallback, ExportableState):  # type: ignore[misc]  # t
         """Return what a checkpoint keeps."""
         place = None if self.loader is None else self._place()
         groups = None if self.loader is None else _groups_of(self.loader)
-        return {"args": {}, "attributes": {"place": place, "groups": groups}}
+        return {"args": {}, "attributes": {"place": place, "plan": self.plan, "groups": groups}}
 
     def _place(self) -> dict[str, Any]:
         """Return the loader's position, or why there is none: the checkpoint may never be restored."""

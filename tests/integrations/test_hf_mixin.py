@@ -177,11 +177,19 @@ def test_a_mesh_and_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     first, second = run_ranks(by_several, RANKS, str(tmp_path), timeout=240)
     assert first == second
     assert sorted(chain.from_iterable(first)) == list(range(26))
-    with raises(StateError, ("step 2", "with the position", "is not one"), "ignore_data_skip=True"):
+    with raises(StateError, ("step 2", "not patched"), "ignore_data_skip=True"):
         trained(Patched, BY_LENGTH, tmp_path, 2, num_train_epochs=1, train_sampling_strategy="batch_rebalance")
     monkeypatch.setattr("ddp_patch.integrations.transformers.TRAINER_RUNS_EPOCH", "_of_another_version")
     with raises(StateError, ("step 2", "9", transformers.__version__), "transformers 5.22"):
         trained(Patched, ROWS, tmp_path, 2, num_train_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_one_process_that_counts_other_batches_is_refused(tmp_path: Path) -> None:
+    trained(Patched, ROWS, tmp_path, num_train_epochs=1)
+    for step in (4, 9):  # in the epoch, and after it
+        with raises(StateError, (f"step {step}", "[9, 1]", "[5, 1]"), "ignore_data_skip=True"):
+            trained(Patched, ROWS, tmp_path, step, per_device_train_batch_size=6)
 
 
 class Counting(Sampler[int]):
