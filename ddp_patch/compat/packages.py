@@ -49,7 +49,6 @@ __all__ = [
     "is_split_by_node",
     "is_table",
     "keep_lightning_states",
-    "lightning_ends_first",
     "lightning_fetcher",
     "lightning_place",
     "lightning_restarts_exactly",
@@ -312,11 +311,6 @@ def lightning_fetcher(trainer: Any) -> Any:
     It is None outside of ``fit``, and where Lightning has no such thing.
     """
     return getattr(trainer.fit_loop, "_data_fetcher", None)
-
-
-def lightning_ends_first(combined: Any) -> bool:
-    """Return whether an epoch over several loaders ends with the shortest, not the longest, of them."""
-    return bool(combined._mode == "min_size")
 
 
 def lightning_steps(trainer: Any) -> int:

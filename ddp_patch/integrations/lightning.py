@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Unpack
-from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddp_patch.compat.packages import (
     LIGHTNING_TAKES_LOADERS,
     keep_lightning_states,
-    lightning_ends_first,
     lightning_fetcher,
     lightning_place,
     lightning_restarts_exactly,
@@ -43,8 +41,6 @@ __all__ = ["PatchDataLoaders"]
 _KEEPER, _METHOD = LIGHTNING_TAKES_LOADERS
 # These change training only: evaluation takes each sample, in batches as they are.
 _OF_TRAINING = {"cost", "share", "uneven"}
-# What was given for each loader that was taken: the Trainer puts that into a CombinedLoader of the user's.
-_GIVEN: WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = WeakKeyDictionary()
 _PLAN = "ddp_patch_plan"
 _INSTEAD = "or resume from a checkpoint that was taken at the end of an epoch."
 
@@ -67,8 +63,9 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     stays as it is. With ``DDPStrategy``, ``predict`` does not pad: ranks may make different numbers of steps.
 
     A single process patches its training loaders alone, so that they have a position, and only if they can be patched.
-    ``trainer.fit(..., ckpt_path=...)`` resumes mid-epoch on any number of ranks: each sample of the rest comes once,
-    and the Trainer counts batches as if the ranks of now had made those before.
+    ``trainer.fit(..., ckpt_path=...)`` resumes mid-epoch on any number of ranks, with several training loaders on as
+    many: each sample of the rest comes once, and the Trainer counts batches as if the ranks of now had made those
+    before.
 
     Args:
         options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``share`` and ``uneven`` apply to
@@ -79,7 +76,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has two of these callbacks.
         DDPPatchError: From ``trainer.fit`` and the like: whatever ``patch_dataloader_to_ddp`` raises.
         StateError: From ``trainer.fit``: the checkpoint was taken mid-epoch and has no position of the loaders; or
-            there are other ranks now, and a loader has a position of its own or Lightning is older than 2.5.
+            there are other ranks now, and several training loaders, or one that has a position of its own, or
+            Lightning is older than 2.5.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -140,10 +138,11 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
             return
         fetcher = lightning_fetcher(trainer)
         loaders = [] if fetcher is None else fetcher.combined_loader.flattened
-        has_places = len(loaders) == len(resumed.states) and all(map(_is_ours, loaders))
-        if has_places and lightning_restarts_exactly(trainer):
+        # Of several loaders, Lightning's mode decides which one ends the epoch: they resume on as many ranks only.
+        has_place = len(loaders) == len(resumed.states) == 1 and _is_ours(loaders[0])
+        if has_place and lightning_restarts_exactly(trainer):
             self._steps = lightning_steps(trainer)
-            self._count(trainer, fetcher, resumed.states)
+            self._count(trainer, fetcher, loaders[0], resumed.states[0])
         else:
             self._require_same(trainer, resumed)
 
@@ -153,11 +152,11 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         if steps is not None:
             set_lightning_steps(trainer, steps)
 
-    def _count(self, trainer: Any, fetcher: Any, states: Sequence[Any]) -> None:
+    def _count(self, trainer: Any, fetcher: Any, loader: Any, state: Any) -> None:
         """Set the Trainer's count of the epoch's batches to what it would be if these ranks had made them all."""
         fitting, planned = trainer.fit_loop, trainer.num_training_batches
         progress = fitting.epoch_loop.batch_progress
-        done = _done_as_here(fetcher.combined_loader, states)
+        done, _ = batches_as_here(loader, state)
         was_over = progress.is_last_batch and progress.current.ready == progress.current.processed
         is_over = was_over or done >= planned
         counted = done if not is_over else 0 if planned == inf else planned
@@ -172,9 +171,8 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
                 each.ready = each.started = each.processed
                 each.completed = each.processed - 1
             fitting.reset()
-        if is_over and done:  # the loaders are within the epoch that is over
-            for loader in fetcher.combined_loader.flattened:
-                loader.set_epoch(fitting.epoch_progress.current.processed)
+        if is_over and done:  # the loader is within the epoch that is over
+            loader.set_epoch(fitting.epoch_progress.current.processed)
             iter(fetcher)
 
     def _require_same(self, trainer: Any, resumed: _Resumed) -> None:
@@ -193,9 +191,9 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
             raise StateError(
                 f"The checkpoint was taken {resumed.done} batches into an epoch of {saved[0]} on {saved[1]} ranks, and "
                 f"here an epoch has {here[0]} on {here[1]}. Lightning counts on from {resumed.done}, so samples would "
-                "be lost or repeated. PatchDataLoaders cannot set the count: a training loader has another position "
-                "than the one it gives, or none, or Lightning is older than 2.5. Use the number of ranks and the "
-                f"batch size of before, {_INSTEAD}"
+                "be lost or repeated. PatchDataLoaders cannot set the count: there are several training loaders, or "
+                "one with another position than it gives, or none, or Lightning is older than 2.5. Use the number of "
+                f"ranks and the batch size of before, {_INSTEAD}"
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -209,16 +207,12 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
     def _take(self, take: Callable[..., Any], trainer: Any, loader: object, *args: Any, **how: Any) -> Any:
         if not isinstance(loader, DataLoader):
             return take(loader, *args, **how)
-        given = _GIVEN.get(loader, loader)
-        patched = self._patched(given, trainer, how["mode"])
+        patched = self._patched(loader, trainer, how["mode"])
         if how["mode"] == RunningStage.TRAINING and sharded_by(patched) is not None:
             self._training.append(patched)
         # An iterable dataset has no indices to track; to predict, the Trainer would rebuild the loader without its
         # sampler.
-        taken = patched if isinstance(patched.dataset, IterableDataset) else take(patched, *args, **how)
-        if taken is not given:
-            _GIVEN[taken] = given
-        return taken
+        return patched if isinstance(patched.dataset, IterableDataset) else take(patched, *args, **how)
 
     def _patched(self, given: DataLoader[Any], trainer: Any, mode: RunningStage) -> DataLoader[Any]:
         options: Any = with_mesh(self._options, trainer.lightning_module.device_mesh)
@@ -269,14 +263,3 @@ def _state(loader: DataLoader[Any], ahead: int) -> dict[str, Any]:
         return state_on_this_rank(loader, ahead=ahead)
     except DDPPatchError as error:
         return no_state(message_of(error))
-
-
-def _done_as_here(combined: Any, states: Sequence[Any]) -> int:
-    """Return how many batches of an epoch the ranks of now would have made, by the loader that ends it."""
-    places = [batches_as_here(loader, state) for loader, state in zip(combined.flattened, states, strict=True)]
-    ends_first = lightning_ends_first(combined)
-    lengths = [inf if length is None else length for _, length in places]
-    end = (min if ends_first else max)(lengths)
-    return (max if ends_first else min)(
-        done for (done, _), length in zip(places, lengths, strict=True) if length == end
-    )

@@ -230,26 +230,34 @@ def _plan_of(loader: Any, args: Any) -> list[int | None]:
 
 def _restore(saved: TrainerState, loader: Any, args: Any, steps: int) -> _Count | None:
     """Restore the position in a Trainer's loader, and return how to count on; None as the Trainer does by itself."""
-    kept, plan = _kept_by(saved), _plan_of(loader, args)
-    place = kept.get("place") if _is_ours(loader) else None
+    kept, is_ours, of_step = _kept_by(saved), _is_ours(loader), args.gradient_accumulation_steps
+    place, plan = kept.get("place"), _plan_of(loader, args)
     part, epoch = math.modf(saved.epoch or 0)
-    if place is None and part and not args.ignore_data_skip:
-        _require_countable(saved, kept, plan, _is_ours(loader))
+    # Where the loader is not patched, the Trainer counts batches, which are others now.
+    is_recounted = not is_ours and kept.get("plan", plan) != plan
+    if not args.ignore_data_skip and (is_recounted or (part and is_ours == (place is None))):
+        raise StateError(
+            f"The checkpoint (step {saved.global_step}, epoch {saved.epoch:g}) has no position that the training "
+            "loader here can go on from, so samples would be lost or repeated: it was taken without "
+            "PatchedLoadersMixin, or by one process without patches_one_process = True; or one of the two loaders is "
+            f"not patched, and an epoch and a step had {kept.get('plan')} batches and have {plan} here. Use the number "
+            "of processes and the arguments of before, or pass ignore_data_skip=True in the TrainingArguments to begin "
+            "with the whole epoch."
+        )
+    if not is_ours:
+        return None
     if place is not None and not args.ignore_data_skip:
         _require_same_groups(kept, loader)
         resume_loader(loader, place, counts_rest=True)
-        if plan[0] is None:
+        if not has_length(loader):
             # Then the Trainer takes everything done for epoch 0 and counts epochs from there; the loader counts itself.
             vars(loader).pop("set_epoch", None)
             loader.sampler.rank_passes.counts_rest = False
             return None
         return _count_of_rest(loader, args, steps)
-    if plan[0] is None or not (kept or part == 0):
+    if not has_length(loader) or (part and not kept):
         return None
-    of_step = args.gradient_accumulation_steps
-    done = round(part * plan[0]) // of_step
-    begun = (int(epoch), 0 if args.ignore_data_skip else done * of_step)
-    return _Count(int(epoch) * steps + done, begun, plan[0])
+    return _Count(int(epoch) * steps + round(part * len(loader)) // of_step, (int(epoch), 0), len(loader))
 
 
 def _count_of_rest(loader: Any, args: Any, steps: int) -> _Count:
@@ -264,27 +272,6 @@ def _count_of_rest(loader: Any, args: Any, steps: int) -> _Count:
     # The last step of the rest may take fewer batches, as that of an epoch does.
     done = steps - math.ceil(left / of_step)
     return _Count(epoch * steps + done, (epoch, done * of_step), done * of_step + left)
-
-
-def _require_countable(saved: TrainerState, kept: dict[str, Any], plan: list[int | None], is_ours: bool) -> None:
-    """Raise StateError unless a checkpoint without a position can be resumed by counting batches."""
-    remedy = (
-        "Use the number of processes, the batch size and the gradient_accumulation_steps of before, or pass "
-        "ignore_data_skip=True in the TrainingArguments to begin with the whole epoch."
-    )
-    if is_ours:
-        raise StateError(
-            f"The checkpoint was taken within an epoch (step {saved.global_step}, epoch {saved.epoch:g}), without the "
-            "training loader's position: it was taken without PatchedLoadersMixin, or by one process without "
-            f"patches_one_process = True. {remedy}"
-        )
-    if kept and (kept["plan"] != plan or kept["place"] is not None):
-        raise StateError(
-            f"The checkpoint was taken within an epoch (step {saved.global_step}, epoch {saved.epoch:g}) of "
-            f"{kept['plan'][0]} batches, {kept['plan'][1]} for each step, and an epoch has {plan[0]} and {plan[1]} "
-            "now. The Trainer counts batches where the loader is not patched, so samples would be lost or repeated. "
-            f"{remedy}"
-        )
 
 
 def _require_same_groups(kept: dict[str, Any], loader: Any) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,28 +12,25 @@ import transformers
 from messages import assert_tells, raises
 from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from zoo import seed_ambient
 
 from ddp_patch import autopatch, patch_dataloader_to_ddp
 from ddp_patch.errors import StateError
 from ddp_patch.integrations.transformers import PatchedLoadersMixin, _LoaderPlace
-from ddp_patch.patching import PatchOptions
 
 RANKS = 2
 ROWS: Any = [{"numbers": torch.tensor([float(number)]), "labels": number} for number in range(26)]
-Epochs = list[list[list[int]]]
+BY_LENGTH: Any = [{**row, "input_ids": [0] * (1 + number % 5)} for number, row in enumerate(ROWS)]
 
 
-class Stream(IterableDataset[Any]):
+class Sized(IterableDataset[Any]):
     """The rows in an order of their own for each pass."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter([ROWS[number] for number in torch.randperm(len(ROWS)).tolist()])
 
-
-class Sized(Stream):
     def __len__(self) -> int:
         return len(ROWS)
 
@@ -70,18 +67,6 @@ class Patched(PatchedLoadersMixin, Plain):
     pass
 
 
-class OwnLoader(Plain):
-    """Makes its loader in a way of its own, without accelerate."""
-
-    def get_train_dataloader(self) -> Any:
-        weighted = WeightedRandomSampler([float(number + 1) for number in range(26)], 26, replacement=False)
-        return DataLoader(self.train_dataset, 3, sampler=weighted, collate_fn=self.data_collator)
-
-
-class Weighted(PatchedLoadersMixin, OwnLoader):
-    patch_options: ClassVar[PatchOptions] = {"timeout": 60.0}
-
-
 def trained(kind: type[Any], rows: Any, folder: Path, resume_from: int | None = None, **options: Any) -> Any:
     """Return a Trainer that has trained, with a checkpoint after each step, or from one of these."""
     chosen = {"num_train_epochs": 2, "per_device_train_batch_size": 3, **options}
@@ -102,63 +87,21 @@ def trained(kind: type[Any], rows: Any, folder: Path, resume_from: int | None = 
     return trainer
 
 
-# Two epochs of five batches on each rank, or of three steps of up to two; and the steps after which to resume.
-CASES: dict[str, tuple[type[Any], Any, dict[str, Any], tuple[int, ...]]] = {
-    "shuffled": (Patched, ROWS, {}, (2, 5)),
-    "of two batches": (Patched, ROWS, {"gradient_accumulation_steps": 2}, (4,)),
-    "weighted": (Weighted, ROWS, {}, (7,)),
-    "stream": (Patched, Sized(), {}, (2, 5)),
-    "stream, of two batches": (Patched, Sized(), {"gradient_accumulation_steps": 2}, (2,)),
-    "without length": (Patched, Stream(), {"max_steps": 10}, (2, 7)),
-}
-
-
-def on_rank(rank: int, world_size: int, shared: str) -> dict[str, list[list[list[int]]]]:
-    """What the steps see, never stopped and after each of the checkpoints."""
-    found = {}
-    for name, (kind, rows, options, steps) in CASES.items():
-        folder = Path(shared, name)
-        seed_ambient(100 + rank)
-        with autopatch() as summary:
-            found[name] = [trained(kind, rows, folder, **options).seen]
-        assert not any(record.fate == "patched" for record in summary.records)
-        for step in steps:
-            seed_ambient(200 + rank)
-            found[name].append(trained(kind, rows, folder, step, **options).seen)
-    return found
-
-
-@pytest.mark.soak  # test_hf_resume.py does so on other ranks, too
-def test_resumed_within_an_epoch(tmp_path: Path) -> None:
-    ranks = run_ranks(on_rank, RANKS, str(tmp_path), timeout=300)
-    for name, (_, _, options, steps) in CASES.items():
-        for epoch in range(2):
-            taken = chain.from_iterable(rank[name][0][5 * epoch : 5 * epoch + 5] for rank in ranks)
-            assert sorted(chain.from_iterable(taken)) == list(range(26)), name
-        for rank in ranks:
-            whole, *resumed = rank[name]
-            assert len(whole) == 10
-            # Where a step takes two batches, the last one of an epoch takes one.
-            done = [2 * step - step // 3 if options.get("gradient_accumulation_steps") else step for step in steps]
-            assert resumed == [whole[batches:] for batches in done], name
-
-
 def refused(rank: int, world_size: int, shared: str) -> list[Any]:
     """What resuming raises where no place was kept, and where the sampler's order is another."""
     seed_ambient(100 + rank)
-    rows = [{**row, "input_ids": [0] * (1 + number % 5)} for number, row in enumerate(ROWS)]
     by_length: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
     told: list[Any] = []
     cases: tuple[tuple[type[Any], dict[str, Any]], ...]
     cases = ((Plain, {}), (Patched, {**by_length, "gradient_accumulation_steps": 2}))
     for kind, now in cases:
         folder = Path(shared, kind.__name__)
-        trained(kind, rows, folder, num_train_epochs=1, **(by_length if now else {}))
+        trained(kind, BY_LENGTH, folder, num_train_epochs=1, **(by_length if now else {}))
         with pytest.raises(StateError) as caught:
-            trained(Patched, rows, folder, 2, **now)
+            trained(Patched, BY_LENGTH, folder, 2, **now)
         told.append(str(caught.value))
         # The remedy that both name.
-        anew = trained(Patched, rows, folder, 2, num_train_epochs=1, ignore_data_skip=True)
+        anew = trained(Patched, BY_LENGTH, folder, 2, num_train_epochs=1, ignore_data_skip=True)
         told.append(len(anew.seen))
     return told
 
@@ -196,9 +139,8 @@ EVALUATED: dict[str, tuple[type[Any], Any]] = {
 def left_to_the_trainer(rank: int, world_size: int, folder: str) -> tuple[list[list[int]], dict[str, Any]]:
     """What is trained on with a batch sampler that is a rank's already, and what is evaluated."""
     seed_ambient(100 + rank)
-    rows = [{**row, "input_ids": [0] * (1 + number % 5)} for number, row in enumerate(ROWS)]
     strategy: dict[str, Any] = {"train_sampling_strategy": "batch_rebalance"}
-    trainer = trained(Patched, rows, Path(folder), num_train_epochs=1, **strategy)
+    trainer = trained(Patched, BY_LENGTH, Path(folder), num_train_epochs=1, **strategy)
     return trainer.seen, {name: evaluated(kind, data, folder) for name, (kind, data) in EVALUATED.items()}
 
 
@@ -223,7 +165,9 @@ def test_what_the_trainer_shares_rightly_is_left_to_it(tmp_path: Path) -> None:
 def by_several(rank: int, world_size: int, folder: str) -> list[list[int]]:
     """Take checkpoints of several ranks; and what a mesh of ranks that share a model trains on."""
     seed_ambient(100 + rank)
-    trainer = trained(Patched, ROWS, Path(folder), num_train_epochs=1)
+    with autopatch() as summary:
+        trainer = trained(Patched, ROWS, Path(folder), num_train_epochs=1)
+    assert not any(record.fate == "patched" for record in summary.records)
     trainer.accelerator.state.device_mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp_shard", "tp"))
     return [batch["labels"].tolist() for batch in trainer.get_train_dataloader()]
 
@@ -233,19 +177,19 @@ def test_a_mesh_and_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     first, second = run_ranks(by_several, RANKS, str(tmp_path), timeout=240)
     assert first == second
     assert sorted(chain.from_iterable(first)) == list(range(26))
+    with raises(StateError, ("step 2", "not patched"), "ignore_data_skip=True"):
+        trained(Patched, BY_LENGTH, tmp_path, 2, num_train_epochs=1, train_sampling_strategy="batch_rebalance")
     monkeypatch.setattr("ddp_patch.integrations.transformers.TRAINER_RUNS_EPOCH", "_of_another_version")
     with raises(StateError, ("step 2", "9", transformers.__version__), "transformers 5.22"):
         trained(Patched, ROWS, tmp_path, 2, num_train_epochs=1)
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
-def test_one_process_counts_batches_as_the_trainer_does(tmp_path: Path) -> None:
-    trained(Patched, ROWS, tmp_path)
-    with raises(StateError, ("step 4", "9", "5"), "ignore_data_skip=True"):
-        trained(Patched, ROWS, tmp_path, 4, per_device_train_batch_size=6)
-    between = trained(Patched, ROWS, tmp_path, 9, per_device_train_batch_size=6)
-    assert sorted(chain.from_iterable(between.seen)) == list(range(26))
-    assert between.state.global_step == between.state.max_steps == 9 + 5
+def test_one_process_that_counts_other_batches_is_refused(tmp_path: Path) -> None:
+    trained(Patched, ROWS, tmp_path, num_train_epochs=1)
+    for step in (4, 9):  # in the epoch, and after it
+        with raises(StateError, (f"step {step}", "[9, 1]", "[5, 1]"), "ignore_data_skip=True"):
+            trained(Patched, ROWS, tmp_path, step, per_device_train_batch_size=6)
 
 
 class Counting(Sampler[int]):

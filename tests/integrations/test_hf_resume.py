@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from quick import run_ranks, soaked
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from zoo import seed_ambient
 
 from ddp_patch.errors import RanksFailedError
 from ddp_patch.integrations.transformers import PatchedLoadersMixin
+from ddp_patch.patching import PatchOptions
 
 SAMPLES, BATCH, EPOCHS = 53, 2, 2
 ROWS: Any = [
@@ -46,7 +47,7 @@ def collated(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([float(row[name]) for row in rows]) for name in ("numbers", "labels")}
 
 
-class Told(PatchedLoadersMixin, Trainer):  # type: ignore[misc]  # it is not there where types are checked
+class Telling(Trainer):  # type: ignore[misc]  # it is not there where types are checked
     """Writes down each batch when it is trained: the step in which, of which epoch, and its samples."""
 
     file: Path
@@ -58,8 +59,24 @@ class Told(PatchedLoadersMixin, Trainer):  # type: ignore[misc]  # it is not the
         return super().training_step(model, inputs, *args)
 
 
+class Told(PatchedLoadersMixin, Telling):
+    pass
+
+
 class Alone(Told):
     patches_one_process: ClassVar[bool] = True
+
+
+class OwnLoader(Telling):
+    """Makes its loader in a way of its own, without accelerate."""
+
+    def get_train_dataloader(self) -> Any:
+        weighted = WeightedRandomSampler([1.0 + number for number in range(SAMPLES)], SAMPLES, replacement=False)
+        return DataLoader(self.train_dataset, BATCH, sampler=weighted, collate_fn=self.data_collator)
+
+
+class Weighted(PatchedLoadersMixin, OwnLoader):
+    patch_options: ClassVar[PatchOptions] = {"timeout": 60.0}
 
 
 class Stopped(BaseException):
@@ -80,6 +97,7 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]  # as above
 
 
 BY_SIGNAL, IGNORING, ALONE, OTHERS = "killed", "with ignore_data_skip", "from one process", "other batches before"
+WEIGHTED = "own loader"
 # What is trained, and the step after which the checkpoint is taken: of 9 batches an epoch on 3 ranks.
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "epochs": (ROWS, {}, 4),
@@ -89,6 +107,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "steps": (ROWS, {"max_steps": 30, "gradient_accumulation_steps": 2}, 3),
     "by length": (ROWS, {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3}, 2),
     "stream": (Stream(), {"max_steps": 30}, 4),
+    WEIGHTED: (ROWS, {}, 4),
     IGNORING: (ROWS, {}, 4),
     ALONE: (ROWS, {"gradient_accumulation_steps": 4}, 5),
     OTHERS: (ROWS, {"gradient_accumulation_steps": 2}, 2),
@@ -115,7 +134,7 @@ def trained(name: str, folder: Path, run: str, resume: int | None, stop: int | N
         },
     )
     callbacks = [] if stop is None else [StopAfter(stop, name == BY_SIGNAL)]
-    kind = Alone if name == ALONE else Told
+    kind = {ALONE: Alone, WEIGHTED: Weighted}.get(name, Told)
     trainer = kind(model=Model(), args=arguments, train_dataset=rows, data_collator=collated, callbacks=callbacks)
     trainer.file = folder / f"{name}.{run}.{trainer.args.process_index}"
     trainer.file.touch()

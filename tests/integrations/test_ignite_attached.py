@@ -1,4 +1,4 @@
-"""A loader that is attached to an ignite engine is patched, and resumes by the engine's own checkpoints."""
+"""ignite's engines: an attached loader resumes by their own checkpoints; a patched one, where they make it anew."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from quick import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zoo import seed_ambient
 
-from ddp_patch import autopatch
+from ddp_patch import autopatch, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, StateError
 
 with warnings.catch_warnings():
     # Importing ignite imports parts of torch that use torch.jit, which torch 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)
-    from ignite.engine import Engine, Events
+    from ignite.engine import DeterministicEngine, Engine, Events
     from ignite.handlers import Checkpoint, DiskSaver
 
     from ddp_patch.integrations.ignite import attach_loader
@@ -208,3 +208,35 @@ def test_one_loader_is_attached_to_an_engine() -> None:
     attach_loader(shared, loader, rank=0, num_replicas=2)
     with raises(StateError, "ddp_patch_loader", "set_epoch"):
         shared.load_state_dict(plain)
+
+
+def as_one_of_two(kind: type[Any] = Engine, **batches: Any) -> tuple[Any, Any, list[Any]]:
+    """Return an engine, a loader of eight samples on each of two ranks that was patched by hand, and what is seen."""
+    seed_ambient(7)
+    data: Any = range(16)
+    loader: Any = DataLoader(data, **(batches or {"batch_size": 2, "shuffle": True}))
+    seen: list[Any] = []
+    trainer = kind(lambda engine, batch: seen.append((engine.state.epoch, batch.tolist())))
+    return trainer, patch_dataloader_to_ddp(loader, seed=3, rank=1, num_replicas=2), seen
+
+
+def test_restored_before_the_engine_reads_the_length_all_epochs_are_cut_short() -> None:
+    """Which is why the page does not restore by ``restore_loader``."""
+    trainer, loader, seen = as_one_of_two()
+    next(iter(loader))
+    restore_loader(loader, loader_state(loader, batches_done=1))
+    trainer.run(loader, max_epochs=3)
+    assert len(seen) == 9
+
+
+def test_a_deterministic_engine_needs_the_loader_without_its_own_methods() -> None:
+    """It makes the loader anew from the arguments that it takes the attributes for."""
+    trainer, loader, _ = as_one_of_two(DeterministicEngine)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument '(set_epoch|load_state_dict|state_dict)'"):
+        trainer.run(loader, max_epochs=2)
+    batches: Any = as_one_of_two(batch_sampler=Pairs(16))[1]
+    for each in (loader, batches):
+        del each.set_epoch, each.state_dict, each.load_state_dict
+    as_one_of_two(DeterministicEngine)[0].run(loader, max_epochs=2)
+    with pytest.raises(TypeError, match="batch_sampler should be torch"):
+        as_one_of_two(DeterministicEngine)[0].run(batches)

@@ -1,20 +1,16 @@
-"""Lightning's Trainer: every batch once where it validates, tests and predicts; resumed; with ``overfit_batches``."""
+"""Lightning's Trainer with loaders that were patched by hand: predicted, resumed, and with ``overfit_batches``."""
 
-import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from frameworks.kinds import KINDS, Batch, features, tiny_model
-from iterables import SizedShards
+from frameworks.kinds import KINDS, Batch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
-from quick import run_ranks
 from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -35,32 +31,13 @@ MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, Itera
 
 
 class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = tiny_model()
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch: Batch) -> torch.Tensor:
-        loss: torch.Tensor = self.model(features(batch)).square().mean()
-        return loss
-
-    def validation_step(self, batch: Batch) -> None:
-        self.seen.append(batch.numbers)
-
-    test_step = validation_step
-
     def predict_step(self, batch: Batch) -> list[int]:
         return batch.numbers
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.001)
 
-
-def make_trainer(world_size: int) -> Trainer:
+def make_trainer() -> Trainer:
     return Trainer(
         accelerator="cpu",
-        devices=world_size,
-        strategy="ddp" if world_size > 1 else "auto",
         max_epochs=1,
         num_sanity_val_steps=0,
         logger=False,
@@ -68,45 +45,6 @@ def make_trainer(world_size: int) -> Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-
-
-def on_rank(rank: int, world_size: int) -> dict[str, list[list[list[int]]]]:
-    logging.disable()
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
-    found: dict[str, list[list[list[int]]]] = {}
-    for kind in KINDS:
-        seed_ambient(100 + rank)
-        trainer = make_trainer(world_size)
-        fitted, validated, tested = Module(), Module(), Module()
-        trainer.fit(fitted, patch_dataloader_to_ddp(kind.make()), patch_dataloader_to_ddp(kind.make()))
-        trainer.validate(validated, patch_dataloader_to_ddp(kind.make()), verbose=False)
-        trainer.test(tested, patch_dataloader_to_ddp(kind.make()), verbose=False)
-        found[kind.name] = [fitted.seen, validated.seen, tested.seen]
-        if kind in MAP_STYLE:
-            predicted: Any = trainer.predict(Module(), patch_dataloader_to_ddp(kind.make()))
-            found[kind.name].append(predicted)
-    return found
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, list[list[list[int]]]]]:
-    return run_ranks(on_rank, 2)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_batch_once(ranks: list[dict[str, list[list[list[int]]]]], kind: Any) -> None:
-    passes = list(zip(*(rank[kind.name] for rank in ranks), strict=True))
-    assert len(passes) == 3 + (kind in MAP_STYLE)
-    for first, second in passes:
-        assert len(first) == len(second)
-        batches = [*first, *second]
-        taken = {number for batch in batches for number in batch}
-        assert taken == set(range(kind.n))
-        if kind.is_whole is not None:
-            assert all(map(kind.is_whole, batches))
-            assert len(batches) - len({tuple(sorted(batch)) for batch in batches}) < 2
-        else:
-            assert sum(map(len, batches)) - kind.n < 2
 
 
 class Predicting(Module):
@@ -126,7 +64,7 @@ class Predicting(Module):
 def test_what_a_hook_patches_is_predicted_once(kind: Any) -> None:
     """Lightning makes the loader anew, and the arguments that it noted are those of the unpatched one."""
     seed_ambient(3)
-    predicted: Any = make_trainer(1).predict(Predicting(kind.make))
+    predicted: Any = make_trainer().predict(Predicting(kind.make))
     numbers = [number for batch in predicted for number in batch]
     assert len(predicted) == len(patch_dataloader_to_ddp(kind.make(), rank=1, num_replicas=2))
     assert len(numbers) == len(set(numbers)) <= -(-kind.n // 2) + 4
@@ -135,7 +73,7 @@ def test_what_a_hook_patches_is_predicted_once(kind: Any) -> None:
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_of_an_iterable_dataset_predict_says_what_it_lost() -> None:
     with raises(UnsupportedLoaderError, "without its sampler", "patch_dataloader_to_ddp()"):
-        make_trainer(1).predict(Predicting(KINDS[-1].make))
+        make_trainer().predict(Predicting(KINDS[-1].make))
 
 
 class Recording(LightningModule):  # type: ignore[misc]  # as above
@@ -299,32 +237,6 @@ def test_a_generator_given_by_the_user_begins_anew_with_the_process(tmp_path: Pa
     assert epochs[0] != epochs[1]
 
 
-def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[list[Any], list[Any]]]:
-    """What one rank's steps see of three epochs, never stopped and after checkpoints."""
-    logging.disable()
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # as above
-    found = []
-    for workers, dataset in ((0, range(16)), (2, range(16)), (2, SizedShards((8, 8)))):
-        options = {"dataset": dataset, "shuffle": not isinstance(dataset, IterableDataset), "num_workers": workers}
-        kept = Path(folder) / f"{workers} {type(dataset).__name__}"
-        on_ranks = {"devices": world_size, "strategy": "ddp"}
-        seed_ambient(rank)
-        resuming = Resuming(kept, DataLoader, patched_with={"rank": None, "num_replicas": None}, **options)
-        resuming.trained_with |= on_ranks
-        whole = resuming.fit()
-        found += [(whole[step:], resuming.fit(step)) for step in (3, 6)]
-    return found
-
-
-def test_ranks_resume_within_an_epoch(tmp_path: Path) -> None:
-    said = run_ranks(stopped_and_resumed, 2, str(tmp_path), timeout=300)
-    for rank in said:
-        assert all(seen == whole for whole, seen in rank)
-    for (first, _), (second, _) in zip(*said, strict=True):
-        last = [sample for epoch, batch in [*first, *second] if epoch == 2 for sample in batch]
-        assert sorted(last) == list(range(16))
-
-
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_restored_where_the_trainer_plans_all_epochs_are_cut_short() -> None:
     """Which is why the page says where to restore."""
@@ -332,7 +244,7 @@ def test_restored_where_the_trainer_plans_all_epochs_are_cut_short() -> None:
     patched = patch_dataloader_to_ddp(DataLoader(data, 2), rank=1, num_replicas=2)
     next(iter(patched))
     restore_loader(patched, loader_state(patched, batches_done=1))
-    module, trainer = Recording(), make_trainer(1)
+    module, trainer = Recording(), make_trainer()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, patched)
     assert [epoch for epoch, _ in module.seen] == [0] * 3 + [1] * 3
@@ -358,7 +270,7 @@ class Stream(IterableDataset[int]):
 
 
 def overfit(loader: DataLoader[Any]) -> list[list[int]]:
-    module, trainer = Recording(), make_trainer(1)
+    module, trainer = Recording(), make_trainer()
     trainer.overfit_batches = trainer.limit_train_batches = 2
     trainer.fit(module, patch_dataloader_to_ddp(loader, rank=1, num_replicas=2))
     return [batch for _, batch in module.seen]

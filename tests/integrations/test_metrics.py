@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 from evaluated import SEED, OnRank, Outputs, loader_of, on_rank, outputs_of
-from lightning.pytorch import LightningModule, Trainer
 from quick import run_ranks, soaked
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassAveragePrecision
-
-from ddp_patch import gather_step, iter_with_mask, patch_dataloader_to_ddp
 
 METRICS = {"accuracy": MulticlassAccuracy, "AUROC": MulticlassAUROC, "mAP": MulticlassAveragePrecision}
 
@@ -74,56 +71,3 @@ def test_a_metric_that_is_updated_in_each_step_is_that_of_one_process() -> None:
     done = subprocess.run([sys.executable, *run], capture_output=True, text=True, timeout=240, env=environment)  # noqa: S603 - our own script
     assert done.returncode == 0, done.stderr
     assert "as in one process" in done.stdout
-
-
-def masked(rank: int, world_size: int) -> tuple[int, float]:
-    """The last batch of all ranks but the first is padding."""
-    numbers = torch.arange(4 * world_size + 1)
-    loader = patch_dataloader_to_ddp(DataLoader(TensorDataset(numbers % 3, numbers % 2), 4))
-    accuracy, seen = MulticlassAccuracy(num_classes=3, average="micro"), 0
-    for (predicted, labels), mask in iter_with_mask(loader):
-        if mask.any():
-            accuracy.update(predicted[mask], labels[mask])
-            seen += int(mask.sum())
-    return seen, float(accuracy.compute())
-
-
-def test_metrics_of_what_masks_keep_are_those_of_one_process() -> None:
-    seen, values = zip(*run_ranks(masked, 3), strict=True)
-    numbers = torch.arange(13)
-    assert seen == (5, 4, 4)
-    assert set(values) == {float((numbers % 3 == numbers % 2).float().mean())}
-
-
-class Measured(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
-    """Measures its validation as docs/frameworks.md says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.accuracy = MulticlassAccuracy(num_classes=3, average="micro", sync_on_compute=False)
-        self.seen: list[int] = []
-
-    def validation_step(self, batch: Any) -> None:
-        predicted, labels = gather_step((batch % 3, batch % 2), self.trainer.val_dataloaders)
-        self.seen += gather_step(batch, self.trainer.val_dataloaders).tolist()
-        self.accuracy.update(predicted, labels)
-        self.log("accuracy", self.accuracy)
-
-
-def validating(rank: int, world_size: int) -> tuple[list[int], float]:
-    trainer = Trainer(
-        accelerator="cpu", devices=world_size, strategy="ddp", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    module, numbers = Measured(), list(range(101))
-    (result,) = trainer.validate(module, patch_dataloader_to_ddp(DataLoader(numbers, 4)), verbose=False)  # type: ignore[arg-type]  # a list is a dataset
-    return module.seen, result["accuracy"]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_measures_what_one_process_would() -> None:
-    numbers = torch.arange(101)
-    for seen, accuracy in run_ranks(validating, 2):
-        assert seen == numbers.tolist()
-        assert accuracy == pytest.approx(float((numbers % 3 == numbers % 2).float().mean()))

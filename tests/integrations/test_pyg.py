@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from quick import run_ranks
 from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
-from zoo import N, seed_ambient
+from zoo import N
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
 
@@ -85,16 +84,3 @@ def test_a_loader_that_samples_around_nodes_shares_these(num_workers: int) -> No
     graph = ring(N - 2)
     make = partial(NodeLoader, graph, Alone(), input_nodes=torch.arange(N), batch_size=4, num_workers=num_workers)
     assert_epochs_differ_and_are_shared_exactly(ranks_of(partial(make, shuffle=True), 2), nodes, N)
-
-
-def on_rank(rank: int, world_size: int) -> list[list[int]]:
-    seed_ambient(100 + rank)
-    patched = patch_dataloader_to_ddp(loader(shuffle=True))
-    return [[number for batch in patched for number in numbers(batch)] for _ in range(2)]
-
-
-def test_real_ranks() -> None:
-    first, second = run_ranks(on_rank, 2)
-    for shares in zip(first, second, strict=True):
-        assert_shared_exactly(list(shares), N)
-    assert first[0] != first[1]
