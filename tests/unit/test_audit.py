@@ -34,9 +34,9 @@ from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.given import Coding
+from ddp_patch.auditing.ranks import ranks_of
 from ddp_patch.auditing.report import page
 from ddp_patch.auditing.subject import Audited
-from ddp_patch.auditing.world import ranks_of
 from ddp_patch.errors import AuditError, InvalidOptionError, NoStepsError, NotALoaderError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Uneven
