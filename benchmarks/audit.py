@@ -10,8 +10,6 @@ import time
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch.utils.data import DataLoader
 
 from ddp_patch import audit
@@ -33,15 +31,7 @@ def main() -> None:
     before = _peak()
     loader: DataLoader[Any] = DataLoader(range(given.n), batch_size=256, shuffle=True)
     begun, worked = time.perf_counter(), time.process_time()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("audit", total=None)
-        report = audit(
-            loader,
-            given.world_size,
-            given.epochs,
-            max_items=given.n,
-            progress=lambda done, of: bar.update(task, completed=done, total=of),
-        )
+    report = audit(loader, given.world_size, given.epochs, max_items=given.n)
     taken, work = time.perf_counter() - begun, time.process_time() - worked
     report.raise_for_problems()
     print(

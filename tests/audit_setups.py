@@ -139,10 +139,6 @@ def subset_of_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Subset(Untouchable(), range(rank, N, world_size)), 4)
 
 
-def subset_by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Subset(Untouchable(), range(rank % 2, N, world_size)), 4)
-
-
 def own_draw(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(RandomSampler(Untouchable(), num_samples=N // world_size))
 
@@ -177,10 +173,6 @@ def private_order(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(PrivatelyShuffled(), rank, world_size))
 
 
-def seeded_by_rank(rank: int, world_size: int) -> DataLoader[Any]:
-    return loader(Nth(PrivatelyShuffled(rank), rank, world_size))
-
-
 def torchs(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(DistributedSampler(Untouchable(), num_replicas=world_size, rank=rank))
 
@@ -209,32 +201,6 @@ def first_lost(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(range(1 if world_size > 1 else 0, N), rank, world_size))
 
 
-def contiguous_tail_lost(rank: int, world_size: int) -> DataLoader[Any]:
-    each = N // world_size
-    return loader(range(rank * each, (rank + 1) * each))
-
-
-class SharedBatches(BatchSampler):
-    """A library's own, which shares batches."""
-
-    is_ddp_aware = True
-
-    def __init__(self, sampler: Any, rank: int, world_size: int) -> None:
-        super().__init__(sampler, 4, drop_last=False)
-        self.rank, self.world_size = rank, world_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = list(super().__iter__())
-        return iter(
-            [*batches, *batches][self.rank : -(-len(batches) // self.world_size) * self.world_size : self.world_size]
-        )
-
-
-def two_parts_that_share(rank: int, world_size: int) -> DataLoader[Any]:
-    sampler: Any = DistributedSampler(Untouchable(), world_size, rank, shuffle=False)
-    return DataLoader(Untouchable(), batch_sampler=SharedBatches(sampler, rank, world_size))
-
-
 def uneven(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(range(97), rank, world_size))  # 25, 24, 24, 24 of batch size 4: 7 steps on rank 0, else 6
 
@@ -242,23 +208,6 @@ def uneven(rank: int, world_size: int) -> DataLoader[Any]:
 def lost_tail(rank: int, world_size: int) -> DataLoader[Any]:
     whole = N if world_size == 1 else N - N % world_size
     return loader(Nth(range(whole), rank, world_size))
-
-
-class OneShard(IterableDataset[int]):
-    """As Hugging Face's streams: worker 0 reads the only shard."""
-
-    num_shards = 1
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.items = range(rank, N, world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        return iter(self.items if info is None or info.id == 0 else ())
-
-
-def one_shard(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(OneShard(rank, world_size), batch_size=4, num_workers=3)
 
 
 def wrong_length(rank: int, world_size: int) -> DataLoader[Any]:
@@ -363,7 +312,6 @@ def stream_read_by_every_worker(rank: int, world_size: int) -> DataLoader[Any]:
 
 
 SHARDS = [[*range(5)], [*range(5, 12)], [*range(12, 16)], [*range(16, 22)]]  # of 22 samples, for 4 workers
-FILES = [*SHARDS, [22, 23], [24, 25, 26], [*range(27, 35)], [35]]
 
 
 class Shards(IterableDataset[int]):
@@ -402,21 +350,6 @@ def shards_uneven(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Shards(rank * workers), 2, num_workers=workers)
 
 
-class Files(IterableDataset[int]):
-    """Files split by node, then by worker, as webdataset does it."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.files = FILES[rank::world_size]
-
-    def __iter__(self) -> Iterator[int]:
-        info: Any = get_worker_info()
-        return (sample for file in self.files[info.id :: info.num_workers] for sample in file)
-
-
-def files_split_by_node(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Files(rank, world_size), 2, num_workers=2)
-
-
 class ShuffledByWorker(Stream):
     """Each worker shuffles by its own number, and reads all."""
 
@@ -448,13 +381,5 @@ def stream_uneven(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Stream(rank, world_size, n=97), batch_size=4)
 
 
-def stream_cut(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Stream(rank, world_size, N if world_size == 1 else N - N % world_size), batch_size=4)
-
-
 def stream_of_another_length(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Counted(rank, world_size, n=100), batch_size=4)
-
-
-def seeded_everywhere() -> torch.Generator:
-    return torch.Generator().manual_seed(3)

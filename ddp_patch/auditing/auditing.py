@@ -3,25 +3,24 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overload
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from ddp_patch.auditing.finding import leaves_of
-from ddp_patch.auditing.inspection import Expectations, Inspection, beside
-from ddp_patch.auditing.judge_costs import balanced, costs_of_samples
-from ddp_patch.auditing.judge_problems import Kind, problem_kinds
-from ddp_patch.auditing.report import Report, Reports, place_in_code
-from ddp_patch.auditing.subject import Audited, Factory
-from ddp_patch.auditing.world import MadeUpWorld, Progress
+from ddp_patch.auditing.finding import leaves_of, place_in_code
+from ddp_patch.auditing.judge import Judge
+from ddp_patch.auditing.pictured import StepCosts, step_costs
+from ddp_patch.auditing.problems import Kind, problem_kinds
+from ddp_patch.auditing.report import Report, Reports
+from ddp_patch.auditing.subject import Audited, Factory, indexed
+from ddp_patch.auditing.world import MadeUpWorld
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.loaders.facts import look_at
+from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.loader_reports import unpatched
-from ddp_patch.sharding.refusals import ignored_index_allowed
+from ddp_patch.sharding.refusals import ignored_index_allowed, require_costs, require_one_of_each, unit_shared
 from ddp_patch.validation import check_flag, seconds, whole_number
 
 __all__ = ["AuditOptions", "DDPAudit", "Loader", "Loaders", "audit", "audit_or_fail"]
@@ -46,7 +45,6 @@ class AuditOptions(PatchOptions, total=False):
     allow: Collection[Kind]
     max_items: SupportsIndex | None
     processes: bool
-    progress: Progress | None
 
 
 @overload
@@ -73,7 +71,6 @@ def audit(
     max_items: SupportsIndex | None = None,
     processes: bool = False,
     timeout: float | timedelta = 120.0,
-    progress: Progress | None = None,
     **options: Any,
 ) -> Report | Reports:
     """Run the sampling of every rank on this machine, and report what each rank would get of a loader.
@@ -91,7 +88,7 @@ def audit(
             dataset's ``__getitem__``, except where each rank holds other data in a list, array or tensor. An iterable
             dataset has no indices, so it is read, by all workers of each rank. What a subclass adds in its own
             ``__iter__`` is not seen.
-        world_size: The number of ranks.
+        world_size: The number of ranks, at least 2.
         epochs: How many epochs to simulate.
         patch: Whether to patch a loader by ``patch_dataloader_to_ddp`` first; with False, it is audited as it is.
         set_epoch: Whether to call ``set_epoch(epoch)`` before each epoch. Say True if your training does.
@@ -109,7 +106,6 @@ def audit(
         processes: Whether to use real ranks, processes of a gloo group. They differ in all that processes differ in,
             such as a hash seed. The loader or function must be picklable.
         timeout: How long every real rank may take to return: seconds, or a ``timedelta``.
-        progress: Called after each rank's epoch with how many are done, and how many there are.
         options: More options for ``patch_dataloader_to_ddp``.
 
     Returns:
@@ -132,62 +128,22 @@ def audit(
         >>> [problem.kind for problem in audit(loader, world_size=4, patch=False).problems]
         ['not_sharded']
     """
-    ranks, passes = _positive("world_size", world_size), _positive("epochs", epochs)
-    most = -(-_MOST // ranks) if max_items is None else _positive("max_items", max_items)
+    ranks, passes = _at_least("world_size", world_size, 2), _at_least("epochs", epochs, 1)
+    most = -(-_MOST // ranks) if max_items is None else _at_least("max_items", max_items, 1)
     flags = {"patch": patch, "set_epoch": set_epoch, "padding": padding, "epochs_differ": epochs_differ}
     for name, value in {**flags, "processes": processes}.items():
         check_flag(name, value)
-    _check_allowed(allow)
-    within = _checked_run(timeout, progress)
-    _check_options(options, processes)
-    world_of = partial(MadeUpWorld, world_size=ranks, epochs=passes, timeout=within if processes else None)
-    leaves = leaves_of(loader)
-
-    def reported(audited: DataLoader[Any] | Factory) -> Report:
-        make = look_at(audited) if isinstance(audited, DataLoader) else audited
-        subject = Audited(make, patch, options, set_epoch, most)
-        costs = Options(cost=cost).costs
-        expect = Expectations(padding, epochs_differ, frozenset(allow), costs_of_samples(subject, costs))
-        again = None if costs is None else balanced(subject, costs, ranks, processes)
-        subjects = [subject, again] if isinstance(again, Audited) else [subject]
-        worlds = (world_of(each, progress=_told(progress, at, len(subjects))) for at, each in enumerate(subjects))
-        report, *others = (Inspection(world, expect).report() for world in worlds)
-        report = replace(report, code=place_in_code(audited))
-        return (
-            beside(report, *others)
-            if others
-            else replace(report, why_not_balanced=again if isinstance(again, str) else None)
+    kinds = allow if isinstance(cast(object, allow), Collection) else [allow]
+    if unknown := [kind for kind in kinds if kind not in problem_kinds]:
+        raise InvalidOptionError(
+            f"allow={unknown} names no kind of problem. Pass a list of these: {', '.join(problem_kinds)}."
         )
-
-    if list(leaves) == [""]:
-        return reported(leaves[""])
-    return Reports({place: reported(leaf) for place, leaf in leaves.items()})
-
-
-def _told(progress: Progress | None, ended: int, worlds: int) -> Progress:
-    """Return what tells how far one of several worlds is, as a part of all."""
-
-    def tell(done: int, total: int) -> None:
-        if progress is not None:
-            progress(ended * total + done, worlds * total)
-
-    return tell
-
-
-# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
-_OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh"}
-
-
-def _positive(name: str, value: SupportsIndex) -> int:
-    """Return a whole number of at least 1."""
-    found = whole_number(name, value)
-    if found < 1:
-        raise InvalidOptionError(f"audit with {name}={found} has nothing to do: pass a whole number of at least 1.")
-    return found
-
-
-def _check_options(options: Mapping[str, Any], processes: bool) -> None:
-    """Refuse options of ``patch_dataloader_to_ddp`` that need a real rank."""
+    within = seconds(timeout)
+    if not (within is not None and within > 0):
+        raise InvalidOptionError(
+            f"timeout={timeout!r} is not a positive number of seconds, and real ranks need an end. Pass one, such as "
+            "120."
+        )
     if given := sorted(_OF_A_REAL_RANK & options.keys()):
         raise InvalidOptionError(
             f"audit was given {', '.join(given)} for patch_dataloader_to_ddp(), which says where one real rank is, and "
@@ -199,33 +155,69 @@ def _check_options(options: Mapping[str, Any], processes: bool) -> None:
             "audit with order='leader' needs ranks that communicate, and those of one process do not. Pass "
             "processes=True, too."
         )
+    leaves = leaves_of(loader)
+    costs = Options(cost=cost).costs
+
+    def judged(subject: Audited, costs_of: StepCosts | None) -> Report:
+        world = MadeUpWorld(subject, ranks, passes, within if processes else None)
+        return Judge(world, padding, epochs_differ, costs_of).report(allow)
+
+    def reported(audited: DataLoader[Any] | Factory) -> Report:
+        make = look_at(audited) if isinstance(audited, DataLoader) else audited
+        subject = Audited(make, patch, options, set_epoch, most)
+        costs_of = None if costs is None else _costs_of(subject, costs)
+        report = replace(judged(subject, costs_of), code=place_in_code(audited))
+        try:
+            return report if costs is None else report.beside(judged(_balanced(subject, costs), costs_of))
+        except InvalidOptionError as refused:
+            return replace(report, why_not_balanced=str(refused))
+
+    if list(leaves) == [""]:
+        return reported(leaves[""])
+    return Reports({place: reported(leaf) for place, leaf in leaves.items()})
 
 
-def _check_allowed(allow: Collection[str]) -> None:
-    """Refuse what names no kinds of problem."""
-    if isinstance(allow, str):
-        raise InvalidOptionError(f"allow={allow!r} is one string, and several may be named. Pass allow=[{allow!r}].")
-    kinds = allow if isinstance(cast(object, allow), Collection) else [allow]
-    if unknown := [kind for kind in kinds if kind not in problem_kinds]:
+def _costs_of(subject: Audited, costs: Cost) -> StepCosts:
+    """Return what steps cost by the indices that the audit compares.
+
+    Raises:
+        InvalidOptionError: The loader's dataset has more samples than there are costs, or fewer.
+    """
+    if not isinstance(subject.make, LoaderFacts):
+        return step_costs(costs, None)
+    require_one_of_each(subject.make, costs)
+    dataset = subject.make.dataset
+    below: Any = indexed(dataset)
+    return step_costs(costs, below.__getitems__(range(len(dataset))) if isinstance(dataset, Subset) else None)
+
+
+def _balanced(subject: Audited, costs: Cost) -> Audited:
+    """Return what is audited, patched with ``cost=``.
+
+    Raises:
+        InvalidOptionError: It cannot be.
+    """
+    if not isinstance(subject.make, LoaderFacts):
+        raise InvalidOptionError("A factory makes finished loaders: let it patch with cost=, and audit that.")
+    if not subject.patch:
+        raise InvalidOptionError("patch=False leaves the loader as it is. Leave it out to see it balanced.")
+    options: dict[str, Any] = {**subject.options, "cost": costs}
+    require_costs(unit_shared(subject.make, Options(**options).share), costs)
+    return replace(subject, options=options)
+
+
+# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
+_OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh"}
+
+
+def _at_least(name: str, value: SupportsIndex, least: int) -> int:
+    """Return a whole number of at least ``least``."""
+    found = whole_number(name, value)
+    if found < least:
         raise InvalidOptionError(
-            f"allow={unknown} names no kind of problem. Those that exist: {', '.join(problem_kinds)}."
+            f"audit with {name}={found} has nothing to compare: pass a whole number of at least {least}."
         )
-
-
-def _checked_run(timeout: object, progress: object) -> float:
-    """Return a timeout in seconds; refuse one that is not positive, and a progress that cannot be called."""
-    within = seconds(timeout)
-    if not (within is not None and within > 0):
-        raise InvalidOptionError(
-            f"timeout={timeout!r} is not a positive number of seconds, and real ranks need an end. Pass one, such as "
-            "120."
-        )
-    if progress is not None and not callable(progress):
-        raise InvalidOptionError(
-            f"progress={progress!r} is a {type(progress).__name__}, which cannot be called after each step of the "
-            "audit. Pass a function progress(done, total), or None."
-        )
-    return within
+    return found
 
 
 class DDPAudit(Protocol):

@@ -2,12 +2,11 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
@@ -17,13 +16,12 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import Progress
 from rich.table import Table
 
 from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
-from ddp_patch.auditing.judge_problems import problem_kinds, sentence
+from ddp_patch.auditing.problems import problem_kinds
 from ddp_patch.auditing.report import Report, Reports, page
 from ddp_patch.auditing.show import annotation
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, explain
@@ -31,26 +29,7 @@ from ddp_patch.loaders.hooks import places_recorded
 from ddp_patch.options import Layout, Order, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
-__all__ = ["commands", "refusal_text"]
-
-
-# The last line of this package's own messages.
-_SECTION = re.compile(r"\nCauses and remedies: python -m ddp_patch explain \w+\Z")
-
-
-def refusal_text(error: BaseException) -> str:
-    """Return an error's type, message and notes, and where to look it up."""
-    try:
-        message = str(error)
-    except Exception as other:  # noqa: BLE001 - the user's own class
-        message = f"its message cannot be shown: its __str__ raised {type(other).__name__}"
-    section = _SECTION.search(message)
-    message = _SECTION.sub("", message)
-    lines = [sentence(f"{type(error).__name__}: {message}" if message else type(error).__name__)]
-    lines += map(sentence, getattr(error, "__notes__", []))
-    if not isinstance(error, DDPPatchError):
-        lines.append("Pass --traceback to see where.")
-    return "\n".join(lines + ([section[0].strip()] if section else []))
+__all__ = ["commands"]
 
 
 _PASS, _FAIL = 0, 1
@@ -74,8 +53,12 @@ def _refusing(shows_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise _ended("\nInterrupted", INTERRUPTED) from error
     except (Exception, SystemExit) as error:
-        shown = "\n" + "".join(traceback.format_exception(error)).rstrip() if shows_traceback else refusal_text(error)
-        raise _ended(f"Could not run: {shown}", _COULD_NOT) from error
+        if shows_traceback:
+            lines = ["\n", *traceback.format_exception(error)]
+        else:
+            is_ours = isinstance(error, DDPPatchError)
+            lines = traceback.format_exception_only(error) + ["Pass --traceback to see where."] * (not is_ours)
+        raise _ended(f"Could not run: {''.join(lines).rstrip()}", _COULD_NOT) from error
 
 
 def _ended(text: str, exit_code: int) -> SystemExit:
@@ -125,7 +108,7 @@ def _one_of(values: Any) -> click.Choice[str]:
 
 @commands.command("audit")
 @click.argument("target")
-@click.option("--world-size", "-w", type=click.IntRange(1), required=True, help="The number of ranks.")
+@click.option("--world-size", "-w", type=click.IntRange(2), required=True, help="The number of ranks.")
 @click.option(
     "--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many epochs to simulate."
 )
@@ -176,9 +159,6 @@ def audit_command(
 
     Exits with 0 if all pass, 1 if one fails, 2 if the audit could not run, and 130 if it was interrupted.
     """
-    if html is not None and not html.parent.is_dir():  # look before the work, which may take long
-        text = f"Could not run: There is no folder {html.parent} for the page. Make it, or pass another --html."
-        raise _ended(text, _COULD_NOT)
     # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
     chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(shows_traceback), _stdout_as_stderr(), warnings.catch_warnings():
@@ -186,9 +166,16 @@ def audit_command(
         with places_recorded():  # so that reports can say where a loader was made
             found = find(target)
             cost_of = _costs(costs, [*found])
-        reports = _audited(found, world_size, chosen, cost_of)
+        reports = Reports()
+        for place, loader in found.items():
+            own = {"cost": cost_of[place]} if place in cost_of else {}
+            try:
+                reports[place] = audit(loader, world_size, **chosen, **own)
+            except Exception as error:
+                error.add_note(f"The loader is {place}.")
+                raise
+    click.echo(_text(reports, form))
     with _refusing(shows_traceback):
-        _print_if_read(_text(reports, form))
         if html is not None:  # last, so that the report is there if the page cannot be written
             command = shlex.join(["ddp-patch", *sys.argv[1:]])
             html.write_text(page(reports, command), encoding="utf-8")
@@ -215,36 +202,6 @@ def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
             )
         found[meant[0]] = look_up(target)[1]
     return found
-
-
-def _audited(found: Mapping[str, Any], world_size: int, options: dict[str, Any], cost_of: Mapping[str, Any]) -> Reports:
-    """Audit all loaders that were found with a progress bar, and return their reports by place."""
-    reports: dict[str, Report] = {}
-    terminal = Console(stderr=True)
-    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
-        for place, loader in found.items():
-            task = bar.add_task(escape(place), total=None)
-
-            def progress(done: int, total: int, task: Any = task) -> None:
-                bar.update(task, completed=done, total=total)
-
-            own = {"cost": cost_of[place]} if place in cost_of else {}
-            try:
-                reports[place] = audit(loader, world_size, progress=progress, **options, **own)
-            except Exception as error:
-                error.add_note(f"The loader is {place}.")
-                raise
-    return Reports(reports)
-
-
-def _print_if_read(text: str) -> None:
-    """Print a text; if what reads it has gone, as ``head`` does, leave the rest out."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), _STDOUT)  # Python flushes stdout at its end, too
 
 
 def _text(reports: Reports, form: str) -> str:

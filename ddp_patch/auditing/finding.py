@@ -13,12 +13,14 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.ranks import called
-from ddp_patch.auditing.subject import Factory, name_of
+from ddp_patch.auditing.subject import Factory, made_by, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
+from ddp_patch.loaders.hooks import from_here, made
+from ddp_patch.orders.random_states import look
+from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.walks import KeyPath, is_empty, nested
 
-__all__ = ["find", "leaves_of", "look_up"]
+__all__ = ["find", "leaves_of", "look_up", "place_in_code"]
 
 
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
@@ -95,14 +97,11 @@ def look_up(target: str) -> tuple[str, Any]:
     found: Any = _module(place)
     here = place
     for part in name.split("."):
-        if isinstance(found, Mapping) and part in found:
-            found = found[part]
-        elif hasattr(found, part):
-            found = getattr(found, part)
-        else:
-            held = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+        held = found if isinstance(found, Mapping) else getattr(found, "__dict__", {})
+        if part not in held and not hasattr(found, part):
             names = [str(each) for each in held if not str(each).startswith("_")]
             raise InvalidOptionError(f"{here} has no {part!r}. It has: {', '.join(names) or 'nothing'}.")
+        found = held[part] if part in held else getattr(found, part)
         here += f"{'.' if ':' in here else ':'}{part}"
     return name, found
 
@@ -137,6 +136,10 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
+# While functions are called to find loaders, let them draw from states of this seed: the global ones stay as they are.
+_SEED = 20_000
+
+
 def _part(make: Callable[[int, int], Any], path: KeyPath) -> Factory:
     """Return what makes one of the loaders that a factory makes for a rank, found by these keys in what it returns."""
     part: Any = update_wrapper(partial(_taken, make, path), make, assigned=())
@@ -159,9 +162,14 @@ def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Fac
             for inner in _parts(leaf):
                 yield _written(inner, here), _part(leaf, inner) if inner else leaf
         elif callable(leaf) and _takes(leaf, 0):
-            yield from _leaves(called(leaf), here)
+            with look(seed=_SEED), unwatched():
+                returned = leaf()
+            yield from _leaves(returned, here)
         elif callable(leaf):
-            yield here, leaf  # refused with its reason where it is audited
+            raise InvalidOptionError(
+                f"audit calls a factory as make(rank, world_size) for every rank, and {name_of(leaf)} lacks an "
+                "argument or needs one more. Give it these two arguments, or pass the finished loader itself."
+            )
         else:
             raise NotALoaderError(
                 f"audit needs a DataLoader, a function make() or make(rank, world_size) that returns one, or a dict or "
@@ -177,7 +185,8 @@ def _parts(make: Callable[[int, int], Any]) -> list[KeyPath]:
     it may ask a process group that only real ranks have.
     """
     try:
-        return [path for path, _ in _nested(called(make, 0, 1))]
+        with look(seed=_SEED), unwatched():
+            return [path for path, _ in _nested(made_by(make, 0, 1))]
     except Exception:  # noqa: BLE001 - the user's own; it is raised again where the loaders are made
         return [()]
 
@@ -207,3 +216,18 @@ def _takes(function: Any, arguments: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
+    """Return the file and line where a function is defined, or where a loader was made; None if it is not known.
+
+    Examples:
+        >>> from tokenize import open as function
+        >>> place_in_code(function).split("/")[-1].split(":")[0]
+        'tokenize.py'
+    """
+    if isinstance(audited, DataLoader):
+        where = made(audited)
+        return None if where is None else from_here(where.place)
+    code = getattr(inspect.unwrap(audited), "__code__", None)
+    return None if code is None else from_here(f"{code.co_filename}:{code.co_firstlineno}")

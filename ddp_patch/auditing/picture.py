@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ddp_patch.auditing.pictured import Pictured, Waits
-from ddp_patch.auditing.words import waiting_text
+from ddp_patch.auditing.show import waiting_text
 
 __all__ = ["alternative", "picture_html", "svg"]
 

@@ -1,15 +1,56 @@
-"""Sum an epoch of any length up in a few hundred numbers, from which its picture is drawn."""
+"""Sum an epoch of any length up in a few hundred numbers, from which its picture is drawn; and what steps cost."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_patch.auditing.drawn import EpochDraws, joined
-from ddp_patch.auditing.judge_costs import imbalance
-from ddp_patch.auditing.judge_coverage import Judged, counts_of, dense
+from ddp_patch.auditing.given import Coverage, EpochGiven, Numbers, RankGiven, counts_of, dense, joined
+from ddp_patch.costs import Cost
+from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["Pictured", "Waits", "pictured"]
+__all__ = ["Costs", "Pictured", "StepCosts", "Waits", "imbalance", "pictured", "step_costs"]
+
+
+Costs: TypeAlias = NDArray[np.float64]
+# Returns what each rank's steps cost, from what it was given.
+StepCosts: TypeAlias = Callable[[RankGiven], Costs]
+
+
+def step_costs(costs: Cost, below: Sequence[int] | None) -> StepCosts:
+    """Return what tells the cost of each step that a rank was given.
+
+    Args:
+        costs: What samples cost by their indices in the loader's dataset.
+        below: For each index of that dataset, the one below torch's ``Subset`` layers; None if that is the same.
+    """
+    own = None if below is None else {index: place for place, index in enumerate(below)}
+
+    def cost_of(given: RankGiven) -> Costs:
+        names, places = np.unique(given.items, return_inverse=True)
+        if len(names) and int(names[0]) < 0:
+            raise InvalidOptionError(
+                "audit was given cost= and a loader whose keys are no indices, so what one costs cannot be looked up. "
+                "Leave cost out, or sample indices."
+            )
+        indices: Any = names if own is None else np.array([own[index] for index in names.tolist()])
+        return costs.of_batches(costs.of(indices)[places], given.sizes)
+
+    return cost_of
+
+
+def imbalance(costs: Costs) -> tuple[float | None, float | None]:
+    """Return the slowest rank's cost over the ranks' mean: over all steps, and in the worst step; None if all cost 0.
+
+    Args:
+        costs: The cost of each step, shape (ranks, steps).
+    """
+    slowest, mean = costs.max(axis=0), costs.mean(axis=0)
+    if not mean.any():
+        return None, None
+    return float(slowest.sum() / mean.sum()), float((slowest[mean > 0] / mean[mean > 0]).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +111,17 @@ _ENOUGH = 20
 _STEPS, _RANKS = 8, 10
 
 
-def pictured(epoch: EpochDraws, judged: Judged, costs: NDArray[np.float64] | None) -> Pictured:
+def pictured(epoch: EpochGiven, found: Coverage | None, costs: Costs | None) -> Pictured:
     """Return what the picture of an epoch is drawn from.
 
     Args:
-        epoch: What was drawn.
-        judged: How the epoch was judged.
+        epoch: What was given.
+        found: What is missing and repeated; None where it cannot be told.
         costs: What steps cost, shape (ranks, steps); None where it is not known.
     """
     waits = None if costs is None else _waits(costs)
     positions, world = len(epoch.alone.items), len(epoch.ranks)
-    if not positions or not (judged.found.is_known or epoch.is_sample):
+    if not positions or (found is None and not epoch.is_sample):
         return Pictured(epoch.number, waits=waits)
     turn = world if positions >= max(_ENOUGH * world, _COLUMNS + 1) else 1
     width = -(-positions // (_COLUMNS * turn)) * turn
@@ -90,13 +131,15 @@ def pictured(epoch: EpochDraws, judged: Judged, costs: NDArray[np.float64] | Non
     drawn = counts_of(expected, len(names))[expected]  # one process may draw a sample several times
     starts = np.arange(0, positions, width)
 
-    def by_column(values: NDArray[np.float64]) -> tuple[float, ...]:
+    def by_column(values: Costs) -> tuple[float, ...]:
         means = np.add.reduceat(values, starts) / np.diff(starts, append=positions)
         return tuple(means.round(4).tolist())
 
+    def times_got(band: Numbers) -> Costs:
+        return np.asarray(counts_of(band, len(names))[expected] / drawn)
+
     total, got = np.zeros(positions), []
-    for band in bands:
-        times = counts_of(band, len(names))[expected] / drawn
+    for times in map(times_got, bands):  # one at a time: each is as long as the epoch
         total += times
         got.append(by_column(times))
     once, again = np.minimum(total, 1), np.clip(total - 1, 0, 1)
@@ -114,7 +157,7 @@ def pictured(epoch: EpochDraws, judged: Judged, costs: NDArray[np.float64] | Non
     )
 
 
-def _waits(costs: NDArray[np.float64]) -> Waits | None:
+def _waits(costs: Costs) -> Waits | None:
     """Return the few consecutive steps whose cost and slowest rank are most like those of the mean step."""
     ranks, steps = costs.shape
     slowest, mean = costs.max(axis=0), costs.mean(axis=0)

@@ -1,108 +1,55 @@
 """Iterate each rank's own loader as its training would, and hear which samples it gives."""
 
+import pickle
 import warnings
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from inspect import getclosurevars
-from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
+import numpy as np
 from torch.utils.data import DataLoader, get_worker_info
 
-from ddp_patch.auditing.drawn import Coding, Identity, RankDraws, identities, narrow
-from ddp_patch.auditing.subject import Audited, Traits, base_of, digest, indexed, made_by
-from ddp_patch.compat.private_torch import (
-    RUNNING_ITERATOR,
-    has_own_iteration,
-    has_own_iterators,
-    noted_worker_info,
-    worker_info_told,
-)
-from ddp_patch.errors import StreamLengthWarning
+from ddp_patch.auditing.given import Coding, Identity, Numbers, RankGiven, identities
+from ddp_patch.auditing.subject import Audited, Traits, base_of, indexed
+from ddp_patch.compat.private_torch import RUNNING_ITERATOR, has_own_iteration, has_own_iterators
+from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.copying import OWN_METHODS, change_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.samples import steps_of, tell_epoch
 from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state
 from ddp_patch.orders.random_states import PrivateRNG, look
 from ddp_patch.ranks.mailbox import unwatched
-from ddp_patch.walks import stored
+from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.testing import run_ranks
 
-__all__ = ["Rank", "called"]
-
-
-class Given(NamedTuple):
-    """Stand for a batch.
-
-    Attributes:
-        items: What tells its samples from others.
-        worker: The worker that made it.
-        asked: Whether the dataset had asked there which worker it is in.
-    """
-
-    items: list[Identity]
-    worker: int
-    asked: bool
+__all__ = ["Rank", "RealRank", "drawn_anew", "ranks_of"]
 
 
-class _Listener:
-    """Makes of each batch what is heard of it, in the process that made it.
-
-    Args:
-        prepare: The user's ``worker_init_fn``.
-        are_batches: Whether a step gives several items; else it gives one.
-        by_value: Whether items are samples, to be compared by value.
-    """
-
-    def __init__(self, prepare: Callable[[int], object] | None, are_batches: bool, by_value: bool) -> None:
-        self._prepare, self._are_batches, self._by_value = prepare, are_batches, by_value
-        self._asked = self._reached = False
-
-    def collate(self, batch: Any) -> Given:
-        """Serve as a ``collate_fn``."""
-        info = get_worker_info()
-        worker = 0 if info is None else object.__getattribute__(info, "id")  # which notes nothing
-        return Given(identities(batch if self._are_batches else [batch], self._by_value), worker, self._asked)
-
-    def begin(self, worker: int) -> None:
-        """Serve as a ``worker_init_fn``: from now on, note whether somebody asks which worker this is.
-
-        That the user's function asks for its number says nothing, because most do so to seed a worker; but that it
-        changes the dataset does.
-        """
-        info: Any = get_worker_info()
-        told = noted_worker_info(info.id, info.num_workers, info.seed, info.dataset, self._note)
-        worker_info_told(told).__enter__()  # for as long as this process lives
-        before = dict(getattr(info.dataset, "__dict__", {}))
-        if self._prepare is not None:
-            self._prepare(worker)
-        after = getattr(info.dataset, "__dict__", {})
-        is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
-        self._asked = self._reached or is_changed
-
-    def _note(self, name: str) -> None:
-        self._asked |= name != "dataset"
-        self._reached |= name == "dataset"
+def _heard(are_batches: bool, batch: Any) -> tuple[list[Identity], int]:
+    """Serve as a ``collate_fn``: return what tells a batch's samples from others, and which worker made it."""
+    info = get_worker_info()
+    # A patched loader notes who asks which worker this is. This asks nobody.
+    worker = 0 if info is None else object.__getattribute__(info, "id")
+    return identities(batch if are_batches else [batch]), worker
 
 
-def _heard(facts: LoaderFacts[Any], subject: Audited, traits: Traits) -> DataLoader[Any]:
+def _hearing(facts: LoaderFacts[Any], subject: Audited, traits: Traits, by_value: bool) -> DataLoader[Any]:
     """Return a rank's loader, made to give what is heard of its batches.
 
     Workers matter only where they read: of an iterable dataset. Elsewhere there are none, and no sample is read. A
     factory's loader stays as it is, and so does one whose class has an iteration of its own, which would expect the
     user's batches: they are heard as torch's own loader.
     """
-    is_iterable, kind = facts.unit is ShardedUnit.ITERABLE, type(facts.loader)
+    kind = type(facts.loader)
     are_batches = facts.loader.batch_sampler is not None or traits.units == "batches"
-    listener = _Listener(getattr(facts.loader, "worker_init_fn", None), are_batches, subject.by_contents)
-    new: dict[str, Any] = {"collate_fn": listener.collate, "pin_memory": False}
-    if not is_iterable:
-        new |= {"dataset": facts.dataset if subject.by_contents else indexed(facts.dataset)}
+    new: dict[str, Any] = {"collate_fn": partial(_heard, are_batches), "pin_memory": False}
+    if not traits.is_iterable:
+        new |= {"dataset": facts.dataset if by_value else indexed(facts.dataset)}
         new |= {"num_workers": 0, "timeout": 0, "persistent_workers": False, "prefetch_factor": None}
-    elif not subject.patches:
-        new |= {"worker_init_fn": listener.begin}
     if not (subject.is_made or has_own_iteration(kind) or has_own_iterators(kind)):
         return change_loader(facts.loader, **new)
     plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
@@ -110,50 +57,44 @@ def _heard(facts: LoaderFacts[Any], subject: Audited, traits: Traits) -> DataLoa
     # A loader around another one, as accelerate's, has that one's attributes without holding them.
     others = [name for name in vars(DataLoader([0])) if name not in kept and hasattr(facts.loader, name)]  # type: ignore[arg-type]  # torch takes any sequence
     kept |= {name: getattr(facts.loader, name) for name in others}
-    if not is_iterable:
+    if not traits.is_iterable:
         new["sampler" if facts.loader.batch_sampler is None else "batch_sampler"] = facts.iterated
     vars(plain).update(kept | {RUNNING_ITERATOR: None} | new)
     return plain
 
 
-def _drawn(begin: Callable[[], Iterator[Given]], coding: Coding, most: int, readers: int) -> RankDraws:
-    """Draw an epoch, or its first items.
-
-    Args:
-        begin: Begins it.
-        coding: Gives every item its number.
-        most: Stop when there are this many items.
-        readers: How many workers read an iterable dataset; 0 of any other.
-    """
-    items, sizes, by_worker = array("q"), array("q"), Counter[int]()
-    steps, asked, ended, error = iter(list[Given]()), False, False, None
+def _drawn(loader: DataLoader[Any], coding: Coding, most: int) -> RankGiven:
+    """Draw an epoch, or its first items; stop when there are ``most``."""
+    items, sizes, workers = array("q"), array("q"), array("q")
+    ended, error = False, None
+    steps: Iterator[tuple[list[Identity], int]] = iter(())
     try:
-        steps = begin()
-        for given in steps:
-            items.extend(coding.codes(given.items))
-            sizes.append(len(given.items))
-            by_worker[given.worker] += len(given.items)
-            asked |= given.asked
+        steps = iter(loader)
+        for given, worker in steps:
+            items.extend(coding.codes(given))
+            sizes.append(len(given))
+            workers.append(worker)
             if max(len(items), len(sizes)) >= most:
                 break
         else:
             ended = True
     except Exception as raised:  # noqa: BLE001 - the user's own: this rank would see it, too
-        error = _as_text(raised)
+        text = str(raised)
+        # torch sends a worker's error with its traceback.
+        is_workers = " in DataLoader worker process " in text.partition("\n")[0]
+        error = text.rstrip().rpartition("\n")[2] if is_workers else f"{type(raised).__name__}: {text}"
     if not (ended or error):
         # Ask for one step more: the epoch may end right here. An error beyond the last item asked for is none.
         with suppress(Exception):
             ended = next(steps, None) is None
-    of_each = tuple(by_worker[worker] for worker in range(readers))
-    return RankDraws(narrow(items), narrow(sizes), ended, error=error, asked=asked, by_worker=of_each)
+    return RankGiven(_narrow(items), _narrow(sizes), ended, error=error, workers=_narrow(workers))
 
 
-def _as_text(raised: Exception) -> str:
-    """Return an exception as text; of one that torch sends from a worker, the last line of its traceback."""
-    text = str(raised)
-    if " in DataLoader worker process " in text.partition("\n")[0]:
-        return text.rstrip().rpartition("\n")[2]
-    return f"{type(raised).__name__}: {text}"
+def _narrow(numbers: Sequence[int]) -> Numbers:
+    """Return whole numbers as an array, in 32 bits where they fit."""
+    codes, bounds = np.array(numbers, np.int64), np.iinfo(np.int32)
+    fits = not len(codes) or (codes.min() >= bounds.min and codes.max() <= bounds.max)
+    return codes.astype(np.int32) if fits else codes
 
 
 # Seed simulated ranks with this and their rank, so that no two are seeded alike.
@@ -163,8 +104,8 @@ _SEED = 20_000
 class Rank:
     """Stand for one rank.
 
-    A rank has its own loader and its own global random states. Copies of a loader may share a random generator, so each
-    rank also keeps its own state of every shared generator.
+    A rank has its own loader and its own global random states. Copies of a loader, and loaders of one factory, may
+    share a random generator, so each rank also keeps its own state of every generator.
 
     Args:
         subject: What is audited.
@@ -180,69 +121,52 @@ class Rank:
 
     def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int, *, is_real: bool = False) -> None:
         self._subject = subject
+        self._loader: DataLoader[Any] | None = None
         self._ambient = PrivateRNG(_SEED, seeded_as)
         make = subject.make
-        given, reached = (make.stream.holders, []) if isinstance(make, LoaderFacts) else ((), _reached_by(make))
-        with look(random_generators(reached)), self._ambient, unwatched():
+        # What the audited loader holds, and what a factory does that is an object or a partial function.
+        outer = make.stream.holders if isinstance(make, LoaderFacts) else [SimpleNamespace(make=make)]
+        with look(random_generators([] if isinstance(make, LoaderFacts) else outer)), self._ambient, unwatched():
             facts = subject.made_for(rank, world_size, is_real)
-            held = random_generators([*reached, *_with_shared([*facts.stream.holders, *given])])
+            held = random_generators([*facts.stream.holders, *outer])
         self._facts: LoaderFacts[Any] = facts
         self._held = [[generator, generator_state(generator)] for generator in held]
         self.traits: Traits = Traits.of(facts)
         self.base: object = base_of(facts.dataset)
-        self._loader = _heard(facts, subject, self.traits)
 
-    @property
-    def digest(self) -> str | None:
-        """Return a hash of the samples that this dataset holds in memory; None where it holds none."""
-        return digest(self.base)
-
-    def epoch(self, number: int, coding: Coding) -> RankDraws:
-        """Iterate the loader once more, as epoch ``number``."""
-        loader, traits = self._facts.loader, self.traits
-        readers = max(1, traits.num_workers) if traits.is_iterable else 0
+    def epoch(self, number: int, coding: Coding, by_value: bool = False) -> RankGiven:
+        """Iterate the loader once more, as epoch ``number``; compare samples by their values or by their indices."""
+        facts, traits = self._facts, self.traits
+        if self._loader is None:
+            self._loader = _hearing(facts, self._subject, traits, by_value)
         with warnings.catch_warnings(), self._own_generators(), self._ambient, unwatched():
             # The audit reports wrong lengths itself.
             warnings.simplefilter("ignore", StreamLengthWarning)
             warnings.filterwarnings("ignore", "Length of IterableDataset")
             if self._subject.set_epoch:
-                _set_epoch(self._facts, number)
-            before = steps_of(loader)
-            drawn = _drawn(lambda: iter(self._loader), coding, self._subject.max_items, readers)
-            return replace(drawn, lengths=(before, steps_of(loader)))
+                _set_epoch(facts, number)
+            before = steps_of(facts.loader)
+            given = _drawn(self._loader, coding, self._subject.max_items)
+            workers = given.workers if traits.readers > 1 else None
+            return replace(given, lengths=(before, steps_of(facts.loader)), workers=workers, parts=self._parts())
+
+    def _parts(self) -> tuple[int, ...]:
+        """Return how many items each worker's part has, if a patched loader's workers read a part each."""
+        by = self._facts.sharded_by
+        latest = by.rank_passes.latest if isinstance(by, EpochSampler) else None
+        if latest is None or not latest.source.is_in_parts:
+            return ()
+        return tuple(part.length or 0 for part in latest.source.parts(0, 0))
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Give shared generators this rank's states, and restore the others' afterwards."""
+        """Give generators this rank's states, and restore the others' afterwards."""
         with look(generator for generator, _ in self._held):
             for generator, state in self._held:
                 set_generator_state(generator, state)
             yield
             for held in self._held:
                 held[1] = generator_state(held[0])
-
-
-def called(make: Callable[..., Any], *rank_and_size: int) -> Any:
-    """Call a function ``make()`` or ``make(rank, world_size)``, and leave all random states as they are."""
-    with look(random_generators(_reached_by(make)), seed=_SEED), unwatched():
-        return made_by(make, *rank_and_size) if rank_and_size else make()
-
-
-def _reached_by(make: Callable[..., Any]) -> list[object]:
-    """Return what may hold generators that a factory uses for all ranks: itself, and the object of a method."""
-    return _with_shared([SimpleNamespace(make=make), getattr(make, "__self__", make)])
-
-
-def _with_shared(holders: Sequence[object]) -> list[object]:
-    """Return the holders and what all copies of them share: their classes, and what their functions name."""
-    written = [dict(vars(kind)) for holder in holders for kind in type(holder).__mro__]
-    shared: list[dict[str, Any]] = []
-    for function in [value for names in (*map(stored, holders), *written) for value in names.values()]:
-        if isinstance(function, FunctionType):
-            with suppress(ValueError):  # what it names has no value yet
-                named = getclosurevars(function)
-                shared += [dict(named.nonlocals), dict(named.globals)]
-    return [*holders, *(SimpleNamespace(**names) for names in (*written, *shared))]
 
 
 def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
@@ -252,3 +176,81 @@ def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
         tell_epoch(facts.iterated, epoch)
         if facts.unit is ShardedUnit.ITERABLE and callable(tell := getattr(facts.dataset, "set_epoch", None)):
             tell(epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class RealRank:
+    """Hold what a real rank was given.
+
+    Attributes:
+        traits: Describes its loader.
+        epochs: What it was given, by epoch number.
+        coding: Gave its items their numbers, in its own process.
+    """
+
+    traits: Traits
+    epochs: Mapping[int, RankGiven]
+    coding: Coding
+
+    @property
+    def base(self) -> object:
+        """Return what stands for the dataset, which is this process's own."""
+        return self
+
+    def epoch(self, number: int, coding: Coding, by_value: bool = False) -> RankGiven:
+        """Return an epoch, its items in the numbers of another coding."""
+        del by_value  # which a process decides for itself
+        given = self.epochs[number]
+        return replace(given, items=coding.adopt(self.coding, given.items).astype(np.int64))
+
+
+_Ranks: TypeAlias = Sequence[Rank | RealRank]
+
+
+def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], seeds: Sequence[int]) -> RealRank:
+    """Draw epochs on one rank; errors call it by this name."""
+    subject: Audited = pickle.loads(pickled)  # noqa: S301 - the parent's own
+    coding = Coding()
+    here = Rank(subject, rank, world_size, seeds[rank], is_real=True)
+    by_value = subject.is_made and here.traits.is_in_memory  # other ranks may hold other data
+    return RealRank(here.traits, {number: here.epoch(number, coding, by_value) for number in numbers}, coding)
+
+
+def ranks_of(
+    subject: Audited,
+    seeds: Sequence[int],
+    numbers: Sequence[int],
+    timeout: float | None,
+    only: Sequence[int] | None = None,
+) -> _Ranks:
+    """Return the ranks of a world.
+
+    Args:
+        subject: What is audited.
+        seeds: For each rank, as which one it is seeded.
+        numbers: The epochs that they will draw.
+        timeout: Seconds until every real rank must have returned, each in a process where it draws one epoch after the
+            other; None for ranks that this process simulates.
+        only: Which ranks to make, where this process simulates them; None for all.
+
+    Raises:
+        InvalidOptionError: The subject cannot be pickled for real ranks.
+    """
+    if timeout is None:
+        return [Rank(subject, rank, len(seeds), seeds[rank]) for rank in only or range(len(seeds))]
+    try:
+        pickled = pickle.dumps(subject)
+    except Exception as error:
+        raise InvalidOptionError(
+            f"audit with processes=True sends what it audits to other processes, and pickling {subject.name} raised "
+            f"{type(error).__name__}: {error}. Pass functions of a module, and numbers for cost=."
+        ) from error
+    return run_ranks(sampling, len(seeds), pickled, numbers, seeds, timeout=timeout)
+
+
+def drawn_anew(ranks: _Ranks, number: int, coding: Coding, by_value: bool) -> list[RankGiven]:
+    """Draw an epoch, and those before it, on new ranks."""
+    for before in range(number):
+        for rank in ranks:
+            rank.epoch(before, coding, by_value)
+    return [rank.epoch(number, coding, by_value) for rank in ranks]

@@ -1,26 +1,82 @@
-"""The report of an audit, several of them, their page, and where they come from."""
+"""The report of an audit, several of them, and their page."""
 
-import inspect
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from ddp_patch.auditing.drawn import Units
-from ddp_patch.auditing.judge_problems import Problem
+from ddp_patch.auditing.given import Units
 from ddp_patch.auditing.pictured import Pictured
-from ddp_patch.auditing.show import as_markdown, as_text, escaped_markdown, notebook, page_of, section
-from ddp_patch.auditing.words import EpochReport, balance_text, epoch_text, summary_text
+from ddp_patch.auditing.problems import Problem
+from ddp_patch.auditing.show import as_markdown, as_text, escaped_markdown, notebook, page_of, section, waiting_text
 from ddp_patch.errors import AuditError
-from ddp_patch.loaders.hooks import from_here, made
 
-__all__ = ["Report", "Reports", "page", "place_in_code"]
+__all__ = ["EpochReport", "Report", "Reports", "page"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReport:
+    """Tell what the ranks got in one epoch.
+
+    Attributes:
+        epoch: The epoch's number, from 0.
+        items: Number of samples that each rank got, shape (ranks,).
+        steps: Number of batches that each rank got, shape (ranks,).
+        units: What the numbers below count: samples, or batches where ranks shard whole batches.
+        expected: How many a single process would get.
+        distinct: How many different ones a single process would get, as far as they can be distinguished.
+        missing: How many no rank got. None where only a part was looked at, or where samples cannot be compared: all
+            are equal, or an iterable dataset makes new ones in each pass.
+        repeated: How many times ranks got one more often than a single process would, padding included and foreign ones
+            not. None where it is not known.
+        padding: How many of these repeats fill the last round.
+        dropped: How many of the missing ones the loader was asked to leave out.
+        imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
+        worst_imbalance: The slowest rank's cost over the ranks' mean, in the worst step. None without ``cost``.
+        foreign: How many ranks got that a single process never gets. None where it is not known.
+
+    Examples:
+        >>> from torch.utils.data import DataLoader
+        >>> from ddp_patch import audit
+        >>> epoch, _ = audit(DataLoader(range(10), batch_size=2), world_size=4).epochs
+        >>> epoch.expected, epoch.items, epoch.repeated, epoch.padding
+        (10, (3, 3, 3, 3), 2, 2)
+        >>> str(epoch)
+        '3 samples in 2 steps per rank; of 10 samples, 0 missing, 2 repeats (2 to fill the last round)'
+    """
+
+    epoch: int
+    items: tuple[int, ...]
+    steps: tuple[int, ...]
+    units: Units
+    expected: int
+    distinct: int
+    missing: int | None
+    repeated: int | None
+    padding: int
+    dropped: int
+    foreign: int | None = 0
+    imbalance: float | None = None
+    worst_imbalance: float | None = None
+
+    def __str__(self) -> str:
+        told = f"{_range(self.items)} samples in {_range(self.steps)} steps per rank; of {self.expected} {self.units}"
+        told += f" ({self.distinct} different ones)" * (self.distinct < self.expected)
+        if self.repeated is None:
+            return f"{told}, missing and repeated: not known"
+        told += ", missing: not known" if self.missing is None else f", {self.missing} missing"
+        told += f" ({self.dropped} as the loader asks)" * (self.dropped > 0)
+        told += f", {self.repeated} repeat{'s' * (self.repeated != 1)}"
+        told += f" ({self.padding} to fill the last round)" * (self.padding > 0)
+        return told + f", {self.foreign} that one process never gets" * ((self.foreign or 0) > 0)
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _versions() -> dict[str, str]:
@@ -32,26 +88,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # a checkout that is imported without being installed
             found[package] = "not installed"
     return found
-
-
-def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
-    """Return the file and line where a function is defined, or where a loader was made; None if it is not known.
-
-    Examples:
-        >>> from tokenize import open as function
-        >>> place_in_code(function).split("/")[-1].split(":")[0]
-        'tokenize.py'
-    """
-    if isinstance(audited, DataLoader):
-        where = made(audited)
-        return None if where is None else from_here(where.place)
-    function = inspect.unwrap(audited)
-    while isinstance(function, partial):
-        function = inspect.unwrap(function.func)
-    if not hasattr(function, "__code__"):  # an object that can be called
-        function = getattr(type(function), "__call__", None)  # noqa: B004 - it is the method's code that tells
-    code = getattr(function, "__code__", None)
-    return None if code is None else from_here(f"{code.co_filename}:{code.co_firstlineno}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,33 +151,69 @@ class Report:
         if not self.ok:
             raise AuditError(str(self))
 
+    def beside(self, balanced: "Report") -> "Report":
+        """Return the report with that of the same loader patched with ``cost=``, whose problems become its own."""
+        known = {problem.kind for problem in (*self.problems, *self.allowed)}
+
+        def both(own: Sequence[Problem], others: Sequence[Problem]) -> tuple[Problem, ...]:
+            new = (problem for problem in others if problem.kind not in known)
+            return (*own, *(replace(problem, where=f"with cost=, {problem.where}") for problem in new))
+
+        problems, allowed = both(self.problems, balanced.problems), both(self.allowed, balanced.allowed)
+        return replace(self, balanced=balanced, problems=problems, allowed=allowed)
+
     @property
     def summary(self) -> str:
-        """What the ranks of a loader that passes got, in one line."""
+        """What the ranks of a loader that passes got, in one line.
+
+        Examples:
+            >>> from torch.utils.data import DataLoader
+            >>> from ddp_patch import audit
+            >>> audit(DataLoader(range(103)), world_size=4).summary
+            '4 ranks x 26 steps, each of 103 samples once, 1 padding'
+        """
+        epochs = self.epochs
+        units = f"{_range([epoch.expected for epoch in epochs])} {epochs[0].units}"
+        counts = {
+            "padding": [epoch.padding for epoch in epochs],
+            "left out": [epoch.dropped for epoch in epochs],
+            "missing": [(epoch.missing or epoch.dropped) - epoch.dropped for epoch in epochs],
+            "repeated": [(epoch.repeated or epoch.padding) - epoch.padding for epoch in epochs],
+            "foreign": [epoch.foreign or 0 for epoch in epochs],
+        }
+        if self.is_sample:
+            got = f"the first {_range([sum(epoch.items) for epoch in epochs])} samples"
+        elif any(epoch.repeated is None for epoch in epochs):
+            got = f"{units} that cannot be compared"
+        elif any(any(counts[wrong]) for wrong in ("missing", "repeated", "foreign")):
+            got = f"of {units}"
+        else:
+            is_once = all(epoch.expected == epoch.distinct for epoch in epochs)
+            got = f"each of {units} {'once' if is_once else 'as often as in one process'}"
+        more = [f"{_range(found)} {what}" for what, found in counts.items() if any(found)]
+        waits = [f"waiting {waiting_text(epoch.imbalance)}" for epoch in epochs if epoch.imbalance]
+        steps = _range([number for epoch in epochs for number in epoch.steps])
         allowed = "".join(f"; allowed: {problem.kind}" for problem in self.allowed)
-        return summary_text(self.world_size, self.epochs, self.is_sample) + allowed
+        return ", ".join([f"{self.world_size} ranks x {steps} steps", got, *more, *waits[:1]]) + allowed
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what was found as pairs of a name and a text, to show to people."""
         how = self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")
         found = [("ranks", str(self.world_size)), ("counted in", self.units), ("how", how)]
         found += [("code", self.code)] if self.code is not None else []
-        found += [(f"epoch {epoch.epoch}", epoch_text(epoch)) for epoch in self.epochs]
-        found += self._balance()
-        found += [("note", self.note)] if self.note is not None else []
-        found.append(("epochs differ", {True: "yes", False: "no", None: "not known"}[self.epochs_differ]))
-        return [*found, *(("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed)]
-
-    def _balance(self) -> list[tuple[str, str]]:
-        """Say how long ranks wait in each epoch, and whether the loader passes with ``cost=``, too."""
-        balanced = [None] * len(self.epochs) if self.balanced is None else self.balanced.epochs
-        texts = [balance_text(epoch, other) for epoch, other in zip(self.epochs, balanced, strict=True)]
-        found = [(f"balance {epoch.epoch}", text) for epoch, text in zip(self.epochs, texts, strict=True) if text]
+        found += [(f"epoch {epoch.epoch}", str(epoch)) for epoch in self.epochs]
+        for number, epoch in enumerate(self.epochs):
+            if epoch.imbalance:
+                balanced = None if self.balanced is None else self.balanced.epochs[number].imbalance
+                with_it = f" without cost=, {waiting_text(balanced)} with it" if balanced else ""
+                found.append((f"balance {number}", f"ranks wait {waiting_text(epoch.imbalance)} of the time{with_it}"))
         if self.balanced is not None:
             found.append(("with cost=", "PASS" if self.balanced.ok else "FAIL"))
         if self.why_not_balanced is not None:
             found.append(("with cost=", f"not simulated. {self.why_not_balanced}"))
-        return found
+        found += [("note", self.note)] if self.note is not None else []
+        found.append(("epochs differ", {True: "yes", False: "no", None: "not known"}[self.epochs_differ]))
+        return [*found, *(("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed)]
 
     def html(self, name: str) -> str:
         """Return the report as a part of an HTML page; without the picture where matplotlib is not installed."""

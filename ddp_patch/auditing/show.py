@@ -6,12 +6,33 @@ from html import escape
 from pathlib import Path
 from typing import TypeAlias
 
-from ddp_patch.auditing.judge_problems import Problem
+from ddp_patch.auditing.problems import Problem
 
-__all__ = ["Facts", "annotation", "as_markdown", "as_text", "escaped_markdown", "notebook", "page_of", "section"]
+__all__ = [
+    "Facts",
+    "annotation",
+    "as_markdown",
+    "as_text",
+    "escaped_markdown",
+    "notebook",
+    "page_of",
+    "section",
+    "waiting_text",
+]
 
 
 Facts: TypeAlias = Sequence[tuple[str, str]]  # pairs of a name and a text
+
+
+def waiting_text(imbalance: float) -> str:
+    """Return the percentage of the time that the mean rank waits, where a step takes as long as its slowest rank.
+
+    Examples:
+        >>> waiting_text(1.5), waiting_text(1.004)
+        ('33 %', '0.4 %')
+    """
+    share = 100 * (1 - 1 / imbalance)
+    return f"{share:.1f} %" if 0.05 <= share < 9.95 else f"{share:.0f} %"
 
 
 def as_text(title: str, facts: Facts, problems: Sequence[Problem]) -> str:

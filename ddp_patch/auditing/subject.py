@@ -1,8 +1,7 @@
 """Make each rank's loader, a copy of the audited one or what the audited factory returns; and describe it."""
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,22 +10,19 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ddp_patch.auditing.drawn import Units
-from ddp_patch.compat.packages import is_interleaved, is_split_by_node
-from ddp_patch.errors import InvalidOptionError, NotALoaderError, message_of
+from ddp_patch.auditing.given import Units
+from ddp_patch.errors import InvalidOptionError, message_of
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
-from ddp_patch.loaders.recognition import is_loader, nested_datasets, shards_itself
+from ddp_patch.loaders.recognition import require_loader
 from ddp_patch.loaders.samples import length_of, nested_samplers
 from ddp_patch.options import Share
-from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.orders import is_torch_sampler
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.sharding.refusals import ignored_index_text, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.walks import plain_tensors
 
-__all__ = ["Audited", "Factory", "Traits", "base_of", "digest", "indexed", "made_by", "name_of"]
+__all__ = ["Audited", "Factory", "Traits", "base_of", "indexed", "made_by", "name_of"]
 
 
 Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
@@ -43,12 +39,9 @@ class Audited:
         set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
         max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
         whole: Whether to keep a last, incomplete batch, so that everything there is to shard is drawn.
-        by_one_worker: Whether one worker reads an iterable dataset, however many the loader has.
-        by_contents: Whether to compare samples by their contents, because each rank holds data of its own in memory.
 
     Raises:
-        InvalidOptionError: The loader is one rank's shard already; the function does not take a rank and a world
-            size; or options are given, and nothing is patched.
+        InvalidOptionError: The loader is one rank's shard already; or options are given, and nothing is patched.
     """
 
     make: LoaderFacts[Any] | Factory
@@ -57,13 +50,9 @@ class Audited:
     set_epoch: bool
     max_items: int
     whole: bool = False
-    by_one_worker: bool = False
-    by_contents: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.make, LoaderFacts):
-            _require_two_arguments(self.make)
-        elif (found := self.make.sharded_by) is not None:
+        if isinstance(self.make, LoaderFacts) and (found := self.make.sharded_by) is not None:
             rank, ranks = self.make.made_for or ("?", "?")
             raise InvalidOptionError(
                 f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
@@ -73,14 +62,9 @@ class Audited:
         if self.options and not self.patches:
             raise InvalidOptionError(
                 f"audit was given {', '.join(self.options)} for patch_dataloader_to_ddp(), which is not called: "
-                f"{'patch=False' if isinstance(self.make, LoaderFacts) else 'a factory makes finished loaders'}. Leave "
-                "them out, or pass an unpatched loader."
+                f"{'a factory makes finished loaders' if self.is_made else 'patch=False'}. Leave them out, or pass an "
+                "unpatched loader."
             )
-
-    @property
-    def patches(self) -> bool:
-        """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
-        return self.patch and isinstance(self.make, LoaderFacts)
 
     @property
     def is_made(self) -> bool:
@@ -88,11 +72,16 @@ class Audited:
         return not isinstance(self.make, LoaderFacts)
 
     @property
+    def patches(self) -> bool:
+        """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
+        return self.patch and not self.is_made
+
+    @property
     def name(self) -> str:
         """Return the name to show in reports."""
         return type(self.make.loader).__name__ if isinstance(self.make, LoaderFacts) else name_of(self.make)
 
-    def made_for(self, rank: int, world_size: int, is_real: bool = False) -> LoaderFacts[Any]:
+    def made_for(self, rank: int, world_size: int, is_real: bool) -> LoaderFacts[Any]:
         """Make a rank's loader, and look at it.
 
         Args:
@@ -106,28 +95,10 @@ class Audited:
             if self.patches:
                 where: dict[str, Any] = {} if is_real else {"rank": rank, "num_replicas": world_size}
                 made = patch_dataloader_to_ddp(made, **where, **self.options)
-        else:
-            made = made_by(self.make, rank, world_size)
-            if not is_loader(made):
-                raise NotALoaderError(
-                    f"The factory {self.name}(rank={rank}, world_size={world_size}) returned {made!r} "
-                    f"({type(made).__name__}), not a DataLoader. Return the loader that this rank would iterate."
-                )
-        facts = _whole(look_at(made), "auto") if self.whole and self.is_made else look_at(made)
-        return look_at(copy_loader(facts.loader, num_workers=1)) if self.by_one_worker else facts
-
-
-def _require_two_arguments(make: Factory) -> None:
-    """Refuse a function that cannot be called as ``make(rank, world_size)``."""
-    try:
-        inspect.signature(make).bind(0, 1)
-    except TypeError as error:
-        raise InvalidOptionError(
-            f"audit calls a factory as make(rank, world_size) for every rank, and {name_of(make)} cannot be called so: "
-            f"{error}. Give it these two arguments, or pass the finished loader itself."
-        ) from None
-    except ValueError:  # some functions in C do not tell their arguments
-        pass
+            return look_at(made)
+        made = made_by(self.make, rank, world_size)
+        require_loader(f"audit, from {self.name}(rank={rank}, world_size={world_size}),", made)
+        return _whole(look_at(made), "auto") if self.whole else look_at(made)
 
 
 def name_of(make: Callable[..., Any]) -> str:
@@ -148,16 +119,14 @@ def made_by(make: Factory, rank: int, world_size: int) -> Any:
 
 def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
     """Return a look at the loader as one that leaves nothing out; where whole batches are shared, no batch."""
-    if not facts.drop_last or (
-        facts.unit is ShardedUnit.SAMPLE and unit_shared(facts, share).unit is ShardedUnit.BATCH
-    ):
+    if not facts.drop_last or facts.unit in {ShardedUnit.BATCH, ShardedUnit.UNBATCHED}:
         return facts
-    if facts.unit is ShardedUnit.SAMPLE:
-        batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
-        return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
     if facts.unit is ShardedUnit.ITERABLE:
         return look_at(copy_loader(facts.loader, drop_last=False))
-    return facts
+    if unit_shared(facts, share).unit is ShardedUnit.BATCH:
+        return facts
+    batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
+    return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
 
 
 def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
@@ -178,20 +147,17 @@ def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
 
 
 def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
-    """Return what copies share with the loader instead of copying it, as a memo for ``copy.deepcopy``."""
+    """Return large data that copies share with the loader, as a memo for ``copy.deepcopy``."""
     is_iterable = facts.unit is ShardedUnit.ITERABLE
     memo: dict[int, Any] = {} if is_iterable else {id(facts.dataset): facts.dataset}
     for holder in (*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])):
-        # Large data, which the holder does not change.
-        data: tuple[type, ...] = (torch.Tensor, np.ndarray) if is_iterable else ()
+        kinds: tuple[type, ...] = (Dataset, nn.Module)
+        if is_iterable or is_torch_sampler(holder):
+            kinds += (torch.Tensor, np.ndarray)
         if is_torch_sampler(holder):
-            data = (torch.Tensor, np.ndarray, list, range)
-        for value in getattr(holder, "__dict__", {}).values():
-            is_data = isinstance(value, Dataset | nn.Module) and not isinstance(value, IterableDataset)
-            if is_data or isinstance(value, data):
-                memo[id(value)] = value
-            elif type(value) is list and set(map(type, value)) <= {int, float, str}:
-                memo[id(value)] = value[:]  # the same copy that deepcopy makes, without a look at each element
+            kinds += (list, range)
+        values = getattr(holder, "__dict__", {}).values()
+        memo |= {id(each): each for each in values if isinstance(each, kinds) and not isinstance(each, IterableDataset)}
     return memo
 
 
@@ -231,22 +197,9 @@ def base_of(dataset: Any) -> Any:
 
 def _is_in_memory(dataset: Any) -> bool:
     """Tell whether a dataset holds its samples, and gives them by looking them up."""
-    match dataset:
-        case Subset():
-            return _is_in_memory(dataset.dataset)
-        case ConcatDataset():
-            return all(map(_is_in_memory, dataset.datasets))
-    return isinstance(dataset, list | tuple | range | np.ndarray | torch.Tensor | TensorDataset)
-
-
-def digest(dataset: Any) -> str | None:
-    """Return a hash of the samples that a dataset holds in memory; None where it holds none or they cannot be told."""
-    if not _is_in_memory(dataset):
-        return None
-    if isinstance(dataset, torch.Tensor) or (isinstance(dataset, np.ndarray) and not dataset.dtype.hasobject):
-        return fingerprint([dataset])
-    held = [dataset[index] for index in range(len(dataset))]
-    return fingerprint(held) if all(plain_tensors(each) is not None for each in held) else None
+    if isinstance(dataset, ConcatDataset):
+        return all(map(_is_in_memory, dataset.datasets))
+    return isinstance(base_of(dataset), list | tuple | range | np.ndarray | torch.Tensor | TensorDataset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,72 +209,42 @@ class Traits:
     Attributes:
         units: Whether ranks shard samples or whole batches.
         is_iterable: Whether the dataset is iterable, so that it is read and has no indices.
-        batch_size: Samples in a batch, where the loader or its batch sampler says so; otherwise 1.
-        num_workers: The loader's workers.
-        keeps_workers: Whether they live on from epoch to epoch.
-        num_shards: In how many pieces an iterable dataset says that its workers may share it; None if it does not say.
-        may_be_split: Whether Hugging Face's ``split_dataset_by_node()`` has split the dataset, or may have, which its
-            ``interleave_datasets()`` hides.
+        readers: How many workers read it; 1 of any other dataset.
         divides_batches: Whether each rank takes a part of every batch of one process.
         drops_batch: Whether the loader leaves out a last, incomplete batch.
         drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
-        sharers: How many of the loader's samplers and its dataset shard by themselves.
-        dataset_length: Samples in the dataset; None where it is iterable or has no length.
-        base_length: Samples in the dataset below torch's ``Subset`` layers; None as above.
+        base_length: Samples in the dataset below torch's ``Subset`` layers; None where it is iterable or has no length.
+        is_in_memory: Whether it holds its samples.
         ignores_index: Why indices choose nothing of the dataset, and what to do; empty if they may choose.
     """
 
     units: Units
     is_iterable: bool
-    batch_size: int
-    num_workers: int
-    keeps_workers: bool
-    num_shards: int | None
-    may_be_split: bool
+    readers: int
     divides_batches: bool
     drops_batch: bool
     drops_round: bool
-    sharers: int
-    dataset_length: int | None
     base_length: int | None
+    is_in_memory: bool
     ignores_index: tuple[str, str]
 
     @classmethod
     def of(cls, facts: LoaderFacts[Any]) -> "Traits":
         """Describe a loader that was looked at."""
-        samplers: Sequence[Any] = facts.samplers
         batches = None if facts.unit is ShardedUnit.UNBATCHED else facts.iterated
         dataset, is_iterable = facts.dataset, facts.unit is ShardedUnit.ITERABLE
         by = facts.sharded_by if isinstance(facts.sharded_by, EpochSampler) else None
         divides = by is not None and by.agreed.options.divides_batches
         gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
         are_batches = facts.unit is ShardedUnit.BATCH or (facts.unit is ShardedUnit.UNBATCHED and gives_batches)
-        size, shards = facts.batch_size or getattr(batches, "batch_size", None), getattr(dataset, "num_shards", None)
         return cls(
             units="batches" if are_batches and not divides else "samples",
             is_iterable=is_iterable,
-            batch_size=size if isinstance(size, int) and size > 0 else 1,
-            num_workers=facts.num_workers,
-            keeps_workers=facts.loader.persistent_workers,
-            num_shards=shards if is_iterable and isinstance(shards, int) else None,
-            may_be_split=is_iterable and by is None and _may_be_split(dataset),
+            readers=max(1, facts.num_workers) if is_iterable else 1,
             divides_batches=divides,
             drops_batch=facts.drop_last or getattr(batches, "drop_last", False) is True,
-            drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in samplers),
-            sharers=sum(map(shards_itself, (*samplers, dataset))),
-            dataset_length=None if is_iterable else facts.dataset_length,
+            drops_round=any(getattr(sampler, "drop_last", False) is True for sampler in facts.samplers),
             base_length=None if is_iterable else length_of(base_of(dataset), ()),
+            is_in_memory=_is_in_memory(dataset),
             ignores_index=("", "") if is_iterable else ignored_index_text(dataset),
         )
-
-    @property
-    def batchers(self) -> int:
-        """Return how many parts of a rank make batches, each with a last one of its own.
-
-        Each worker makes its own batches of an iterable dataset. Elsewhere the rank's one batch sampler makes them.
-        """
-        return max(1, self.num_workers) if self.is_iterable else 1
-
-
-def _may_be_split(dataset: Any) -> bool:
-    return is_interleaved(dataset) or any(map(is_split_by_node, nested_datasets(dataset)))

@@ -43,7 +43,6 @@ __all__ = [
     "held_loaders",
     "is_any_of",
     "is_hugging_face_table",
-    "is_interleaved",
     "is_of_energon",
     "is_single_node_only",
     "is_split_by_node",
@@ -140,7 +139,6 @@ def rows_at(table: Any, places: Sequence[int]) -> list[Any]:
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"
-_INTERLEAVES: Final = f"{_HUGGING_FACE}.CyclingMultiSourcesExamplesIterable"
 _BUFFERS: Final = f"{_HUGGING_FACE}.BufferShuffledExamplesIterable"
 
 
@@ -151,11 +149,6 @@ def loses_items_when_loaded(dataset: object) -> bool:
     hold them too.
     """
     return _has_stage(dataset, _BUFFERS)
-
-
-def is_interleaved(dataset: object) -> bool:
-    """Return whether ``interleave_datasets()`` made it, which in datasets 4.4.1 undoes a split and leaves no mark."""
-    return _has_stage(dataset, _INTERLEAVES)
 
 
 def _has_stage(dataset: object, name: str) -> bool:

@@ -381,6 +381,6 @@ def why_orders_differ(
         f"{listed.capitalize()} would draw different orders: the sampler has a random generator of its own that is "
         "seeded by rank, holds data (weights, indices) that differ, or follows the order of a set or of files; or it "
         "is sharded already, which its first samples do not show, and then most samples are lost. From now on rank 0 "
-        "draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the epoch's start. Make "
-        f"the sampler's order the same on every rank; or, if it is sharded, {mark}."
+        "draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the epoch's "
+        f"start. Make the sampler's order the same on every rank; or, if it is sharded, {mark}."
     )

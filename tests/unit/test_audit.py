@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import pickle
-import random
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -25,7 +23,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
     WeightedRandomSampler,
@@ -36,10 +33,10 @@ from zoo import ALL_KINDS, BY_NAME, Indices, Kind, draw_ambient, loader, seed_am
 from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import auditing, problem_kinds
 from ddp_patch.auditing.commands import commands
-from ddp_patch.auditing.drawn import Coding
+from ddp_patch.auditing.given import Coding
+from ddp_patch.auditing.ranks import ranks_of
 from ddp_patch.auditing.report import page
 from ddp_patch.auditing.subject import Audited
-from ddp_patch.auditing.world import ranks_of
 from ddp_patch.errors import AuditError, InvalidOptionError, NoStepsError, NotALoaderError
 from ddp_patch.loaders.facts import look_at
 from ddp_patch.options import Uneven
@@ -53,106 +50,60 @@ def kinds(report: Any) -> list[str]:
 
 
 # Set-up, and what the audit names: with a word of its remedy.
-BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, str]] = [
-    (setups.not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.not_sharded_in_order, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.not_sharded_weighted, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.rank_zero_everywhere, "not_sharded", "get_rank()"),
-    (setups.double_sharding, "double_sharding", "Shard once"),
-    (setups.double_sharding_by_hand, "double_sharding", "Shard once"),
-    (setups.double_sharding_of_subsets, "double_sharding", "Shard once"),
-    (setups.by_local_rank, "not_sharded", "not by the local one"),
-    (setups.subset_by_local_rank, "not_sharded", "not by the local one"),
-    (setups.own_draw, "not_sharded", "a sampler that draws for all ranks"),
-    (setups.ambient_order, "ranks_disagree", "seed every rank alike"),
-    (setups.private_order, "ranks_disagree", "order='leader'"),
-    (setups.seeded_by_rank, "ranks_disagree", "alike on every rank"),
-    (setups.torchs, "same_order", "set_epoch(epoch)"),
-    (setups.torn, "split_batch", "DDPBatchSamplerWrapper"),
-    (setups.batches_lost, "missing", "uneven='pad'"),
-    (setups.half_for_other_ranks, "missing", "uneven='pad'"),
-    (setups.first_lost, "missing", "uneven='pad'"),
-    (setups.contiguous_tail_lost, "tail_lost", "drop_last=False"),
-    (setups.uneven, "uneven_steps", "uneven='pad'"),
-    (setups.torchs_dropping, "tail_lost", "drop_last=False"),
-    (setups.lost_tail, "tail_lost", "drop_last=False"),
-    (setups.wrong_length, "wrong_length", "__len__"),
-    (setups.whole_batch_padding, "padding", "even_batches=False"),
-    (setups.failing, "error", "Mend the sampler"),
-    (setups.stream_not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.stream_split_by_worker, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.stream_split_by_rank_alone, "repeated", "get_worker_info()"),
-    (setups.augmented_stream_not_sharded, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.stream_shared_twice, "double_sharding", "Shard once"),
-    (setups.stream_uneven, "uneven_steps", "uneven='pad'"),
-    (setups.stream_cut, "tail_lost", "drop_last=False"),
-    (setups.stream_of_another_length, "wrong_length", "__len__"),
-    (setups.stream_read_by_every_worker, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.shards_of_fewer_workers, "not_sharded", "get_rank()"),
-    (setups.shards_uneven, "uneven_steps", "uneven='pad'"),
-    (setups.files_split_by_node, "uneven_steps", "uneven='pad'"),
-    (setups.stream_shuffled_by_every_worker, "not_sharded", "patch_dataloader_to_ddp()"),
-    (setups.share_shuffled_by_every_worker, "repeated", "get_worker_info()"),
-    (parts.of_a_fixed_world, "ignores_world_size", "make(0, 1)"),
-    (setups.one_shard, "idle_workers", "num_workers=1"),
-    (parts.validation_too, "foreign", "same data"),
+PATCHED = "patch_dataloader_to_ddp()"
+BROKEN: list[tuple[Callable[[int, int], DataLoader[Any]], str, Words, str]] = [
+    (setups.not_sharded, "not_sharded", ("Each of 4 ranks", "all of the data", "103 samples"), PATCHED),
+    (setups.not_sharded_in_order, "not_sharded", "all of the data", PATCHED),
+    (setups.not_sharded_weighted, "not_sharded", "all of the data", PATCHED),
+    (setups.rank_zero_everywhere, "not_sharded", ("Each of 4 ranks", "the same samples", "26 samples"), PATCHED),
+    (setups.own_draw, "not_sharded", ("Each of 4 ranks", "if seeded alike", "25 samples"), PATCHED),
+    (setups.double_sharding, "double_sharding", "77 of 103 samples", "Shard once"),
+    (setups.double_sharding_by_hand, "double_sharding", "77 of 103 samples", "Shard once"),
+    (setups.double_sharding_of_subsets, "double_sharding", "75 of 103 samples", "Shard once"),
+    (setups.by_local_rank, "missing", ("51 of 103 samples", "on ranks 0, 2"), PATCHED),
+    (setups.ambient_order, "ranks_disagree", "seeded alike", "seed every rank alike"),
+    (setups.private_order, "missing", "of 100 samples are missing", "order='leader'"),
+    (setups.shuffled_padding, "missing", "of 103 samples are seen more often", PATCHED),
+    (setups.torchs, "same_order", ("2 epochs have 1 different order", "set_epoch()"), "set_epoch(epoch)"),
+    (setups.torn, "split_batch", ("2 of 2 batches are missing", "8 batches"), "DDPBatchSamplerWrapper"),
+    (setups.batches_lost, "missing", ("6 of 26 batches", "80; 81; 82"), "uneven='pad'"),
+    (setups.half_for_other_ranks, "missing", "64 of 128 samples", "uneven='pad'"),
+    (setups.first_lost, "missing", "such as 0", "uneven='pad'"),
+    (setups.lost_tail, "missing", "100; 101; 102", "drop_last=False"),
+    (setups.torchs_dropping, "tail_lost", ("same 3 samples", "100; 101; 102", "every epoch"), "drop_last=False"),
+    (setups.uneven, "uneven_steps", ("Rank 1 makes 6 steps", "rank 0 makes 7"), "uneven='pad'"),
+    (setups.wrong_length, "wrong_length", ("says 25", "7 steps"), "__len__"),
+    (setups.whole_batch_padding, "padding", "9 of 103 samples", "even_batches=False"),
+    (setups.failing, "error", ("Rank 1", "the index file is gone"), "Mend the sampler"),
+    (setups.stream_not_sharded, "not_sharded", "all of the data", PATCHED),
+    (setups.stream_split_by_worker, "not_sharded", ("all of the data", "103 samples"), PATCHED),
+    (setups.stream_split_by_rank_alone, "repeated", "104 of 104 samples", "get_worker_info()"),
+    (setups.augmented_stream_not_sharded, "not_sharded", "all of the data", PATCHED),
+    (setups.stream_shared_twice, "double_sharding", "75 of 103 samples", "Shard once"),
+    (setups.stream_uneven, "uneven_steps", "Rank 1 makes 6", "uneven='pad'"),
+    (setups.stream_of_another_length, "wrong_length", "7 steps", "__len__"),
+    (setups.stream_read_by_every_worker, "not_sharded", ("all of the data", "206 samples"), PATCHED),
+    (setups.shards_of_fewer_workers, "not_sharded", ("the same samples", "5 samples"), PATCHED),
+    (setups.shards_uneven, "uneven_steps", ("Rank 2 makes 2 steps", "rank 1 makes 4"), "uneven='pad'"),
+    (setups.stream_shuffled_by_every_worker, "not_sharded", ("all of the data", "206 samples"), PATCHED),
+    (setups.share_shuffled_by_every_worker, "repeated", "104 of 104 samples", "get_worker_info()"),
+    (parts.validation_too, "foreign", "8 samples", "same data"),
 ]
 
 
-@pytest.mark.parametrize(("make", "kind", "remedy"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_broken_set_up_is_found_and_named_with_its_remedy(make: Any, kind: str, remedy: str) -> None:
+@pytest.mark.parametrize(("make", "kind", "said", "remedy"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_set_up_is_found_and_named_with_its_remedy(make: Any, kind: str, said: Words, remedy: str) -> None:
     report = audit(make, world_size=4)
     assert kinds(report) == [kind]
+    assert not missing(report.problems[0].what, said), report.problems[0].what
     assert remedy in report.problems[0].remedy
     assert not report.ok
     with pytest.raises(AuditError, match=kind):
         report.raise_for_problems()
-    assert audit(make, world_size=4, allow=[kind]).ok  # type: ignore[list-item]  # one of problem_kinds, as was just seen
-
-
-def test_two_causes_are_told_apart() -> None:
-    report = audit(setups.shuffled_padding, world_size=4)
-    assert kinds(report) == ["ranks_disagree", "padding"]
-    assert "missing" not in report.problems[1].what
 
 
 def test_every_kind_of_problem_has_a_broken_set_up() -> None:
-    assert {kind for _, kind, _ in BROKEN} == set(problem_kinds)
-
-
-# What is said of a set-up: what was found, and why.
-SAID: list[tuple[Callable[[int, int], DataLoader[Any]], Words]] = [
-    (setups.not_sharded, ("Each of 4 ranks", "all of the data", "103 samples", "4 times")),
-    (setups.rank_zero_everywhere, ("Each of 4 ranks", "same part of the data", "26 samples", "other samples")),
-    (setups.own_draw, ("Each of 4 ranks", "draws its own", "25 samples")),
-    (setups.stream_split_by_worker, ("all of the data", "103 samples", "4 times")),
-    (setups.stream_read_by_every_worker, ("all of the data", "206 samples", "8 times")),
-    (setups.by_local_rank, ("Ranks 0 and 2", "same part of the data", "26 samples", "ranks 1 and 3")),
-    (setups.double_sharding, ("4 ranks", "28 of 103 samples")),
-    (setups.two_parts_that_share, ("4 ranks", "8 of 26 batches")),
-    (setups.seeded_by_rank, ("generator", "not seeded", "seeded by rank")),
-    (setups.torn, ("8 of the ranks' 8 batches", "2 of the 2 batches")),
-    (setups.batches_lost, ("6 of 26 batches", "80; 81; 82")),
-    (setups.lost_tail, ("100, 101, 102", "every epoch", "incomplete round")),
-    (setups.stream_split_by_rank_alone, ("Each rank", "2 times", "each worker")),
-    (setups.shards_of_fewer_workers, ("Each of 4 ranks", "same part of the data", "5 samples")),
-    (setups.shards_uneven, ("Rank 2 makes 2 steps", "rank 1 makes 4")),
-    (setups.files_split_by_node, ("Rank 0 makes 4 steps", "rank 1 makes 6")),
-    (setups.stream_shuffled_by_every_worker, ("all of the data", "206 samples", "8 times")),
-    (setups.share_shuffled_by_every_worker, ("104 of 104 samples", "2 times", "each worker")),
-]
-
-
-@pytest.mark.parametrize(("make", "said"), SAID, ids=lambda value: getattr(value, "__name__", ""))
-def test_what_is_said_is_true_of_the_set_up(make: Any, said: Words) -> None:
-    problems = audit(make, world_size=4).problems
-    assert any(not missing(f"{problem.what} {problem.why}", said) for problem in problems), problems
-
-
-def test_ranks_that_get_one_share_are_listed_in_part_where_they_are_many() -> None:
-    (problem,) = audit(setups.by_local_rank, 16, epochs=1).problems
-    said = ("Ranks 0, 2, 4 and 5 more", "same part of the data", "7 samples", "ranks 1, 3, 5 and 5 more")
-    assert not missing(problem.what, said)
+    assert {kind for _, kind, *_ in BROKEN} == set(problem_kinds)
 
 
 @pytest.mark.parametrize(
@@ -188,30 +139,6 @@ def test_torchs_own_sampler_holds_where_the_training_tells_epochs(world_size: in
     assert kinds(audit(setups.torchs_in_batches, world_size)) == ["same_order", *lost]
 
 
-def test_what_one_rank_gets_is_counted() -> None:
-    report = audit(setups.ambient_order, world_size=4, epochs=1)
-    epoch = report.epochs[0]
-    assert (epoch.items, epoch.steps) == ((26, 26, 26, 26), (7, 7, 7, 7))
-    assert epoch.missing
-    assert epoch.repeated
-
-
-def test_samples_are_missing_or_repeated_for_no_known_reason() -> None:
-    def half(rank: int, world_size: int) -> DataLoader[Any]:
-        return setups.loader(range(N) if world_size == 1 else range(rank, 40, world_size))
-
-    def twice(rank: int, world_size: int) -> DataLoader[Any]:
-        return setups.loader(range(N) if world_size == 1 else [*range(N)][:: [1, -1, 2, -2][rank]])
-
-    def both(rank: int, world_size: int) -> DataLoader[Any]:
-        return setups.loader(range(N) if world_size == 1 else [*range(rank, N - 1, world_size), 0, 1, 2, 3, 4])
-
-    assert kinds(audit(half, 4)) == ["missing"]
-    assert not missing(audit(both, 4).problems[0].what, ("5 of 103 samples", "20 times"))
-    assert kinds(audit(both, 4, allow=["uneven_steps"])) == ["missing"]  # always the same, but there is more to tell
-    assert kinds(audit(twice, 4, allow=["uneven_steps"])) == ["repeated"]
-
-
 def test_a_few_samples_are_not_lost_because_they_are_shared_twice() -> None:
     def make(rank: int, world_size: int) -> DataLoader[Any]:
         return loader(sampler=range(8) if world_size == 1 else [[0, 1], [2, 3, 4]][rank])
@@ -245,9 +172,9 @@ def test_epochs_have_to_differ_where_that_is_demanded() -> None:
     assert kinds(audit(loader(), 2, epochs_differ=True)) == ["same_order"]
     assert audit(loader(shuffle=True), 2, epochs_differ=True).epochs_differ is True
     assert audit(loader(), 2, epochs=1).epochs_differ is None
-    returning = audit(setups.by_turns, 1, epochs=3, epochs_differ=True)
-    assert "3 epochs have 2 orders" in returning.problems[0].what
-    assert audit(setups.by_turns, 1, epochs=3).ok
+    returning = audit(setups.by_turns, 2, epochs=3, epochs_differ=True, allow=["not_sharded"])
+    assert "3 epochs have 2 different orders" in returning.problems[0].what
+    assert audit(setups.by_turns, 2, epochs=3, allow=["not_sharded"]).ok
 
 
 def test_a_forgotten_set_epoch_of_the_users_own_sampler_is_found() -> None:
@@ -300,13 +227,6 @@ def test_a_length_that_an_endless_sampler_tells_is_wrong() -> None:
     assert not missing(problem.what, ("2", "10 steps"))
 
 
-def test_of_a_few_samples_it_is_said_that_an_order_may_return_by_chance() -> None:
-    given = DataLoader(Untouchable(2), batch_size=1)
-    (problem,) = audit(given, 2, epochs_differ=True).problems
-    assert not missing(problem.what, ("2 items", "2 orders", "chance"))
-    assert "chance" not in audit(loader(), 2, epochs_differ=True).problems[0].what
-
-
 def test_so_many_items_of_all_ranks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     told = f"{auditing._MOST / 10**6:g} million"
     page_of_it = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
@@ -351,15 +271,6 @@ def test_batches_are_what_is_shared_where_a_batch_sampler_makes_them() -> None:
     assert audit(DataLoader(Untouchable(), batch_size=None, sampler=whole), 3).units == "batches"
 
 
-def test_a_generator_that_copies_share_goes_on_for_each_rank_alone() -> None:
-    generator = setups.seeded_everywhere()
-    state = generator.get_state()
-    given = BY_NAME["own torch.Generator"].make()
-    given.sampler.permutation = lambda: torch.randperm(23, generator=generator).tolist()  # type: ignore[attr-defined]
-    assert audit(given, 3).ok
-    assert generator.get_state().equal(state)
-
-
 def test_a_report_is_frozen_plain_and_printable() -> None:
     report = audit(setups.not_sharded, world_size=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -395,9 +306,9 @@ REFUSED: list[tuple[Any, dict[str, Any], Words, Words | None]] = [
     (loader(), {"uneven": "drop", "patch": False}, ("uneven", PATCH, "patch=False"), "unpatched loader"),
     (loader(), {"uneven": "maybe"}, "uneven='maybe'", ("'pad'", "'drop'", "'keep'")),
     (loader(), {"epochs": 0}, "epochs=0", "1"),
+    (loader(), {"world_size": 1}, "world_size=1", "2"),
     (loader(), {"max_items": True}, ("max_items=True", "bool"), "whole number"),
-    (loader(), {"allow": ["pading"]}, ("allow=['pading']", *problem_kinds), None),
-    (loader(), {"allow": "padding"}, "allow='padding'", "allow=['padding']"),
+    (loader(), {"allow": ["pading"]}, "allow=['pading']", (*problem_kinds,)),
     (loader(), {"cost": [1] * 9}, ("cost=", "9 numbers", "23 samples"), "each index of loader.dataset"),
     (loader(), {"cost": [1] * 24, "patch": False}, ("cost=", "24 numbers", "23 samples"), "loader.dataset"),
     (setups.uneven, {"cost": [1] * 9}, ("cost=", "9 numbers", "beyond"), "each index"),
@@ -417,14 +328,14 @@ REFUSED: list[tuple[Any, dict[str, Any], Words, Words | None]] = [
 @pytest.mark.parametrize(("given", "options", "facts", "remedy"), REFUSED)
 def test_what_cannot_be_audited_is_refused(given: Any, options: Any, facts: Words, remedy: Words | None) -> None:
     with raises(InvalidOptionError, facts, remedy):
-        audit(given, 2, **options)
+        audit(given, **{"world_size": 2, **options})
 
 
 def test_what_is_no_loader_is_not_audited() -> None:
     nothing: Any = 7
     with raises(NotALoaderError, ("audit", "DataLoader", MAKE, "7 (int)"), "loader itself"):
         audit(nothing, 2)
-    with raises(NotALoaderError, ("<lambda>[0](rank=0, world_size=2)", "1 (int)", "DataLoader"), "loader"):
+    with raises(NotALoaderError, ("<lambda>[0](rank=0, world_size=2)", "1 (int)", "DataLoader")):
         audit(lambda rank, world_size: [1], 2)
 
 
@@ -461,19 +372,13 @@ def test_of_a_large_loader_four_bytes_for_each_index_are_kept() -> None:
     given: DataLoader[Any] = DataLoader(Untouchable(n), batch_size=250, shuffle=True)
     drawn = [
         rank.epoch(0, Coding())
-        for rank in ranks_of(Audited(look_at(given), True, {}, False, n), range(world_size), [0])
+        for rank in ranks_of(Audited(look_at(given), True, {}, False, n), range(world_size), [0], None)
     ]
     assert sum(one.items.nbytes for one in drawn) == 4 * n
     assert sum(one.sizes.nbytes for one in drawn) == 4 * n // 250
     report = audit(given, world_size)
     assert report.ok
     assert len(pickle.dumps(report)) < 30_000  # which keeps columns of an epoch alone
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int]] = []
-    audit(loader(), 2, progress=lambda done, of: told.append((done, of)))
-    assert told == [(done, 6) for done in range(1, 7)]
 
 
 def test_a_loader_patched_by_the_factory_is_audited_as_it_stands() -> None:
@@ -493,7 +398,7 @@ def test_a_rank_without_any_step_is_told() -> None:
     report = audit(make, 8, set_epoch=True)
     assert report.epochs[0].steps == (0,) * 8
     assert kinds(report) == ["missing"]
-    assert not missing(report.problems[0].what, ("No rank", "step", "23 samples"))
+    assert not missing(report.problems[0].what, "23 of 23 samples are missing")
     assert kinds(audit(make, 8, epochs=1)) == ["missing"]
     with pytest.raises(NoStepsError):
         audit(loader(shuffle=True, drop_last=True), 8)
@@ -626,56 +531,22 @@ def test_no_sharding_is_found_in_a_sample_too(sampler: Any) -> None:
     given: DataLoader[Any] = DataLoader(Untouchable(N), 4, sampler=sampler, shuffle=sampler is None)
     (problem,) = audit(given, 4, max_items=20, patch=False).problems
     assert problem.kind == "not_sharded"
-    assert "gets all of the data." in problem.what
+    assert "gets the same samples" in problem.what
     assert audit(given, 4, max_items=20).ok
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (setups.stream_read_by_every_worker, ("Each of 4 ranks", "all of the data")),
-        (setups.rank_zero_everywhere, ("Each of 4 ranks", "same part of the data")),
-        (setups.by_local_rank, ("Ranks 0 and 2", "same part of the data", "ranks 1 and 3")),
+        (setups.stream_read_by_every_worker, ("Each of 4 ranks", "the same samples")),
+        (setups.rank_zero_everywhere, ("Each of 4 ranks", "the same samples")),
+        (setups.by_local_rank, ("samples are seen more often", "on ranks 0, 2")),
     ],
 )
 def test_of_a_sample_no_number_is_said_that_is_not_known(make: Any, said: Words) -> None:
     (problem,) = audit(make, 4, epochs=1, max_items=12).problems
     assert not missing(problem.what, said)
-    assert not re.search(r"\d samples", problem.what)
-
-
-def test_repeats_where_no_round_is_to_be_filled_are_no_padding() -> None:
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        return DataLoader(Untouchable(96), 4, sampler=[*range(rank, 96, world_size), *[0] * (rank > 0)])
-
-    report = audit(make, 4)
-    assert report.epochs[0].padding == 0
-    assert kinds(report) == ["uneven_steps", "padding"]
-
-
-def test_samples_that_are_seen_too_often_are_counted_once_each() -> None:
-    """Their repeats may be more than there are samples."""
-
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        own = range(300) if world_size == 1 else random.Random(rank).choices(range(300), k=280)
-        return DataLoader(Untouchable(300), 4, sampler=own)
-
-    report = audit(make, 4, epochs=1)
-    drawn = [Counter(random.Random(rank).choices(range(300), k=280)) for rank in range(4)]
-    seen = sum(drawn, Counter[int]())
-    often, extra = sum(times > 1 for times in seen.values()), 4 * 280 - len(seen)
-    assert extra > 300
-    (what,) = [problem.what for problem in report.problems if "missing" in problem.what]
-    assert not missing(what, (f"{300 - len(seen)} of 300 samples are missing", f"{often} of 300 samples are seen"))
-    assert not missing(what, f"{extra} times")
-    assert report.epochs[0].repeated == extra
-    assert f"{extra} repeats" in str(report)
-
-
-def test_what_is_never_trained_on_is_said_of_the_missing_samples() -> None:
-    """Where repeated ones are named between."""
-    (problem,) = audit(parts.WRONG["overlapping slices that leave some out"][0], 4, epochs=1).problems
-    assert not missing(problem.why, "The missing samples")
+    assert not re.search(r", \d+ samples|of \d+ samples", problem.what)
 
 
 def test_a_process_alone_that_raises_is_told() -> None:
@@ -685,7 +556,7 @@ def test_a_process_alone_that_raises_is_told() -> None:
         )
 
     (problem,) = audit(make, 4, epochs=1).problems
-    assert problem.what.startswith("One process alone raises")
+    assert problem.what.startswith("One process raises")
 
 
 def test_markdown_shows_names_as_they_are() -> None:
@@ -713,7 +584,7 @@ def test_what_was_allowed_stands_in_every_form() -> None:
     ],
 )
 def test_indices_of_each_ranks_own_dataset_are_not_compared(make: Any, rank: str) -> None:
-    with raises(InvalidOptionError, (rank, "length 26", "rank 0 of 1", "length 104"), "torch.utils.data.Subset"):
+    with raises(InvalidOptionError, (rank, "has length", "rank 0 of 1"), "torch.utils.data.Subset"):
         audit(make, 4)
 
 
@@ -740,40 +611,6 @@ def test_samples_that_are_made_anew_are_compared_where_ranks_agree_on_them() -> 
     assert report.epochs[0].missing == 0
 
 
-@pytest.mark.parametrize("n", [104, 103])
-def test_a_world_of_one_rank_may_draw_other_samples_but_not_fewer(n: int) -> None:
-    class Private(Sampler[int]):
-        def __init__(self, length: int) -> None:
-            self.length = length
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(np.random.default_rng().integers(104, size=self.length).tolist())
-
-    report = audit(lambda rank, ranks: setups.loader(Private(n), 104, drop_last=True), 1)
-    assert report.ok
-    assert report.epochs[0].missing == report.epochs[0].dropped == n % 4
-    lengths = iter([n, 50, *[n] * 9])  # asked first what a single process gets: one loader, or several
-    report = audit(lambda rank, ranks: setups.loader(Private(next(lengths)), 104), 1, epochs=1)
-    assert kinds(report) == ["missing"]
-    assert report.epochs[0].missing == n - 50
-
-
-def test_a_few_lost_samples_are_not_shared_twice_because_two_parts_share() -> None:
-    class Sharing(BatchSampler):
-        is_ddp_aware = True
-
-        def __iter__(self) -> Iterator[list[int]]:
-            return islice(super().__iter__(), 6)
-
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        if world_size == 1:
-            return DataLoader(Untouchable(), 4)
-        sampler: Any = DistributedSampler(Untouchable(), world_size, rank, shuffle=False)
-        return DataLoader(Untouchable(), batch_sampler=Sharing(sampler, 4, False))
-
-    assert kinds(audit(make, 4, epochs=1, allow=["wrong_length"])) == ["missing"]
-
-
 @pytest.mark.parametrize("name", ["iterable, splits itself, 2 workers", "iterable, splits itself, 4 workers"])
 def test_what_workers_of_all_ranks_split_is_whole(name: str) -> None:
     report = audit(BY_NAME[name].make(), 3, share="by_worker", uneven="keep", allow=["uneven_steps"])
@@ -786,7 +623,7 @@ def test_what_workers_of_all_ranks_split_is_whole(name: str) -> None:
 def test_a_share_that_each_worker_reads_is_no_whole_stream(make: Any, world_size: int) -> None:
     (problem,) = audit(make, world_size).problems
     assert problem.kind == "repeated"
-    assert not missing(problem.why, ("Every worker", "not by worker"))
+    assert "get_worker_info()" in problem.remedy
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

@@ -78,15 +78,6 @@ def test_both_are_shown_in_every_form() -> None:
     assert ("balance 0", told) in alone.facts()
 
 
-def test_progress_counts_both_drawings() -> None:
-    seen: list[tuple[int, int]] = []
-    audit(plain(), 3, cost=COSTS, progress=lambda *now: seen.append(now))
-    assert seen == [(done, 16) for done in range(1, 17)]  # of 2 epochs, 3 ranks and one process, twice
-    seen.clear()
-    audit(plain(sampler=iter(range(N))), 3, cost=COSTS, epochs=2, progress=lambda *now: seen.append(now))
-    assert seen == [(done, 8) for done in range(1, 9)]
-
-
 # What it costs.
 
 
@@ -295,7 +286,6 @@ def test_every_kind_of_loader_holds_balanced_as_it_does_without(kind: Kind) -> N
 CANNOT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a factory": (setups.uneven, {"cost": np.ones(97)}, "factory"),
     "as it stands": (plain(), {"patch": False, "allow": ["not_sharded"]}, "patch=False"),
-    "one rank": (plain(), {"world_size": 1}, "One rank"),
     "an iterator": (plain(sampler=iter(range(N))), {}, "range_iterator"),
     "padded parts": (plain(batch_size=4), {"share": "within_batches", "cost": Cost(COSTS, of="padded")}, "of='padded'"),
     "iterable": (DataLoader(setups.Stream()), {"cost": cost_of_index}, "iterable dataset"),

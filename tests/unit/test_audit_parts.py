@@ -1,10 +1,9 @@
 """The audit of set-ups in which each rank has data of its own: right ones hold, broken ones are named truly."""
 
 import re
-from typing import Any
 
 import pytest
-from audit_parts import NAMES, RIGHT, WORLD, WRONG, N, of
+from audit_parts import RIGHT, WORLD, WRONG, N
 from audit_setups import Untouchable
 from messages import missing, raises
 from torch.utils.data import DataLoader, Subset
@@ -31,24 +30,6 @@ def test_what_is_wrong_with_ranks_own_data_is_named(name: str) -> None:
     assert not missing(problem.remedy, remedy), problem
 
 
-class Opaque:
-    """A sample without a value that can be compared."""
-
-
-def test_samples_in_memory_that_have_no_value_are_refused_where_ranks_have_others() -> None:
-    samples = [Opaque() for _ in range(N)]
-    with raises(InvalidOptionError, ("rank 0 of 4", "length 26", "rank 0 of 1", "length 104"), "Subset"):
-        audit(lambda rank, world_size: of(samples[rank::world_size]), WORLD)
-
-
-def test_datasets_of_one_length_that_hold_other_things_are_refused() -> None:
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        return of(NAMES if rank else Untouchable(N))
-
-    with raises(InvalidOptionError, ("rank 3 of 4", "length 104", "cannot be compared"), "Subset"):
-        audit(make, WORLD)
-
-
 def test_samples_that_are_compared_by_value_have_no_cost() -> None:
     with raises(InvalidOptionError, ("cost=", "no indices"), "cost"):
         audit(RIGHT["list"], WORLD, cost=[1] * N)
@@ -59,7 +40,7 @@ def test_subsets_are_compared_and_named_by_the_dataset_below_them() -> None:
     assert report.epochs[0].imbalance == 1
     given = DataLoader(Subset(Untouchable(N), [*range(50, 80)]), 4)
     (problem,) = audit(given, 4, uneven="drop").problems
-    assert re.search(r"such as [5-7]\d, [5-7]\d", problem.what)
+    assert re.search(r"such as [5-7]\d; [5-7]\d", problem.what)
 
 
 def test_foreign_samples_are_counted_and_shown() -> None:

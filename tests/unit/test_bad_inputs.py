@@ -140,7 +140,6 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     add(InvalidOptionError, "audit allow", lambda value: audited(given(), 2, allow=value), ["x", ["x"], 3, None, [3]])
     add(InvalidOptionError, "audit max_items", lambda value: audited(given(), 2, max_items=value), [0, "3", 1.5])
     add(InvalidOptionError, "audit timeout", lambda value: audited(given(), 2, timeout=value), SECONDS)
-    add(InvalidOptionError, "audit progress", lambda value: audited(given(), 2, progress=value), [3, "x"])
     add(
         InvalidOptionError,
         "audit factory",

@@ -80,7 +80,7 @@ def run(*arguments: str) -> Result:
         ("train", ["--no-patch"], 1, "✘ not_sharded"),
         ("train", ["--no-padding"], 1, "✘ padding"),
         ("train", ["--no-padding", "--uneven", "keep"], 0, "✓ train"),
-        ("train", ["--no-patch", "--uneven", "keep"], 2, "Could not run: InvalidOptionError"),
+        ("train", ["--no-patch", "--uneven", "keep"], 2, "Could not run: ddp_patch.errors.InvalidOptionError"),
         ("several", ["--set-epoch"], 1, "✓ several.train    4 ranks"),
         ("several", [], 1, "✘ not_sharded"),
         ("several", [], 1, "✘ several.more[0] on 4 ranks"),
@@ -91,6 +91,7 @@ def run(*arguments: str) -> Result:
         ("other", [], 2, "other(0, 4)"),
         ("absent", [], 2, "has no 'absent'"),
         ("train", ["--epochs", "0"], 2, "0 is not in the range"),
+        ("train", ["--world-size", "1"], 2, "1 is not in the range"),
     ],
 )
 def test_it_prints_what_holds_and_exits_by_it(path: str, name: str, options: list[str], code: int, shown: str) -> None:
@@ -112,13 +113,6 @@ def test_a_place_is_shown_as_it_is(path: str) -> None:
     assert "## odd.a\\|\\*b\\*\n" in run("audit", f"{path}:odd", "-w", "2", "--format", "markdown").stdout
     done = run("audit", f"{path}:twice", "-w", "2")
     assert "twice.a.b" in done.output
-    assert done.exit_code == 2
-
-
-def test_a_page_without_a_folder_is_refused_before_the_work(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("ddp_patch.auditing.commands.audit")
-    done = run("audit", f"{path}:train", "-w", "2", "--html", f"{path}/page.html")
-    assert "Could not run: There is no folder" in done.output
     assert done.exit_code == 2
 
 
@@ -172,7 +166,7 @@ def test_a_project_of_three_right_loaders_takes_three_lines(path: str) -> None:
 def test_annotations_stand_beside_the_line_of_the_loader(path: str) -> None:
     done = run("audit", f"{path}:make", "-w", "4", "--format", "github")
     assert done.exit_code == 1
-    assert done.output.startswith(f"::error file={path},line=17,title=make%3A same_order::All 2 epochs")
+    assert done.output.startswith(f"::error file={path},line=17,title=make%3A same_order::2 epochs")
     assert done.output.count("\n") == 1
 
 
@@ -194,7 +188,6 @@ def test_balance_is_shown_without_cost_and_with_it(path: str) -> None:
 NO_OPTION = {
     "unknown": "refused",
     "loader": "is the target",
-    "progress": "is the bar",
     "options": "are the patch's, which have their own",
     "rank": "the audit gives every rank its own",
     "num_replicas": "is --world-size",
@@ -314,7 +307,7 @@ def test_an_error_of_the_users_code_is_shown_with_its_notes_and_its_traceback(tm
     done = run("audit", f"{file}:make", "-w", "2")
     assert done.exit_code == 2
     assert done.output.splitlines() == [
-        "Could not run: LookupError: no shard for rank 0.",
+        "Could not run: LookupError: no shard for rank 0",
         "It was raised by make(0, 2), which audit called as make(rank, world_size).",
         "The loader is make.",
         "Pass --traceback to see where.",
@@ -348,7 +341,7 @@ def test_an_error_whose_message_cannot_be_made_is_named(tmp_path: Path) -> None:
     file.write_text(text)
     done = run("audit", f"{file}:make", "-w", "2")
     assert done.exit_code == 2
-    assert "Could not run: Mute: " in done.output
+    assert "Mute: <exception str() failed>" in done.output
 
 
 def test_where_to_look_it_up_is_said_last(tmp_path: Path) -> None:
