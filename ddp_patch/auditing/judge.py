@@ -11,7 +11,7 @@ from ddp_patch.auditing.pictured import Costs, Pictured, StepCosts, imbalance, p
 from ddp_patch.auditing.problems import SAID, Kind, Problem, sentence
 from ddp_patch.auditing.report import EpochReport, Report
 from ddp_patch.auditing.world import MadeUpWorld
-from ddp_patch.streams.stream_source import faster_by_worker
+from ddp_patch.streams.stream_sampler import faster_by_worker
 
 __all__ = ["Judge"]
 
