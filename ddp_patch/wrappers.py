@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Self, SupportsIndex, TypedDict, TypeVar, Unpack, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import LIGHTNING_REMAKES
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError, WorldError
@@ -17,7 +20,7 @@ from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
 from ddp_patch.sharding.refusals import require_shuffle, require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
-from ddp_patch.validation import check_flag
+from ddp_patch.validation import check_flag, shown
 
 __all__ = ["DDPBatchSamplerWrapper", "DDPSamplerWrapper", "SharingOptions", "alone", "split_options", "with_mesh"]
 
@@ -190,12 +193,18 @@ def split_options(called: str, given: Mapping[str, Any], known: type) -> tuple[d
     """
     names = known.__annotations__
     if unknown := sorted(given.keys() - names.keys()):
-        raise TypeError(
-            f"{called}() has no option {', '.join(unknown)}. Use these: {', '.join(names)}. What the DataLoader "
-            "takes is set there, and kept here."
-        )
+        raise TypeError(f"{called}() has no option {', '.join(unknown)}: {_remedy(unknown[0], given, names)}")
     where = {name: value for name, value in given.items() if name in _WORLD}
     return where, {name: value for name, value in given.items() if name not in _WORLD}
+
+
+def _remedy(name: str, given: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return what was probably meant by a keyword that does not exist, and what to do."""
+    if name in signature(DataLoader).parameters:
+        return f"set it on the DataLoader, as in DataLoader(..., {name}={shown(given[name])}), which keeps it here."
+    if close := get_close_matches(name, names, n=1):
+        return f"did you mean {close[0]}? Pass {close[0]}=."
+    return f"use these: {', '.join(names)}."
 
 
 def with_mesh(given: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:

@@ -200,5 +200,5 @@ def test_places_that_cannot_be_told_apart_are_refused() -> None:
 def test_all_keywords_of_one_loader_hold_for_several() -> None:
     keywords = [*inspect.signature(patch_dataloader_to_ddp).parameters][1:-1]  # without **unknown
     assert sorted(PatchOptions.__annotations__) == sorted(keywords)
-    with pytest.raises(TypeError, match=r"has no option unevn\. Use these: "):
+    with pytest.raises(TypeError, match=r"has no option unevn: did you mean uneven\?"):
         patch_dataloader_to_ddp([loader()], unevn="drop")  # type: ignore[call-overload]  # on purpose
