@@ -174,7 +174,7 @@ def audit_command(
             except Exception as error:
                 error.add_note(f"The loader is {place}.")
                 raise
-    click.echo(_text(reports, form))
+    _print_if_read(_text(reports, form))
     with _refusing(shows_traceback):
         if html is not None:  # last, so that the report is there if the page cannot be written
             command = shlex.join(["ddp-patch", *sys.argv[1:]])
@@ -202,6 +202,16 @@ def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
             )
         found[meant[0]] = look_up(target)[1]
     return found
+
+
+def _print_if_read(text: str) -> None:
+    """Print a text; if what reads it has gone, as ``head`` does, leave the rest out."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), _STDOUT)  # Python flushes stdout at its end, too
 
 
 def _text(reports: Reports, form: str) -> str:
