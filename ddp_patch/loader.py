@@ -130,14 +130,19 @@ class OwnMethods:
         self._passes, self._monitor = passes, monitor
         self._repeated, self._batches_of = repeated, batches_of
         kind = type(loader)
-        # A loader that is copied in its own way, or counts by itself, is not counted here.
-        is_torchs = passes is not None and copies_plainly(kind) and torchdata_batch_sampler(kind) is None
+        is_stream = hasattr(loader.dataset, "collate_with_notes")
+        is_torchdatas = torchdata_batch_sampler(kind) is not None
+        # A loader that is copied in its own way, or counts by itself, is not counted here. torchdata's counts what one
+        # rank's workers have read of a stream, so there torch's iterators and a position of ours take its place.
+        is_torchs = passes is not None and copies_plainly(kind) and (is_stream or not is_torchdatas)
+        self._kind = DataLoader if is_torchdatas and is_stream else kind
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
         makes_own = repeated is not None or has_own_iterators(kind)
-        self._takes_notes = is_torchs and not makes_own and hasattr(loader.dataset, "collate_with_notes")
+        self._takes_notes = is_torchs and not makes_own and is_stream
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
-        self._is_resumable = self._counts and in_order and not any(hasattr(loader, name) for name in _STATEFUL)
+        has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
+        self._is_resumable = self._counts and in_order and not has_states
         self._attach(loader)
 
     def _attach(self, loader: DataLoader[Any]) -> None:
@@ -172,7 +177,7 @@ class OwnMethods:
                 return self._repeated.begin_anew(loader)
             with self._collating(loader):
                 # The class's method, because the loader's own attribute of that name is this one.
-                iterator = getattr(type(loader), MAKE_ITERATOR)(loader)
+                iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
         is_torchs = isinstance(iterator, RunningLoader)
         if isinstance(iterator, CountedIterator) or not (is_torchs or self._batches_of is not None):
             return iterator
@@ -224,7 +229,7 @@ class OwnMethods:
         """Refuse a mid-epoch state if there is no len(): frameworks fetch a batch ahead to find the end."""
         passes = self._passes
         current = None if passes is None else passes.current
-        if passes is None or current is None:
+        if passes is None or current is None or self._kind is not type(loader):  # torchdata's counts what it has given
             return
         if current.batches_delivered and current.state is not State.ENDED and passes.items_left(current.start) is None:
             raise StateError(

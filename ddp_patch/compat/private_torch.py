@@ -290,6 +290,8 @@ class AroundIterator(Iterator[Any]):
         batches_of: Makes the batches of each pass. Default: they are what ``wrapped`` gives.
     """
 
+    _finished = False  # torchdata's loader asks for it, and torch's iterators lack it
+
     def __init__(self, wrapped: Any, batches_of: BatchesOf | None = None) -> None:
         self.wrapped: Any = wrapped
         self._batches_of = batches_of

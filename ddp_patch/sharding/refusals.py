@@ -15,7 +15,7 @@ from ddp_patch.compat.packages import (
     is_split_by_node,
     webdataset_world,
 )
-from ddp_patch.compat.private_torch import has_own_iteration, has_thread_workers, torchdata_batch_sampler
+from ddp_patch.compat.private_torch import has_own_iteration, has_thread_workers
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
@@ -315,12 +315,6 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None
             f"share='by_worker' does not work with Megatron-Energon's {name}: it takes no other numbers of workers "
             "than those of its WorkerConfig. Leave share out: with WorkerConfig(rank=0, world_size=1, ...), each rank "
             "keeps its share; with its own rank and the world's size, Energon shards it itself."
-        )
-    if torchdata_batch_sampler(type(facts.loader)) is not None:
-        raise UnsupportedLoaderError(
-            f"{type(facts.loader).__name__} cannot be patched with {name}, an iterable dataset: its state counts what "
-            "one rank's workers have read of the shared stream. Use a torch.utils.data.DataLoader, and save its "
-            "position by loader_state() and restore_loader()."
         )
     if options.order == "leader":
         raise InvalidOptionError(
