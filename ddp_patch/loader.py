@@ -15,7 +15,7 @@ from ddp_patch.compat.private_torch import (
     RunningLoader,
     has_own_iteration,
     has_own_iterators,
-    torchdata_batch_sampler,
+    is_torchdatas,
 )
 from ddp_patch.errors import (
     DDPPatchError,
@@ -130,16 +130,14 @@ class OwnMethods:
         self._passes, self._monitor = passes, monitor
         self._repeated, self._batches_of = repeated, batches_of
         kind = type(loader)
-        is_stream = hasattr(loader.dataset, "collate_with_notes")
-        is_torchdatas = torchdata_batch_sampler(kind) is not None
-        # A loader that is copied in its own way, or counts by itself, is not counted here. torchdata's counts what one
-        # rank's workers have read of a stream, so there torch's iterators and a position of ours take its place.
-        is_torchs = passes is not None and copies_plainly(kind) and (is_stream or not is_torchdatas)
-        self._kind = DataLoader if is_torchdatas and is_stream else kind
+        # A loader that is copied in its own way is not counted here.
+        is_torchs = passes is not None and copies_plainly(kind)
+        # torchdata's counts what one rank has read: torch's iterators, and a position of ours, take its place.
+        self._kind = DataLoader if is_torchs and is_torchdatas(kind) else kind
         self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
         # A loader with one iterator for all epochs takes them by itself.
-        makes_own = repeated is not None or has_own_iterators(kind)
-        self._takes_notes = is_torchs and not makes_own and is_stream
+        makes_own = repeated is not None or has_own_iterators(self._kind)
+        self._takes_notes = is_torchs and not makes_own and hasattr(loader.dataset, "collate_with_notes")
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
         self._is_resumable = self._counts and in_order and not has_states

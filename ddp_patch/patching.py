@@ -12,10 +12,10 @@ from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, overload
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
-from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators, torchdata_batch_sampler
+from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators, is_torchdatas
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
@@ -197,7 +197,7 @@ def patch_dataloader_to_ddp(
         MissingRanksError: A rank did not arrive in time.
 
     Examples:
-        >>> from torch.utils.data import DataLoader
+        >>> from torch.utils.data import BatchSampler, DataLoader
         >>> loader = DataLoader(range(10), batch_size=2)
         >>> for rank in range(2):
         ...     patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
@@ -381,7 +381,7 @@ def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usua
 def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> None:
     """Warn if a loader's class computes a length of its own that is not that of its share."""
     kind = type(loader)
-    if kind.__len__ is DataLoader.__len__ or torchdata_batch_sampler(kind) is not None:
+    if kind.__len__ is DataLoader.__len__ or is_torchdatas(kind):
         return
     says, has = length_of(loader, ()), sharded.rank_passes.batches_in_epoch()
     if None not in {says, has} and says != has:
@@ -407,7 +407,7 @@ def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = cop
     """
     loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
     is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)
-    is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind) and torchdata_batch_sampler(kind) is None
+    is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind)
     if agreed.peers is None or is_compared or not is_torchs:
         return loader
     monitor = PassMonitor(agreed.peers)
@@ -456,7 +456,7 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
     if facts.unit is ShardedUnit.UNBATCHED:
         return sharded, {"sampler": sharded}
-    batch_sampler: Any = facts.makes_batches(sharded, facts.batch_size, facts.drop_last)
+    batch_sampler: Any = BatchSampler(sharded, facts.batch_size, facts.drop_last)
     # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
     batch_sampler.set_epoch = sharded.set_epoch
     new = {"sampler": sharded, "batch_sampler": batch_sampler}
@@ -485,7 +485,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     if facts.num_workers > 0:
         new["worker_init_fn"] = partial(begin_worker, facts.loader.worker_init_fn, sampler.rank_passes.epochs)
     if facts.batch_size is not None:
-        new["batch_sampler"] = facts.makes_batches(sampler, sampler.rank_passes.indices_per_batch, facts.drop_last)
+        new["batch_sampler"] = BatchSampler(sampler, sampler.rank_passes.indices_per_batch, facts.drop_last)
     return sampler, new
 
 

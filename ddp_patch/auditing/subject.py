@@ -125,7 +125,7 @@ def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
         return look_at(copy_loader(facts.loader, drop_last=False))
     if unit_shared(facts, share).unit is ShardedUnit.BATCH:
         return facts
-    batches = facts.makes_batches(facts.stream.source, facts.batch_size, False)
+    batches = BatchSampler(facts.stream.source, facts.batch_size, False)
     return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "has_thread_workers",
     "imported_fsdp",
     "is_torch_batch_sampler",
+    "is_torchdatas",
     "items_changed",
     "lacking",
     "length_not_noted",
@@ -53,7 +54,6 @@ __all__ = [
     "replace_worker_seed",
     "root_mesh",
     "sum_in_background",
-    "torchdata_batch_sampler",
     "worker_info_told",
 ]
 
@@ -391,15 +391,9 @@ def is_torch_batch_sampler(kind: type) -> bool:
     return full_name(kind) in _TORCH_BATCH_SAMPLERS
 
 
-def torchdata_batch_sampler(loader_kind: type) -> type[Any] | None:
-    """Return torchdata's ``BatchSampler`` if a loader's class is a ``StatefulDataLoader``, which needs that one.
-
-    With torch's own it could not tell its position in an epoch. torchdata is looked up, not imported.
-    """
-    if f"{_TORCHDATA}.stateful_dataloader" not in {base.__module__ for base in loader_kind.__mro__}:
-        return None
-    found: type[Any] = sys.modules[f"{_TORCHDATA}.sampler"].BatchSampler
-    return found
+def is_torchdatas(loader_kind: type) -> bool:
+    """Return whether a loader's class is torchdata's ``StatefulDataLoader``, whose iterators are not torch's."""
+    return any(base.__module__ == f"{_TORCHDATA}.stateful_dataloader" for base in loader_kind.__mro__)
 
 
 def has_own_iteration(loader_kind: type) -> bool:

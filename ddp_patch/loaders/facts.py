@@ -17,7 +17,6 @@ from ddp_patch.compat.private_torch import (
     RunningLoader,
     has_own_iteration,
     is_torch_batch_sampler,
-    torchdata_batch_sampler,
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
@@ -179,7 +178,6 @@ class LoaderFacts(Generic[L]):
         drop_last: Whether torch leaves out a last, incomplete batch.
         num_workers: How many workers it has.
         batches_ahead: How many batches its workers fetch ahead.
-        makes_batches: The class that makes batches of a sharded sampler's indices, where torch or torchdata makes them.
         repeater: What repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or None.
         running: The attributes that hold an iterator over this loader: torch's, or the one for all epochs.
         other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
@@ -195,7 +193,6 @@ class LoaderFacts(Generic[L]):
     drop_last: bool
     num_workers: int
     batches_ahead: int
-    makes_batches: type[Any]
     repeater: object | None
     running: Sequence[str]
     other_loader_in: str | None
@@ -298,7 +295,6 @@ def look_at(loader: L) -> LoaderFacts[L]:
         drop_last=getattr(batching, "drop_last", False),
         num_workers=num_workers,
         batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
-        makes_batches=torchdata_batch_sampler(kind) or type(iterated),
         repeater=repeater,
         running=running,
         other_loader_in=_other_loader(loader) if iterates_itself else None,

@@ -152,8 +152,6 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
 def _why_not_counted(loader: DataLoader[Any], passes: Passes[Any]) -> str:
     if has_own_iteration(type(loader)) and not passes.has_one_iterator:
         return "its class has its own __iter__, which may fetch batches ahead"
-    if hasattr(type(loader), "state_dict"):
-        return "its class has a state_dict() of its own, which holds its position"
     return (
         "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
         "on after an error"

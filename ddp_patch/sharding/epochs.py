@@ -79,6 +79,7 @@ class Passes(Generic[T]):
         self._was_chosen = False  # and none has begun since
         self._states_prepared = self._persistent_iterator_draws = False
         self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
+        self._states_before_iterator: States | None = None  # as long as the pass has not begun
         options = agreed.options
         self._facts = {
             **facts,
@@ -141,8 +142,9 @@ class Passes(Generic[T]):
             self._persistent_iterator_draws = True
         else:
             # An iterator that was never used does not count.
-            self._states_prepared, self._iterator_generator = False, None
+            self._forget_iterator()
             self._begin_sampler_states()
+            self._states_before_iterator = self.snapshot()
             self._states_prepared, self._iterator_generator = True, loader.generator
         return self.sampler_states.drawing()
 
@@ -173,7 +175,15 @@ class Passes(Generic[T]):
                 # The iterator was made before the epoch was chosen, and drew its number from what was there.
                 with self.sampler_states.drawing():
                     torch.empty((), dtype=torch.int64).random_(generator=self._iterator_generator)
-        self._states_prepared, self._iterator_generator = False, None
+        self._forget_iterator()
+
+    def _forget_iterator(self) -> None:
+        """Forget the iterator that the loader made last, whose pass begins, or never will."""
+        self._states_prepared, self._iterator_generator, self._states_before_iterator = False, None, None
+
+    def states_between(self) -> States:
+        """Return what the samplers hold between two passes: before the draw of an iterator that has given nothing."""
+        return self.snapshot() if self._states_before_iterator is None else self._states_before_iterator
 
     # ---- epochs and passes ----
 
@@ -193,6 +203,7 @@ class Passes(Generic[T]):
         self._finish_latest()
         self.latest = None
         self._choices, self._was_chosen, self._states_prepared = self._choices + 1, True, False
+        self._states_before_iterator = None
         self.monitor.choose_epoch()
         self.epochs.set(number)
 
@@ -276,9 +287,9 @@ class Passes(Generic[T]):
         if self.position is not None:
             return self.position
         if self.latest is None:
-            return Position(self.epochs.upcoming, states=self.snapshot())
+            return Position(self.epochs.upcoming, states=self.states_between())
         if self.latest.is_ended:
-            return self.latest.position_at_end(self.snapshot())
+            return self.latest.position_at_end(self.states_between())
         return self.latest.position(self.latest.items_taken)
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:

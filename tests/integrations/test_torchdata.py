@@ -1,5 +1,6 @@
 """torchdata's StatefulDataLoader: shared like any loader, and resumed in the middle of an epoch."""
 
+import json
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
 from messages import raises
 from quick import run_ranks
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_shared_exactly, epoch_of, ranks_of
-from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
+from zoo import Drawn, Indices, N, PKBatches, as_it_is, by_numpy, seed_ambient, seeded_generator
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
@@ -24,7 +25,7 @@ from ddp_patch import (
     check_loaders_is_patched,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
+from ddp_patch.errors import NotALoaderError
 
 # torchdata 0.11 calls it in the constructor of every loader.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -94,12 +95,10 @@ class Run:
 
 
 def test_what_is_wrapped() -> None:
-    """The sampler, below torchdata's own batch sampler, which keeps the place in a batch."""
     given = loader(batch_size=4, shuffle=True)
     patched: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
     assert type(patched) is StatefulDataLoader
     assert check_loaders_is_patched(patched)
-    assert type(patched.batch_sampler) is torchdata_samplers.BatchSampler
     assert type(patched.sampler) is type(patched.batch_sampler.sampler) is DDPSamplerWrapper
     assert type(patched.sampler.sampler) is torchdata_samplers.RandomSampler
     assert type(given.sampler) is torchdata_samplers.RandomSampler
@@ -135,7 +134,8 @@ def assert_resumes_anywhere(run: Run) -> None:
     continuations.append((stopped.state_dict(), [second, third]))
     iterator = iter(stopped)
     for step in range(len(second) + 1):
-        continuations.append((stopped.state_dict(), [second[step:], third]))
+        rest = [second[step:], third] if step < len(second) else [third, fourth]
+        continuations.append((stopped.state_dict(), rest))
         assert next(iterator, None) == (second[step] if step < len(second) else None)
     continuations.append((stopped.state_dict(), [third, fourth]))
     for state, expected in continuations:
@@ -214,15 +214,46 @@ def test_real_ranks_share_and_resume() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_it_is_refused_with_an_iterable_dataset() -> None:
-    """Its state tells what one rank's workers have read."""
-    with raises(
-        UnsupportedLoaderError,
-        ("StatefulDataLoader", "Source"),
-        ("torch.utils.data.DataLoader", "loader_state()", "restore_loader()"),
-    ):
-        patch_dataloader_to_ddp(StatefulDataLoader(Source()), rank=0, num_replicas=2)
-    patch_dataloader_to_ddp(DataLoader(Source()), rank=0, num_replicas=2)
+class Numbers(IterableDataset[Any]):
+    """Read whole by each worker, or in parts."""
+
+    def __init__(self, in_parts: bool) -> None:
+        self.in_parts = in_parts
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info() if self.in_parts else None
+        yield from range(worker.id, 101, worker.num_workers) if worker is not None else range(101)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_stream_resumes_on_another_number_of_ranks(in_parts: bool, options: dict[str, Any]) -> None:
+    def on(ranks: int) -> list[Any]:
+        given = [StatefulDataLoader(Numbers(in_parts), 4, **options) for _ in range(ranks)]
+        where: dict[str, Any] = {"num_replicas": ranks, "uneven": "keep"}
+        return [patch_dataloader_to_ddp(one, rank=rank, **where) for rank, one in enumerate(given)]
+
+    for steps in (0, 2, 5):
+        first = on(2)
+        seen = [item for loader in first for batch in islice(loader, steps) for item in batch.tolist()]
+        states = [json.dumps(loader.state_dict()) for loader in first]
+        assert states[0] == states[1]
+        for loader in on(3):
+            loader.load_state_dict(json.loads(states[0]))
+            seen += [item for batch in loader for item in batch.tolist()]
+            assert sum(map(len, loader)) in (33, 34)
+        assert sorted(seen) == list(range(101))
+
+
+def by_worker_on_rank(rank: int) -> list[int]:
+    loader = patch_dataloader_to_ddp(StatefulDataLoader(Numbers(in_parts=True), 4, num_workers=2), share="by_worker")
+    return [item for batch in loader for item in batch.tolist()]
+
+
+def test_a_stream_by_worker_on_real_ranks() -> None:
+    shares = run_ranks(by_worker_on_rank, 2)
+    assert set(shares[0]) | set(shares[1]) == set(range(101))
+    assert len(shares[0]) + len(shares[1]) <= 101 + 4
 
 
 class OfNodes(IterableDataset[Any]):
@@ -238,7 +269,7 @@ class OfNodes(IterableDataset[Any]):
 def test_a_loader_of_nodes_is_refused_and_the_remedy_works() -> None:
     made: Any = nodes.Loader(nodes.Batcher(nodes.IterableWrapper(range(20)), 3, drop_last=False))
     remedy = ("IterableDataset", "iter(loader)", "DataLoader(dataset, batch_size=None)")
-    with raises(NotALoaderError, ("torchdata's Loader of nodes",), remedy):
+    with raises(NotALoaderError, ("torchdata's Loader",), remedy):
         patch_dataloader_to_ddp(made, rank=0, num_replicas=2)
     for rank in range(2):
         patched = patch_dataloader_to_ddp(DataLoader(OfNodes(made), batch_size=None), rank=rank, num_replicas=2)
