@@ -315,7 +315,7 @@ def _require_same(said: Mapping[str, Any], said_seed: int, facts: Mapping[str, o
 
 
 # So many lines say how two loaders differ: a damaged state may have any number of fields.
-_MOST_ROWS = 4
+_MOST_ROWS = 6
 
 
 def _is_same(said: Any, here: object) -> bool:

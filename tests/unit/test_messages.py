@@ -1,11 +1,13 @@
 """Bad input: each error has its type, tells the operation and the values that were met, and names a remedy."""
 
+from collections.abc import Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import pytest
 import torch
 from messages import Words, assert_tells, raises
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import (
@@ -127,35 +129,24 @@ def test_a_loader_that_runs_an_iterator_of_its_own(kind: type[BegunWhenMade]) ->
         patch_dataloader_to_ddp(kind(Indices(), 4), **EXPLICIT)
 
 
-class Repeated:
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Any:
-        while True:
-            yield from self.sampler
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return cycle(range(N))
 
 
-class BegunAtFirst(DataLoader[Any]):
-    """It repeats its batch sampler for ever, and begins its one iterator when it is first iterated."""
-
-    running: Any = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        vars(self)["batch_sampler"] = Repeated(self.batch_sampler)
+class CountsItself(DataLoader[Any]):
+    """It takes as many batches of an endless sampler as it likes."""
 
     def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]  # the repeated one
+        return 3
 
     def __iter__(self) -> Any:
-        self.running = self.running or super().__iter__()
-        return (next(self.running) for _ in range(len(self)))
+        return islice(super().__iter__(), 3)
 
 
-def test_a_loader_that_will_run_one_iterator_for_all_epochs() -> None:
-    with raises(UnsupportedLoaderError, ("BegunAtFirst", "__len__", "Repeated"), "persistent_workers=True"):
-        patch_dataloader_to_ddp(BegunAtFirst(Indices(), 4), **EXPLICIT)
+def test_a_loader_that_ends_epochs_of_an_endless_sampler_itself() -> None:
+    with raises(UnsupportedLoaderError, ("CountsItself", "__len__", "BatchSampler"), "persistent_workers=True"):
+        patch_dataloader_to_ddp(CountsItself(Indices(), 4, sampler=Endless()), **EXPLICIT)
 
 
 def test_the_remedy_for_it_works() -> None:

@@ -93,7 +93,7 @@ def test_a_wrapper_made_anew_as_torchs_batch_sampler_is_stays_what_it_was() -> N
         )
         with raises(UnsupportedLoaderError, facts, "whole batch sampler"):
             type(patched.batch_sampler)(SequentialSampler(Indices()), batch_size=4, drop_last=False)
-    with raises(TypeError, ("DDPBatchSamplerWrapper()", "batch_size, drop_last"), "What the DataLoader takes"):
+    with raises(TypeError, ("DDPBatchSamplerWrapper()", "batch_size, drop_last"), "set it on the DataLoader"):
         DDPBatchSamplerWrapper(PKBatches(), batch_size=4, drop_last=False, **WORLD)  # type: ignore[call-arg]  # on purpose
 
 
