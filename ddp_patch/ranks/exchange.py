@@ -371,7 +371,7 @@ class _Meeting:
             if slices and not self.store.check(slices):
                 raise KeyError
             data += b"".join(self.store.multi_get(slices) if slices else ())
-            message = _Message(said["version"], *json.loads(data))
+            message = _Message._make([said["version"], *json.loads(data)])
             if not (isinstance(message.doing, str) and isinstance(message.refusal, str)):
                 raise TypeError
         if to_delete is not None:

@@ -15,7 +15,7 @@ from ddp_patch.compat.packages import (
     is_split_by_node,
     webdataset_world,
 )
-from ddp_patch.compat.private_torch import has_own_iteration, has_thread_workers
+from ddp_patch.compat.private_torch import has_thread_workers
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
@@ -227,14 +227,6 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
             f"loader.{facts.iterator_in} = None. Where the class needs it, build it with a sharded sampler, "
             f"{name}(dataset, sampler=DDPSamplerWrapper(sampler, False), ...), or use a DataLoader with "
             "persistent_workers=True."
-        )
-    kind, iterated = type(facts.loader), facts.iterated
-    counts_itself = has_own_iteration(kind) and kind.__len__ is not DataLoader.__len__
-    if counts_itself and facts.unit is not ShardedUnit.ITERABLE and not hasattr(iterated, "__len__"):
-        raise UnsupportedLoaderError(
-            f"{name} cannot be patched: its own __iter__ and __len__ say when an epoch ends, and the "
-            f"{type(iterated).__name__} that it iterates has no length, so nobody knows which part of an epoch is a "
-            f"rank's. Give the {type(iterated).__name__} a __len__, or use a DataLoader with persistent_workers=True."
         )
 
 

@@ -1,13 +1,11 @@
 """Bad input: each error has its type, tells the operation and the values that were met, and names a remedy."""
 
-from collections.abc import Iterator
-from itertools import cycle, islice
 from typing import Any
 
 import pytest
 import torch
 from messages import Words, assert_tells, raises
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import (
@@ -127,26 +125,6 @@ def test_a_loader_that_runs_an_iterator_of_its_own(kind: type[BegunWhenMade]) ->
     remedy = (f"{kind.__name__}(dataset, sampler=DDPSamplerWrapper(sampler, False)", "persistent_workers=True")
     with raises(UnsupportedLoaderError, (kind.__name__, "when it is made", "'running'"), remedy):
         patch_dataloader_to_ddp(kind(Indices(), 4), **EXPLICIT)
-
-
-class Endless(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return cycle(range(N))
-
-
-class CountsItself(DataLoader[Any]):
-    """It takes as many batches of an endless sampler as it likes."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Any:
-        return islice(super().__iter__(), 3)
-
-
-def test_a_loader_that_ends_epochs_of_an_endless_sampler_itself() -> None:
-    with raises(UnsupportedLoaderError, ("CountsItself", "__len__", "BatchSampler"), "persistent_workers=True"):
-        patch_dataloader_to_ddp(CountsItself(Indices(), 4, sampler=Endless()), **EXPLICIT)
 
 
 def test_the_remedy_for_it_works() -> None:
