@@ -134,7 +134,7 @@ def trained(name: str, folder: Path, run: str, resume: int | None, stop: int | N
         },
     )
     callbacks = [] if stop is None else [StopAfter(stop, name == BY_SIGNAL)]
-    kind = {ALONE: Alone, WEIGHTED: Weighted}.get(name, Told)
+    kind: Any = {ALONE: Alone, WEIGHTED: Weighted}.get(name, Told)
     trainer = kind(model=Model(), args=arguments, train_dataset=rows, data_collator=collated, callbacks=callbacks)
     trainer.file = folder / f"{name}.{run}.{trainer.args.process_index}"
     trainer.file.touch()

@@ -119,8 +119,10 @@ FAULTY: dict[str, tuple[Callable[[int, int], Iterable[Any]], int, bool]] = {
 @pytest.mark.parametrize("kind", FAULTY)
 def test_samples_in_common_are_told(kind: str, ranks: int) -> None:
     draw, n, in_batches = FAULTY[kind]
-    facts = ("Agreeing", "sharded already by a Stored", "of the first", "samples of rank", "are also rank")
-    facts = (*facts, "stores its rank, as for a log, shards nothing", "another seed")
+    facts = (
+        *("Agreeing", "sharded already by a Stored", "of the first", "samples of rank", "are also rank"),
+        *("stores its rank, as for a log, shards nothing", "another seed"),
+    )
     with raises(RankMismatchError, facts, ("same seed", "one process", "is_ddp_aware = False")):
         judge(over(draw, n, in_batches=in_batches), ranks)
 
