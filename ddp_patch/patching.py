@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, overload
+from typing import Any, Protocol, SupportsIndex, TypeVar, Unpack, cast, overload
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -456,7 +456,7 @@ def _sampler_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSample
     sharded: DDPSamplerWrapper[Any] = DDPSamplerWrapper.of(facts.stream, agreed, facts.batching)
     if facts.unit is ShardedUnit.UNBATCHED:
         return sharded, {"sampler": sharded}
-    batch_sampler: Any = BatchSampler(sharded, facts.batch_size, facts.drop_last)
+    batch_sampler: Any = BatchSampler(sharded, cast(int, facts.batch_size), facts.drop_last)
     # accelerate's skip_first_batches keeps only the batch sampler, so that must take epochs too.
     batch_sampler.set_epoch = sharded.set_epoch
     new = {"sampler": sharded, "batch_sampler": batch_sampler}
@@ -485,7 +485,7 @@ def _iterable_share(facts: LoaderFacts[Any], agreed: Agreed) -> tuple[EpochSampl
     if facts.num_workers > 0:
         new["worker_init_fn"] = partial(begin_worker, facts.loader.worker_init_fn, sampler.rank_passes.epochs)
     if facts.batch_size is not None:
-        new["batch_sampler"] = BatchSampler(sampler, sampler.rank_passes.indices_per_batch, facts.drop_last)
+        new["batch_sampler"] = BatchSampler(cast(Any, sampler), sampler.rank_passes.indices_per_batch, facts.drop_last)
     return sampler, new
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
         return look_at(copy_loader(facts.loader, drop_last=False))
     if unit_shared(facts, share).unit is ShardedUnit.BATCH:
         return facts
-    batches = BatchSampler(facts.stream.source, facts.batch_size, False)
+    batches = BatchSampler(facts.stream.source, cast(int, facts.batch_size), False)
     return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
 
 
