@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddp_patch.errors import InvalidOptionError, StateError
@@ -298,24 +299,24 @@ def _require_one_for_each(position: Position, holders: Sequence[Any]) -> None:
 
 def _require_number(name: str, states: Sequence[Any], here: int) -> None:
     if len(states) != here:
-        raise _other([f"  {name}: {len(states)} in the state; {here} here"])
+        raise _other({name: f"{len(states)} in the state; {here} here"})
 
 
 def _require_same(said: Mapping[str, Any], said_seed: int, facts: Mapping[str, object], seed: Seed) -> None:
     """Raise StateError unless a state's facts are those of this loader. A seed nobody chose differs at each start."""
     said, facts = {**said, "seed": said_seed}, {**facts, "seed": seed.value if seed.is_chosen else said_seed}
     rows = {
-        name: f"  {_told(name)}: {_told(said.get(name, 'nothing'))} in the state; {facts.get(name, 'nothing')} here"
+        name: f"{_told(said.get(name, 'nothing'))} in the state; {facts.get(name, 'nothing')} here"
         for name in dict.fromkeys([*facts, *said])
         if not _is_same(said.get(name, "nothing"), facts.get(name, "nothing"))
     }
     if rows:
         remedy = f" Pass seed={said_seed} to it, or no seed: then it gets the state's." if "seed" in rows else ""
-        raise _other([*rows.values()], remedy)
+        raise _other(rows, remedy)
 
 
 # So many lines say how two loaders differ: a damaged state may have any number of fields.
-_MOST_ROWS = 6
+_MOST_ROWS = 2
 
 
 def _is_same(said: Any, here: object) -> bool:
@@ -330,12 +331,13 @@ def _told(said: object) -> str:
     return said if isinstance(said, str) and len(said) < 500 else shown(said)
 
 
-def _other(rows: Sequence[str], remedy: str = "") -> StateError:
-    others = f"\n  and {len(rows) - _MOST_ROWS:,} others" if len(rows) > _MOST_ROWS else ""
+def _other(rows: Mapping[str, str], remedy: str = "") -> StateError:
+    told = [f"  {_told(name)}: {row}" for name, row in islice(rows.items(), _MOST_ROWS)]
+    if others := [*map(_told, islice(rows, _MOST_ROWS, None))]:
+        told.append(f"  and others: {_told(', '.join(others))}")
     return StateError(
         "The state is of another loader, and resuming from it would lose or repeat samples.\n"
-        + "\n".join(rows[:_MOST_ROWS])
-        + others
+        + "\n".join(told)
         + "\nBuild and patch the loader as it was when the state was taken, with the same seed and options."
         + remedy
     )

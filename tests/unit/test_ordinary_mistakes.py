@@ -194,7 +194,7 @@ def test_a_state_with_junk_anywhere_is_refused_in_a_few_lines(make: Any) -> None
             try:
                 restore_loader(here, put(state, path, junk))
             except StateError as error:
-                if len(lines_of(str(error))) > 10 or len(str(error)) > 1500:
+                if len(lines_of(str(error))) > 6 or len(str(error)) > 1500:
                     wrong.append((path, name, str(error)[:500]))
                 continue
             if path not in free and path[:3] != ("states", "streams", 0):
