@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_patch.compat.packages import held_loaders
 from ddp_patch.compat.private_torch import (
+    LOADED_STATE,
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
     BatchesOf,
@@ -142,6 +143,9 @@ class OwnMethods:
         has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
         self._is_resumable = self._counts and in_order and not has_states
         self._attach(loader)
+        if self._kind is not kind and (state := vars(loader).get(LOADED_STATE)) is not None:
+            vars(loader)[LOADED_STATE] = None
+            self.load_state_dict(state)
 
     def _attach(self, loader: DataLoader[Any]) -> None:
         methods: dict[str, Any] = {}

@@ -26,6 +26,7 @@ from ddp_patch.errors import StreamLengthError, TorchVersionError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 __all__ = [
+    "LOADED_STATE",
     "MAKE_ITERATOR",
     "RUNNING_ITERATOR",
     "AroundIterator",
@@ -394,6 +395,10 @@ def is_torch_batch_sampler(kind: type) -> bool:
 def is_torchdatas(loader_kind: type) -> bool:
     """Return whether a loader's class is torchdata's ``StatefulDataLoader``, whose iterators are not torch's."""
     return any(base.__module__ == f"{_TORCHDATA}.stateful_dataloader" for base in loader_kind.__mro__)
+
+
+# The attribute in which torchdata's loader keeps a state that was loaded, until it is iterated.
+LOADED_STATE: Final = "next_iter_state"
 
 
 def has_own_iteration(loader_kind: type) -> bool:

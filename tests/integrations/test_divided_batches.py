@@ -35,9 +35,9 @@ def part(batch: list[Any], world_size: int, rank: int) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", LOADERS)
-def test_torchdatas_own_state_is_exact(name: str, workers: int) -> None:
+def test_torchdatas_loader_resumes_exactly(name: str, workers: int) -> None:
     make = partial(LOADERS[name], StatefulDataLoader, workers)
-    alone = divided(make, 1, 0)
+    alone = divided(make, 1, 0, share="within_batches")
     whole = [[part(batch, 2, 1) for batch in alone] for _ in range(2)]
     for batches in (1, 3):
         stopped = divided(make, 2, 1, share="within_batches")

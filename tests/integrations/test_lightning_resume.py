@@ -18,7 +18,6 @@ from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch.errors import RanksFailedError, StateError
@@ -277,17 +276,6 @@ def test_twice_in_one_epoch_and_by_what_one_process_saved(tmp_path: Path) -> Non
     last = Module()
     make_trainer(PatchDataLoaders()).fit(last, shuffled(), ckpt_path=tmp_path / "2" / "step=11.ckpt")
     assert sorted(taken([alone], 6) + taken(second, 5) + last.seen(0)) == list(NUMBERS)
-
-
-def test_a_loader_with_a_state_of_its_own_is_refused(tmp_path: Path) -> None:
-    make: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
-    as_rank(0, 3, make, every_step(tmp_path))
-    with pytest.raises(LookupError):
-        as_rank(0, 3, make, OnExceptionCheckpoint(tmp_path), fails_at=8)  # in the last batch
-    for file, done in (("step=4.ckpt", 4), ("on_exception.ckpt", 8)):
-        with raises(StateError, (f"{done} batches", "9", "13"), ("number of ranks", "at the end of an epoch")):
-            as_rank(0, 2, make, file=tmp_path / file)
-    assert as_rank(0, 3, make, file=tmp_path / "step=4.ckpt")[0].batches[0] == 4
 
 
 class Recording(Module):

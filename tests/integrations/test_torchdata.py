@@ -149,7 +149,7 @@ def test_resumed_anywhere(make: Make, num_workers: int) -> None:
     assert_resumes_anywhere(Run(partial(make, num_workers=num_workers)))
 
 
-@pytest.mark.parametrize("make", [shuffled, drawn_with_numpy])
+@pytest.mark.parametrize("make", [shuffled_by_its_sampler, drawn_with_numpy])
 def test_resumed_anywhere_with_persistent_workers(make: Make) -> None:
     assert_resumes_anywhere(Run(partial(make, batch_size=5, num_workers=2, persistent_workers=True)))
 
@@ -245,7 +245,7 @@ def test_a_stream_resumes_on_another_number_of_ranks(in_parts: bool, options: di
         assert sorted(seen) == list(range(101))
 
 
-def by_worker_on_rank(rank: int) -> list[int]:
+def by_worker_on_rank(rank: int, world_size: int) -> list[int]:
     loader = patch_dataloader_to_ddp(StatefulDataLoader(Numbers(in_parts=True), 4, num_workers=2), share="by_worker")
     return [item for batch in loader for item in batch.tolist()]
 

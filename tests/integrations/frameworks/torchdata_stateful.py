@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
@@ -27,10 +26,7 @@ class Interrupted:
         self.loader = self.start()
 
     def start(self) -> Any:
-        # A patched stream is one of a DataLoader of torch's own, which then has the two methods as well.
-        is_stream = self.patched and isinstance(self.given.dataset, IterableDataset)
-        kind = DataLoader if is_stream else StatefulDataLoader
-        loader = made_anew(kind, self.given, self.given.dataset, self.given.collate_fn)
+        loader = made_anew(StatefulDataLoader, self.given, self.given.dataset, self.given.collate_fn)
         return patch_dataloader_to_ddp(loader) if self.patched else loader
 
     def __iter__(self) -> Iterator[Batch]:
