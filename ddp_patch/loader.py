@@ -36,7 +36,7 @@ from ddp_patch.sharding.batches import CollateByValue, CountedIterator, WatchedI
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.repeated import RepeatedPasses
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_position import no_state
+from ddp_patch.sharding.saved_state import no_state
 from ddp_patch.walks import is_empty, nested, place_of
 
 __all__ = ["OwnMethods", "PatchedLoader", "assert_loaders_patched", "check_loaders_is_patched"]

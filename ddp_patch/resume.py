@@ -11,7 +11,7 @@ from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import Batches, batches_delivered, batches_of, patched_sampler
-from ddp_patch.sharding.saved_position import Position, position_in, state_after
+from ddp_patch.sharding.saved_state import Position, position_in, state_after
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.validation import as_index
 

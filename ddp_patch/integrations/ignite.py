@@ -14,7 +14,7 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import batches_as_here, loader_state, resume_loader
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_position import no_state
+from ddp_patch.sharding.saved_state import no_state
 
 __all__ = ["attach_loader"]
 

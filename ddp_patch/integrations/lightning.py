@@ -33,7 +33,7 @@ from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import batches_as_here, state_on_this_rank
-from ddp_patch.sharding.saved_position import no_state
+from ddp_patch.sharding.saved_state import no_state
 from ddp_patch.wrappers import alone, with_mesh
 
 __all__ = ["PatchDataLoaders"]

@@ -28,7 +28,7 @@ from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_position import no_state
+from ddp_patch.sharding.saved_state import no_state
 from ddp_patch.wrappers import alone, with_mesh
 
 __all__ = ["PatchedLoadersMixin"]

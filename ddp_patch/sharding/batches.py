@@ -21,7 +21,7 @@ from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.sharding.saved_position import NotedBatch
+from ddp_patch.sharding.saved_state import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [

@@ -17,7 +17,7 @@ from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_position import Position, States, split_consumed
+from ddp_patch.sharding.saved_state import Position, States, split_consumed
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.passes import Pass

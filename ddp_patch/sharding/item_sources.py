@@ -16,7 +16,7 @@ from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zer
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.leader import Leader
-from ddp_patch.sharding.saved_position import RECOGNISED_BY, BatchNote, Position, States, StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_state import RECOGNISED_BY, BatchNote, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Streamed"]
 

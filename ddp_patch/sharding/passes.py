@@ -11,7 +11,7 @@ from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, require_st
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.saved_position import BatchNote, Position, States, split_consumed
+from ddp_patch.sharding.saved_state import BatchNote, Position, States, split_consumed
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes

@@ -31,7 +31,7 @@ from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_position import Position, States, split_consumed
+from ddp_patch.sharding.saved_state import Position, States, split_consumed
 
 __all__ = ["SamplerPasses"]
 

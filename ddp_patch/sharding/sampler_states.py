@@ -22,7 +22,7 @@ from ddp_patch.orders.generators import (
     was_seeded,
 )
 from ddp_patch.orders.random_states import one_at_a_time
-from ddp_patch.sharding.saved_position import States
+from ddp_patch.sharding.saved_state import States
 from ddp_patch.validation import shown
 
 __all__ = ["SamplerStates"]

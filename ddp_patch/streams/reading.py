@@ -13,7 +13,7 @@ from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint, number_of
 from ddp_patch.orders.generators import is_stateful
 from ddp_patch.orders.random_states import look
-from ddp_patch.sharding.saved_position import StreamStart
+from ddp_patch.sharding.saved_state import StreamStart
 
 __all__ = ["begun_anew", "begun_at", "can_snapshot", "is_again", "start_of", "tell_epoch", "this_worker"]
 

@@ -25,7 +25,7 @@ from ddp_patch.sharding.item_sources import ItemSource, Rounds
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
-from ddp_patch.sharding.saved_position import (
+from ddp_patch.sharding.saved_state import (
     BatchNote,
     Position,
     States,

@@ -19,7 +19,7 @@ from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Consumed, Plan, require_steps
 from ddp_patch.sharding.balancing import BatchDivider
-from ddp_patch.sharding.saved_position import (
+from ddp_patch.sharding.saved_state import (
     RECOGNISED_BY,
     BatchNote,
     Position,

@@ -41,7 +41,7 @@ from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, 
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.sharding.saved_position import position_in
+from ddp_patch.sharding.saved_state import position_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
