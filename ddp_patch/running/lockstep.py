@@ -49,7 +49,8 @@ class Lockstep:
     """
 
     def __init__(self) -> None:
-        self.rank, self.ranks = 0, 1
+        self.rank: int = 0
+        self.ranks: int = 1
         self.backwards: int = 0
         self.steps: int = 0
         self._timeout = 0.0
