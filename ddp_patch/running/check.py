@@ -33,6 +33,8 @@ _CLOSE_DOUBLE, _CLOSE, _ROUNDINGS = 1e-8, 1e-5, 30
 _LOST = 1e-2  # where a rounding makes as much, nothing can be compared
 _LAST_LINES = 12
 _Files: TypeAlias = dict[str, str]
+# How far apart each parameter is, as a part of the largest one.
+_Sizes: TypeAlias = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,10 @@ def _judged(ranks: int, as_it_is: tuple[_Ran, _Ran, _Ran], still: tuple[_Ran, _R
         return _told(["It cannot be run with what is random switched off:", *errors], 1)
     if not one.steps or not one.steps[0]:
         return _told(["No optimizer of torch.optim made a step on several ranks as one, so nothing was compared."], 1)
-    rounding = [size for size, _ in _apart(one, again)]
-    allowed = [max(_CLOSE, _ROUNDINGS * max(rounding[: at + 1])) for at in range(len(rounding))]
-    seen, seen_text = _difference(one, many, allowed)
-    quiet, quiet_text = _difference(*still, [_CLOSE_DOUBLE] * len(still[0].steps[0]) if double else allowed)
+    allowed = _allowed(_apart(one, again))
+    seen, seen_text = _difference(one, many, allowed, _CLOSE)
+    exactly: list[_Sizes] = [{} for _ in still[0].steps[0]]
+    quiet, quiet_text = _difference(*still, *((exactly, _CLOSE_DOUBLE) if double else (allowed, _CLOSE)))
     lines = _lines_apart(one.lines, again.lines, still[0].lines, still[1].lines)
     files = _files_apart(one.files, again.files, still[0].files, still[1].files)
     off, precision = still[1].off, "double" if double else "single"
@@ -127,11 +129,14 @@ def _judged(ranks: int, as_it_is: tuple[_Ran, _Ran, _Ran], still: tuple[_Ran, _R
     why = _why_not(ranks, quiet, still, lines, files)
     if not why and seen and BATCH_NORM in off:
         why = "Batch normalisation sees a part of each batch. --sync-batchnorm helps on accelerators."
-    compared = _compared(allowed)
-    is_lost = f" From step {compared + 1} on, roundings alone are larger." if compared < len(rounding) else ""
-    verdict = f"Not the same. {why}" if why else f"The same.{is_lost}"
+    last, compared, more = allowed[-1], _compared(allowed), ""
+    if compared < len(allowed):
+        more = f" From step {compared + 1} on, roundings alone are larger."
+    elif lost := sum(size > _LOST for size in last.values()):
+        more = f" Roundings alone move {lost} of {len(last)} parameters by more, which were not compared."
+    verdict = f"Not the same. {why}" if why else f"The same.{more}"
     if not why and seen:
-        verdict = f"The same but for {', '.join(off) or 'roundings in single precision'}.{is_lost}"
+        verdict = f"The same but for {', '.join(off) or 'roundings in single precision'}.{more}"
     return _told([*(f"{name}: {found}" for name, found in rows.items()), verdict], int(bool(why)))
 
 
@@ -158,19 +163,27 @@ def _why_not(ranks: int, quiet: int, still: tuple[_Ran, _Ran], lines: list[str],
     return "It writes other files." if files else ""
 
 
-def _apart(one: _Ran, other: _Ran) -> list[tuple[float, str]]:
-    """Return for each step that both made how far apart they are, and the parameter where they are farthest apart."""
+def _apart(one: _Ran, other: _Ran) -> list[_Sizes]:
+    """Return for each step that both made how far apart each parameter, or its gradient, is."""
     found = []
     for a, b in zip(one.steps[0], other.steps[0], strict=False):
-        sizes = {"": 0.0}
+        sizes: _Sizes = {}
         for kind in ("gradients", "parameters"):
             scale = max([float(each.abs().max()) for each in a[kind].values() if each.numel()], default=1.0) or 1.0
             for name in a[kind].keys() | b[kind].keys():
                 size = _size(a[kind].get(name), b[kind].get(name)) / scale
                 sizes[name] = max(sizes.get(name, 0.0), size)
-        worst = max(sizes, key=lambda name: sizes[name])
-        found.append((sizes[worst], worst))
+        found.append(sizes)
     return found
+
+
+def _allowed(rounding: Sequence[_Sizes]) -> list[_Sizes]:
+    """Return how far apart each parameter may be in each step, by how far a rounding has moved it until then."""
+    allowed: list[_Sizes] = []
+    for sizes in rounding:
+        before = allowed[-1] if allowed else {}
+        allowed.append({name: max(_CLOSE, _ROUNDINGS * size, before.get(name, 0.0)) for name, size in sizes.items()})
+    return allowed
 
 
 def _size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
@@ -180,26 +193,38 @@ def _size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float((a - b)[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
 
 
-def _difference(one: _Ran, many: _Ran, allowed: Sequence[float]) -> tuple[int, str]:
-    """Compare two runs, as far as a rounding is less than what is looked for.
+def _difference(one: _Ran, many: _Ran, allowed: Sequence[_Sizes], otherwise: float) -> tuple[int, str]:
+    """Compare two runs, each parameter as long as a rounding moves it by less than what is looked for.
+
+    Args:
+        one: One run.
+        many: The other.
+        allowed: How far apart parameters may be in each step.
+        otherwise: How far those may be that are not in it.
 
     Returns:
         The step from which on more than rounding differs, from 1, or 0 if there is none; and what was found, in words.
     """
     compared = _compared(allowed)
+    first, largest, worst = None, 0.0, "the number of steps"
     apart = _apart(one, many)[:compared]
-    largest = max([size for size, _ in apart], default=0.0)
-    first = next((at for at, (size, _) in enumerate(apart) if size > allowed[at]), None)
+    for at, (sizes, most) in enumerate(zip(apart, allowed, strict=False)):
+        known = {name: size for name, size in sizes.items() if most.get(name, otherwise) <= _LOST}
+        largest = max([largest, *known.values()])
+        wrong = {name: size for name, size in known.items() if size > most.get(name, otherwise)}
+        if first is None and wrong:
+            first, worst = at, max(wrong, key=lambda name: wrong[name])
     if first is None and len(one.steps[0]) != len(many.steps[0]) and len(apart) < compared:
-        first, apart = len(apart), [*apart, (0.0, "the number of steps")]
+        first = len(apart)
     if first is None:
         return 0, f"the same in {compared} steps; {largest:.1e} apart at most"
-    return first + 1, f"differs from step {first + 1} on, first in {apart[first][1]}; by {largest:.1e} at most"
+    return first + 1, f"differs from step {first + 1} on, first in {worst}; by {largest:.1e} at most"
 
 
-def _compared(allowed: Sequence[float]) -> int:
-    """Return how many steps can be compared, before roundings alone make too much."""
-    return next((at for at, size in enumerate(allowed) if size > _LOST), len(allowed))
+def _compared(allowed: Sequence[_Sizes]) -> int:
+    """Return how many steps can be compared, before roundings alone move each parameter too far."""
+    is_lost = (bool(sizes) and min(sizes.values()) > _LOST for sizes in allowed)
+    return next((at for at, each in enumerate(is_lost) if each), len(allowed))
 
 
 def _lines_apart(one: list[str], again: list[str], a: list[str], b: list[str]) -> list[str]:
