@@ -1,12 +1,13 @@
 """Run scripts that others wrote as one process on 1, 2 and 3 ranks, unedited, and compare what the ranks do.
 
 ``python benchmarks/scripts.py FOLDER`` takes checkouts from FOLDER, each in a folder of its repository's name; further
-arguments choose some. Each script gets small data of ours. Recorded from outside, in every process: what torch's
-loaders fetch, and the parameters at the end.
+arguments choose some. Each script gets small data of ours. Its parameters at the end are recorded from outside, in
+every process.
 
-Each runs twice. The first time it is as it is. The second time what ranks cannot share with one process stands still:
-dropout passes all, batch normalisation takes its running numbers, transforms of a sample draw from the sample's own
-seed, and all is in double precision. Then all ranks must end with the parameters of one, and print its evaluation.
+Each runs twice. The first time it is as it is, and ``--check`` says of it what it finds. The second time what ranks
+cannot share with one process stands still: dropout passes all, batch normalisation takes its running numbers, noise is
+0, transforms of a sample draw from the sample's own seed, and all is in double precision. Then all ranks must end with
+the parameters of one, and print its evaluation.
 """
 
 import json
@@ -19,40 +20,49 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
 RANKS = (1, 2, 3)
 LIMIT_S = 900.0
 CLOSE = 1e-7  # of the largest parameter, in double precision
+GIT = shutil.ignore_patterns(".git")
+ALIKE = 1e-3  # as it is, in single precision, if --check says that ranks do the same
 
 # Python imports it as it starts. What starts the ranks, which has no rank, is let be.
 RECORDER = """
-import atexit, json, os, pathlib
+import atexit, os, pathlib
 if "RECORD_TO" in os.environ and "RANK" in os.environ:
     import torch
     from torch.nn import functional
     from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils._pytree import tree_map
     from torch.utils.data._utils.fetch import _MapDatasetFetcher as Fetcher
     folder, still, optimizers = pathlib.Path(os.environ["RECORD_TO"]), os.environ["STILL"] == "True", {}
+    rank = os.environ["RANK"]  # which the script does not see
     steps, write = [0], torch.save
     fetch, normalise, attend = Fetcher.fetch, functional.batch_norm, functional.scaled_dot_product_attention
 
-    def recording(self, index):
-        is_batch, dataset = isinstance(index, (list, tuple)), self.dataset
-        indices = [int(one) for one in (index if is_batch else [index])]
-        line = json.dumps([f"{type(dataset).__name__}, {len(dataset)}", torch.is_grad_enabled(), indices])
-        with (folder / f"{os.environ['RANK']}-{os.getpid()}.jsonl").open("a") as file:
-            file.write(line + "\\n")
-        if not (still and is_batch and hasattr(dataset, "set_random_state")):  # as MONAI's have it
+    def fetching(self, index):
+        indices, dataset, collate = index, self.dataset, self.collate_fn
+        if not isinstance(indices, (list, tuple)):
             return fetch(self, index)
-        samples = [(dataset.set_random_state(seed=one), dataset[one])[1] for one in indices]
-        return [each.double() for each in self.collate_fn(samples)]
+        if hasattr(dataset, "set_random_state"):  # as MONAI's have it
+            samples = [(dataset.set_random_state(seed=int(one)), dataset[one])[1] for one in indices]
+            return collate(tree_map(doubled, samples))
+        self.collate_fn = lambda samples: collate(tree_map(doubled, samples))
+        try:
+            return fetch(self, index)
+        finally:
+            self.collate_fn = collate
+
+    def doubled(value):
+        is_single = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.double() if is_single else value
 
     def steady(input, mean, var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
         return normalise(input, mean, var, weight, bias, False, momentum, eps)
@@ -68,9 +78,8 @@ if "RECORD_TO" in os.environ and "RANK" in os.environ:
 
     def save():
         groups = [group["params"] for optimizer in optimizers.values() for group in optimizer.param_groups]
-        write([each.detach() for group in groups for each in group], folder / f"{os.environ['RANK']}.pt")
+        write([each.detach() for group in groups for each in group], folder / f"{rank}.pt")
 
-    Fetcher.fetch = recording
     register_optimizer_step_post_hook(count)
     if os.environ["STEPS"] == "0":
         atexit.register(save)
@@ -78,10 +87,8 @@ if "RECORD_TO" in os.environ and "RANK" in os.environ:
         torch.set_default_dtype(torch.float64)
         functional.dropout = functional.dropout2d = lambda input, *args, **options: input
         functional.batch_norm, functional.scaled_dot_product_attention = steady, attending
+        torch.randn_like, Fetcher.fetch = torch.zeros_like, fetching
 """
-
-# How often each sample was read, by its dataset and whether that was under grad.
-Reads: TypeAlias = dict[tuple[str, bool], Counter[int]]
 
 
 @dataclass(frozen=True)
@@ -91,29 +98,26 @@ class Script:
     Attributes:
         repository: The folder of its checkout.
         path: Where it is there.
-        evaluation: Finds the numbers of its evaluations in what it prints.
+        evaluation: Finds the numbers of its evaluations in what it prints; nothing if it prints none.
         data: Makes its data, in the folder above the one that it runs in, which has a copy of its own folder beside it.
         arguments: Its own.
-        looked: Datasets of which it takes a few batches ahead, as workers please.
         steps: Compare the parameters after so many steps of the optimizer, and no evaluation: from then on, its
             training makes much of a rounding, on one rank, too. Default: compare at the end.
     """
 
     repository: str
     path: str
-    evaluation: str
+    evaluation: str = "$^"
     data: Callable[[Path], object] = lambda folder: None
     arguments: Sequence[str] = ()
-    looked: Sequence[str] = ()
     steps: int = 0
 
 
 @dataclass
 class Ran:
-    """What a script did on some ranks: what it printed, what each rank read, and each one's last parameters."""
+    """What a script did on some ranks: what it printed, and each one's last parameters."""
 
     lines: list[str]
-    reads: list[Reads]
     parameters: list[list[torch.Tensor]] = field(repr=False)
 
 
@@ -162,7 +166,64 @@ def names(folder: Path) -> None:
     (folder / "run" / "names.txt").write_text("\n".join(sorted(made)))
 
 
+def copied(*names: str) -> Callable[[Path], object]:
+    """Return what copies files or folders of the script's own folder to where it runs."""
+
+    def copy(at: Path) -> None:
+        for name in names:
+            source, target = at / "code" / name, at / "run" / name
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+
+    return copy
+
+
+def beside(at: Path) -> None:
+    """Write MNIST two folders above the one that the script runs in."""
+    mnist(at.parent / "data")
+
+
+def fashion(at: Path) -> None:
+    """Write MNIST by the name of another one."""
+    mnist(at / "datasets")
+    (at / "datasets" / "MNIST").rename(at / "datasets" / "FashionMNIST")
+
+
+def template(at: Path) -> None:
+    """Write a configuration of two epochs."""
+    told = json.loads((at / "code" / "config.json").read_text())
+    told["trainer"] |= {"epochs": 2, "tensorboard": False}
+    (at / "run" / "c.json").write_text(json.dumps(told))
+    copied("logger")(at)
+    mnist(at / "run" / "data")
+
+
+def images(at: Path) -> None:
+    """Write 23 images of noise, and masks."""
+    from PIL import Image
+
+    numbers = torch.Generator().manual_seed(0)
+    for folder, shape, top in (("imgs", (64, 64, 3), 256), ("masks", (64, 64), 2)):
+        (at / "run" / "data" / folder).mkdir(parents=True)
+        for number in range(23):
+            values = torch.randint(top, shape, generator=numbers, dtype=torch.uint8)
+            Image.fromarray(values.numpy()).save(at / "run" / "data" / folder / f"{number}.png")
+
+
+def tokens(at: Path) -> None:
+    """Write 5000 tokens twice, and have the script run beside the files that it executes."""
+    numbers = torch.randint(50, (5000,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
+    (at / "run" / "data" / "x").mkdir(parents=True)
+    for name in ("train", "val"):
+        (at / "run" / "data" / "x" / f"{name}.bin").write_bytes(numbers.numpy().tobytes())
+    copied("configurator.py", "model.py")(at)
+
+
 SMALL = ("--max-steps", "501", "--n-layer", "1", "--n-embd", "8", "--n-embd2", "8", "--type", "bow")
+GPT = ("--dataset=x", "--device=cpu", "--compile=False", "--max_iters=4", "--n_layer=2", "--n_head=2", "--n_embd=16")
+GPT += ("--block_size=16", "--batch_size=4", "--eval_iters=2", "--gradient_accumulation_steps=2", "--dtype=float32")
+TUTORIAL = "tutorials/02-intermediate"
+AVERAGE = r"Average loss: ([\d.]+), Accuracy: (\d+)"
+ACCURACY = r"Accuracy of the \D*[\d,]*\D*: ([\d.]+)"
 SCRIPTS = [
     Script(
         "examples",
@@ -170,6 +231,14 @@ SCRIPTS = [
         r"Average loss: ([\d.]+), Accuracy: (\d+)",
         lambda at: mnist(at / "data"),
         ("--epochs", "2", "--no-accel"),
+    ),
+    Script("examples", "mnist_rnn/main.py", AVERAGE, lambda at: mnist(at / "data"), ("--epochs", "2")),
+    Script(
+        "examples",
+        "vae/main.py",
+        r"Test set loss: ([\d.]+)",
+        lambda at: [mnist(at / "data"), (at / "run" / "results").mkdir()],
+        ("--epochs", "2", "--no-accel", "--batch-size", "32"),
     ),
     Script(
         "ignite",
@@ -180,12 +249,7 @@ SCRIPTS = [
     ),
     Script("pytorch_geometric", "examples/mutag_gin.py", r"Train: ([\d.]+), Test: ([\d.]+)", mutag, ("--epochs", "2")),
     Script("pytorch-lightning", "examples/pytorch/basics/transformer.py", r"test_loss\D+([\d.]+)", words, steps=12),
-    Script(
-        "tutorials",
-        "2d_segmentation/torch/unet_training_array.py",
-        r"current mean dice: (\d\.\d+)",
-        looked=("ArrayDataset, 40",),
-    ),
+    Script("tutorials", "2d_segmentation/torch/unet_training_array.py", r"current mean dice: (\d\.\d+)"),
     # It draws with replacement, 10,000,000,000 samples in an epoch.
     Script(
         "makemore",
@@ -194,7 +258,59 @@ SCRIPTS = [
         names,
         ("-i", "names.txt", "--num-workers", "0", *SMALL),
     ),
+    Script("PyTorchZeroToAll", "08_2_dataset_loade_logistic.py", data=copied("data")),
+    Script("PyTorchZeroToAll", "10_1_cnn_mnist.py", AVERAGE, lambda at: mnist(at / "run" / "data")),
+    Script("pytorch-tutorial", f"{TUTORIAL}/convolutional_neural_network/main.py", ACCURACY, beside),
+    Script("pytorch-tutorial", f"{TUTORIAL}/bidirectional_recurrent_neural_network/main.py", ACCURACY, beside),
+    Script("pytorchTutorial", "13_feedforward.py", ACCURACY, lambda at: mnist(at / "run" / "data")),
+    Script("PyTorch-Tutorial", "tutorial-contents/306_optimizer.py"),
+    Script("pytorch-template", "train.py", r"val_loss +: ([\d.]+)", template, ("-c", "c.json")),
+    Script("pytorch-beginner", "03-Neural Network/neural_network.py", r"Test Loss: ([\d.]+)", fashion),
+    Script("pytorch_misc", "mnist_autoencoder.py", data=lambda at: mnist(at / "run" / "data")),
+    Script("Pytorch-UNet", "train.py", data=images, arguments=("-e", "1", "-b", "4", "-s", "0.5", "-v", "20")),
+    Script(
+        "minGPT",
+        "projects/adder/adder.py",
+        r"test final score: (\d+)",
+        lambda at: shutil.copytree(at / "checkout" / "mingpt", at / "code" / "mingpt"),
+        ("--trainer.max_iters=30", "--model.model_type=gpt-nano", "--trainer.num_workers=0"),
+    ),
+    Script(
+        "machine-learning-book",
+        "ch13/ch13_part4_ignite.py",
+        r"Avg Accuracy: ([\d.]+) Avg Loss: ([\d.]+)",
+        lambda at: [shutil.copy(at / "checkout" / "python_environment_check.py", at / "code"), mnist(at / "run")],
+    ),
+    Script("skorch", "examples/cli/train.py", arguments=("net",)),
+    Script(
+        "TCN",
+        "TCN/mnist_pixel/pmnist_test.py",
+        AVERAGE,
+        lambda at: [
+            shutil.copytree(at / "checkout" / "TCN", at / "code" / "TCN"),
+            mnist(at / "run" / "data" / "mnist"),
+        ],
+        ("--epochs", "1", "--cuda", "--levels", "2", "--nhid", "4"),
+    ),
+    Script("nanoGPT", "train.py", data=tokens, arguments=GPT),
 ]
+
+
+def started(script: Script, folder: Path, *options: str, **own: str) -> subprocess.CompletedProcess[str]:
+    """Run a script by the command, with some options, and return what it printed and how it ended."""
+    own |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "MPLBACKEND": "agg", "HOME": str(folder / "home")}
+    own["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    target = str(folder / "code" / Path(script.path).name)
+    command = [sys.executable, "-W", "ignore", "-m", "ddp_patch", "run", *options, "--seed", "0", target]
+    return subprocess.run(  # noqa: S603 - what the list above names
+        [*command, *script.arguments],
+        cwd=folder / "run",
+        env={**os.environ, **own},
+        check=False,
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
+    )
 
 
 def ran(script: Script, folder: Path, ranks: int, *, still: bool) -> Ran:
@@ -202,25 +318,10 @@ def ran(script: Script, folder: Path, ranks: int, *, still: bool) -> Ran:
     record = folder / f"record-{ranks}-{still}"
     record.mkdir()
     own = {"RECORD_TO": str(record), "STILL": str(still), "STEPS": str(script.steps)}
-    own |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    own["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    target = str(folder / "code" / Path(script.path).name)
-    done = subprocess.run(  # noqa: S603 - what the list above names
-        [sys.executable, "-m", "ddp_patch", "run", "-n", str(ranks), "--seed", "0", target, *script.arguments],
-        cwd=folder / "run",
-        env={**os.environ, **own},
-        check=True,
-        timeout=LIMIT_S,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    reads: list[Reads] = [defaultdict(Counter) for _ in range(ranks)]
-    for place in record.glob("*.jsonl"):
-        for line in place.read_text().splitlines():
-            dataset, is_training, indices = json.loads(line)
-            if dataset not in script.looked:
-                reads[int(place.name.partition("-")[0])][dataset, is_training].update(indices)
-    return Ran(done.stdout.splitlines(), reads, [torch.load(record / f"{rank}.pt") for rank in range(ranks)])
+    done = started(script, folder, "-n", str(ranks), **own)
+    if done.returncode:
+        raise SystemExit(f"{script.path} on {ranks} ranks ended with {done.returncode}: {done.stderr[-2000:]}")
+    return Ran(done.stdout.splitlines(), [torch.load(record / f"{rank}.pt") for rank in range(ranks)])
 
 
 def evaluated(script: Script, told: Ran) -> list[float]:
@@ -231,14 +332,7 @@ def evaluated(script: Script, told: Ran) -> list[float]:
 
 def require_alike(script: Script, one: Ran, many: Ran, *, still: bool) -> float:
     """Hold the ranks to what one does; return the largest difference of a parameter, as a part of the largest one."""
-    ranks = len(many.reads)
-    for key, times in one.reads[0].items():
-        name, is_training = key
-        together = sum((reads[key] for reads in many.reads), Counter[int]())
-        if is_training and together != times:
-            raise SystemExit(f"{script.path} on {ranks} ranks trained on {together} of {name}, not {times}")
-        if not is_training and any(reads[key] != times for reads in many.reads):
-            raise SystemExit(f"{script.path} on {ranks} ranks did not evaluate all of {name} on each rank")
+    ranks = len(many.parameters)
     if len(one.lines) != len(many.lines):
         raise SystemExit(f"{script.path} on {ranks} ranks printed {len(many.lines)} lines, not {len(one.lines)}")
     first = many.parameters[0]
@@ -253,27 +347,45 @@ def require_alike(script: Script, one: Ran, many: Ran, *, still: bool) -> float:
     return differs
 
 
-def main(checkouts: Path, *repositories: str) -> None:
-    """Run the scripts, on one rank first, which prepares what ranks would prepare at the same time."""
+def checked(script: Script, folder: Path, differs: float) -> str:
+    """Return what ``--check`` says of two ranks; it may not say that they do the same if their parameters differ."""
+    done = started(script, folder, "--check", "--steps", "6", "-n", "2")
+    verdict = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip().splitlines()[-1]
+    if verdict.startswith("The same.") and differs > ALIKE:
+        raise SystemExit(f"{script.path}: --check says {verdict!r}, and the parameters differ by {differs:.1e}")
+    return verdict
+
+
+def tried(script: Script, folder: Path) -> list[str]:
+    """Return the script's row: differences where all stands still, as it is on two ranks, and what ``--check`` says.
+
+    One rank runs first, which prepares what ranks would prepare at the same time.
+    """
+    differs = []
+    for still, several in ((True, RANKS[1:]), (False, RANKS[1:2])):
+        one = ran(script, folder, 1, still=still)
+        differs += [
+            require_alike(script, one, ran(script, folder, ranks, still=still), still=still) for ranks in several
+        ]
+    *quiet, as_it_is = differs
+    return [", ".join(f"{each:.0e}" for each in quiet), f"{as_it_is:.0e}", checked(script, folder, as_it_is)]
+
+
+def main(checkouts: Path, *chosen: str) -> None:
+    """Run the scripts, and print a table."""
+    print("| script | 2 and 3 ranks | 2 ranks, as it is | `--check -n 2` |\n| --- | --- | --- | --- |")
     for script in SCRIPTS:
-        if repositories and script.repository not in repositories:
+        if chosen and not any(one in f"{script.repository}/{script.path}" for one in chosen):
             continue
         with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            (folder / "run").mkdir()
+            folder = Path(temporary) / "x"
+            (folder / "run").mkdir(parents=True)
+            (folder / "home").mkdir()
             (folder / "sitecustomize.py").write_text(RECORDER)
-            shutil.copytree((checkouts / script.repository / script.path).parent, folder / "code")
+            (folder / "checkout").symlink_to(checkouts / script.repository)
+            shutil.copytree((checkouts / script.repository / script.path).parent, folder / "code", ignore=GIT)
             script.data(folder)
-            for still in (False, True):
-                one = ran(script, folder, 1, still=still)
-                for ranks in RANKS:
-                    many = one if ranks == 1 else ran(script, folder, ranks, still=still)
-                    differs = require_alike(script, one, many, still=still)
-                    read = {key: "+".join(str(reads[key].total()) for reads in many.reads) for key in one.reads[0]}
-                    how = "what is random stands still" if still else "as it is"
-                    print(f"{script.repository}/{script.path} on {ranks} ranks, {how}: {len(many.lines)} lines")
-                    print(f"  printed {evaluated(script, many)}, parameters differ by {differs:.1e}")
-                    print(f"  read {read}", flush=True)
+            print(f"| {script.repository}: `{script.path}` |", " | ".join(tried(script, folder)), "|", flush=True)
 
 
 if __name__ == "__main__":
