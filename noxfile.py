@@ -152,7 +152,7 @@ def torchft(session: nox.Session) -> None:
 def restarts(session: nox.Session) -> None:
     """Kill a node of jobs that restart, under torchrun and Ray, for ``docs/resume.md``."""
     install_wheel(session, "test,ray")
-    session.run("python", "-W", "ignore", "benchmarks/restarts.py")
+    session.run("python", "-W", "ignore", "benchmarks/restarts.py", env={"PYTHONPATH": "tests"})
 
 
 @nox.session(requires=["package"])

@@ -5,7 +5,6 @@ under ``docs/examples/resume.py``, and a Ray cluster under ``docs/examples/frame
 SIGKILL with its rank; ``docs/resume.md`` holds the table.
 """
 
-import json
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from clusters import CLUSTER, taken
 from pages import show_and_put
 
 ROUNDS, LIMIT_S = 3, 300
@@ -28,30 +28,6 @@ PAGE = DOCS / "resume.md"
 CONF = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": 2}
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=3"]
 TORCHRUN += ["--rdzv-backend=c10d", "--monitor-interval=0.1"]
-# A cluster of one node that keeps order, and three with a worker each; one is lost when the file is there.
-CLUSTER = """
-import sys, time
-from pathlib import Path
-from ray.cluster_utils import Cluster
-
-address, lose = map(Path, sys.argv[1:])
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
-cluster.wait_for_nodes()
-address.with_suffix(".new").write_text(cluster.address)
-address.with_suffix(".new").rename(address)
-while not lose.exists():
-    time.sleep(0.005)
-cluster.remove_node(nodes[-1], allow_graceful=False)
-sys.stdin.read()
-cluster.shutdown()
-"""
-
-
-def taken(folder: Path) -> list[dict[str, Any]]:
-    """Return what all ranks have told of their steps; one that was killed may have left half of a line."""
-    lines = [line for path in folder.glob("taken-*") for line in path.read_text().splitlines()]
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:

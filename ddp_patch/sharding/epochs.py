@@ -77,7 +77,7 @@ class Passes(Generic[T]):
         self._loader_name = wrapper
         self._choices = self._last_choice_applied = 0  # of an epoch; the last one is that whose states were put back
         self._was_chosen = False  # and none has begun since
-        self._states_prepared = self._persistent_iterator_draws = False
+        self._persistent_iterator_draws = False
         self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
         self._states_before_iterator: States | None = None  # as long as the pass has not begun
         options = agreed.options
@@ -145,7 +145,7 @@ class Passes(Generic[T]):
             self._forget_iterator()
             self._begin_sampler_states()
             self._states_before_iterator = self.snapshot()
-            self._states_prepared, self._iterator_generator = True, loader.generator
+            self._iterator_generator = loader.generator
         return self.sampler_states.drawing()
 
     def require_no_failure(self) -> None:
@@ -166,7 +166,7 @@ class Passes(Generic[T]):
         if self._persistent_iterator_draws:  # once, and any pass may be another rank's first
             self.sampler_states.begin_from_here()
             self._persistent_iterator_draws = False
-        if not self._states_prepared:
+        if self._states_before_iterator is None:
             # Only once per choice: torchdata iterates the sampler twice for one pass.
             is_new = self._was_chosen and self._last_choice_applied != self._choices
             self._last_choice_applied = self._choices
@@ -179,7 +179,7 @@ class Passes(Generic[T]):
 
     def _forget_iterator(self) -> None:
         """Forget the iterator that the loader made last, whose pass begins, or never will."""
-        self._states_prepared, self._iterator_generator, self._states_before_iterator = False, None, None
+        self._iterator_generator = self._states_before_iterator = None
 
     def states_between(self) -> States:
         """Return what the samplers hold between two passes: before the draw of an iterator that has given nothing."""
@@ -202,8 +202,7 @@ class Passes(Generic[T]):
             self.position = None
         self._finish_latest()
         self.latest = None
-        self._choices, self._was_chosen, self._states_prepared = self._choices + 1, True, False
-        self._states_before_iterator = None
+        self._choices, self._was_chosen, self._states_before_iterator = self._choices + 1, True, None
         self.monitor.choose_epoch()
         self.epochs.set(number)
 

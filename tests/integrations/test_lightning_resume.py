@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch.errors import RanksFailedError, StateError
@@ -276,6 +277,17 @@ def test_twice_in_one_epoch_and_by_what_one_process_saved(tmp_path: Path) -> Non
     last = Module()
     make_trainer(PatchDataLoaders()).fit(last, shuffled(), ckpt_path=tmp_path / "2" / "step=11.ckpt")
     assert sorted(taken([alone], 6) + taken(second, 5) + last.seen(0)) == list(NUMBERS)
+
+
+# torchdata 0.11 calls it in the constructor of every loader.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchdatas_loader_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    make: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
+    first = begun(tmp_path, make)
+    for ranks in (2, 4):
+        rest, _ = resumed(ranks, make, tmp_path / "step=4.ckpt")
+        assert_once(taken(first, 4), rest)
+        assert rest[0].batches[0] == 4 * 3 // ranks  # as these ranks would have counted
 
 
 class Recording(Module):

@@ -1,6 +1,5 @@
 """Ray Train goes on within an epoch after a node is lost: docs/examples/frameworks/ray_elastic.py."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,34 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import CLUSTER, taken
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "frameworks" / "ray_elastic.py"
 pytestmark = pytest.mark.ray
-
-# What a cluster of four nodes is: one to keep order, three with a worker each. The file says when to lose one.
-CLUSTER = """
-import sys, time
-from pathlib import Path
-from ray.cluster_utils import Cluster
-
-address, lose = map(Path, sys.argv[1:])
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
-cluster.wait_for_nodes()
-address.with_suffix(".new").write_text(cluster.address)
-address.with_suffix(".new").rename(address)
-while not lose.exists():
-    time.sleep(0.05)
-cluster.remove_node(nodes[-1], allow_graceful=False)
-sys.stdin.read()
-cluster.shutdown()
-"""
-
-
-def taken(folder: Path) -> list[dict[str, Any]]:
-    """What workers took; a killed one may have left half of a line."""
-    lines = [line for path in folder.glob("taken-*") for line in path.read_text().splitlines()]
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def wait_for(is_there: Any, process: subprocess.Popen[bytes], limit_s: float) -> None:

@@ -632,3 +632,17 @@ def test_a_place_before_the_first_item_holds_in_another_world_where_a_loader_dre
     _, resumed = begun(1)
     resumed.load_state_dict(state)
     assert list(resumed)[0::2] == list(iterator)
+
+
+def test_a_state_before_the_first_batch_of_an_iterator_that_is_made_already() -> None:
+    """To make it, torch draws from the loader's generator, which is the sampler's, too."""
+    whole = start(loader(shuffle=True, generator=seeded_generator()))
+    first, second, third = (list(whole) for _ in range(3))
+    stopped = start(loader(shuffle=True, generator=seeded_generator()))
+    assert list(stopped) == first
+    iterator = iter(stopped)
+    state = stopped.state_dict()
+    assert list(iterator) == second
+    resumed = start(loader(shuffle=True, generator=seeded_generator()))
+    resumed.load_state_dict(state)
+    assert [list(resumed), list(resumed)] == [second, third]
