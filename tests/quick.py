@@ -5,6 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,10 +82,18 @@ def _script_on_rank(
     sys.argv[:] = command
     sys.path.insert(0, str(Path(command[0]).parent))
     warnings.simplefilter("ignore")
-    # Unlike runpy's, this module is kept to the end: torch may hang where a group is freed before.
+    # The group is kept to the end. torch frees one with the GIL held and waits for threads of gloo, one of which may
+    # wait for the GIL to free what it reduced for DistributedDataParallel.
+    groups: list[dist.ProcessGroup] = []
+    dist.destroy_process_group = partial(_destroy, groups, dist.destroy_process_group)
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = command[0]
     exec(compile(Path(command[0]).read_text(), command[0], "exec"), vars(main))  # noqa: S102 - our own script
+
+
+def _destroy(kept: list[dist.ProcessGroup], destroy: Callable[..., None], *of: Any, **options: Any) -> None:
+    kept += dist.distributed_c10d._world.pg_map
+    destroy(*of, **options)
 
 
 def in_turn(those: Iterable[tuple[Any, ...]], ways: Sequence[Any]) -> list[Any]:
