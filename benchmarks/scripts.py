@@ -54,7 +54,7 @@ if "RECORD_TO" in os.environ and "RANK" in os.environ:
         if hasattr(dataset, "set_random_state"):  # as MONAI's have it
             samples = [(dataset.set_random_state(seed=int(one)), dataset[one])[1] for one in indices]
             return collate(tree_map(doubled, samples))
-        self.collate_fn = lambda samples: collate(tree_map(doubled, samples))
+        self.collate_fn = lambda samples: tree_map(doubled, collate(tree_map(doubled, samples)))
         try:
             return fetch(self, index)
         finally:
