@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from ddp_patch.ranks.agreement import Agreed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Balancer", "BatchDivider", "balance_batch", "balance_window", "balanced_order", "balanced_stream"]
+__all__ = ["Balancer", "balance_batch", "balance_window", "balanced_order", "balanced_stream", "part_of_batch"]
 
 T = TypeVar("T")
 
@@ -208,57 +208,42 @@ def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return keyed.view(np.int64)
 
 
-class BatchDivider:
-    """Gives a rank its part of each batch of a pass: at least one sample, unless the batch is empty.
+def part_of_batch(batch: Any, plan: Plan, name: str, costs: Cost | None = None) -> Any:
+    """Return a rank's part of a batch of indices: at least one sample, unless the batch is empty.
 
     Args:
+        batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
         plan: The rank's share of a batch.
         name: What makes the batches, for an error.
         costs: What the samples cost, if the parts of a batch are to cost alike.
 
+    Returns:
+        A tensor or array of such a batch, else a list.
+
+    Raises:
+        UnsupportedLoaderError: The batch cannot be taken apart.
+
     Examples:
-        >>> [BatchDivider(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
+        >>> [part_of_batch([5, 3, 8], Plan(rank, 2), "a sampler") for rank in range(2)]
         [[5, 8], [3, 5]]
-        >>> [BatchDivider(Plan(rank, 2), "a sampler", Cost(abs))([5, 9, 1, 3]) for rank in range(2)]
+        >>> [part_of_batch([5, 9, 1, 3], Plan(rank, 2), "a sampler", Cost(abs)) for rank in range(2)]
         [[5, 3], [9, 1]]
     """
-
-    def __init__(self, plan: Plan, name: str, costs: Cost | None = None) -> None:
-        self._plan, self._name, self._costs = plan, name, costs
-
-    def __call__(self, batch: Any) -> Any:
-        """Return this rank's part of a batch of indices.
-
-        Args:
-            batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
-
-        Returns:
-            A tensor or array of such a batch, else a list.
-
-        Raises:
-            UnsupportedLoaderError: The batch cannot be taken apart.
-        """
-        if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
-            raise UnsupportedLoaderError(
-                f"share='within_batches' divides batches of indices, and {self._name} yields a {type(batch).__name__}, "
-                "whose samples are unknown. Let it yield lists of indices, or use share='batches'."
-            )
-        items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
-        own, repeated = self._places(items)
-        if isinstance(items, torch.Tensor | np.ndarray):
-            return items[[*own, *repeated]]
-        if isinstance(own, range) and not repeated:
-            return list(items[own.start : own.stop : own.step])
-        return [items[place] for place in chain(own, repeated)]
-
-    def _places(self, items: Any) -> tuple[Sequence[int], Sequence[int]]:
-        """Return which samples of a batch are this rank's, and which its padding repeats."""
-        own, repeated = self._plan.divide(len(items))
-        if self._costs is None:
-            return own, repeated
-        costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
-        balanced = balance_batch(costs.tolist(), self._plan.num_replicas)
-        return [balanced[place] for place in own], [balanced[place] for place in repeated]
+    if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
+        raise UnsupportedLoaderError(
+            f"share='within_batches' divides batches of indices, and {name} yields a {type(batch).__name__}, "
+            "whose samples are unknown. Let it yield lists of indices, or use share='batches'."
+        )
+    items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
+    own, repeated = plan.divide(len(items))
+    if costs is None and not repeated and isinstance(items, list | tuple):
+        return list(items[own.start : own.stop : own.step])
+    places = [*own, *repeated]
+    if costs is not None:
+        known = costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
+        balanced = balance_batch(known.tolist(), plan.num_replicas)
+        places = [balanced[place] for place in places]
+    return items[places] if isinstance(items, torch.Tensor | np.ndarray) else [items[place] for place in places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One pass over a rank's share of an epoch. It owns its position: what was given, what is left, how it ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ddp_patch.orders.chunks import IterationProgress, State
 from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
-from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import BatchNote, Position, States, split_consumed
 
@@ -56,7 +55,7 @@ class Pass(IterationProgress, Generic[T]):
         digest: Marks | None = None,
         *,
         sizes: Sizes | None = None,
-        divide: BatchDivider | None = None,
+        divide: Callable[[T], T] | None = None,
     ) -> None:
         before, skip = split_consumed(start.consumed, passes.plan.num_replicas)
         super().__init__(skip)

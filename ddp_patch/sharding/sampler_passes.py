@@ -26,7 +26,7 @@ from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, 
 from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
-from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
+from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed
 from ddp_patch.sharding.passes import Pass
@@ -183,14 +183,15 @@ class SamplerPasses(Passes[T]):
         # Under a leader one rank draws for all, so there is nothing to compare.
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
         source = self._chosen_source(start, digest)
-        costs = self.agreed.options.costs
         current = Pass(
             start,
             self,
             source,
             digest,
             sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
-            divide=None if self.batch_plan is None else BatchDivider(self.batch_plan, self.name, costs),
+            divide=None
+            if self.batch_plan is None
+            else partial(part_of_batch, plan=self.batch_plan, name=self.name, costs=self.agreed.options.costs),
         )
         self._note_begun(current, takes_position=start.is_ended)
         if start.is_ended:

@@ -23,7 +23,7 @@ from ddp_patch.orders.generators import random_generators, set_generator_states
 from ddp_patch.orders.random_states import EpochCounter, Seed, reader_seed
 from ddp_patch.plan import Batching, Consumed, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.attributes import AttributeProxy
+from ddp_patch.sharding.sampler import AttributeProxy
 from ddp_patch.sharding.saved_state import NotedBatch, Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import can_snapshot, this_worker
 from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState

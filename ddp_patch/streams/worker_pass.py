@@ -18,7 +18,7 @@ from ddp_patch.orders.fingerprint import number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Consumed, Plan, require_steps
-from ddp_patch.sharding.balancing import BatchDivider
+from ddp_patch.sharding.balancing import part_of_batch
 from ddp_patch.sharding.saved_state import (
     RECOGNISED_BY,
     BatchNote,
@@ -426,7 +426,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
 def _divided(items: Iterator[T], worker: StreamWorker[T], batch_plan: Plan) -> Iterator[T]:
     """Yield a rank's samples of each batch that is made of some items."""
-    batching, divide = worker.batching, BatchDivider(batch_plan, worker.name)
+    batching = worker.batching
     while batch := list(islice(items, batching.size)):
         if len(batch) == batching.size or not batching.drop_last:
-            yield from divide(batch)
+            yield from part_of_batch(batch, batch_plan, worker.name)
