@@ -297,7 +297,7 @@ class Passes(Generic[T]):
         # takes the one that follows.
         self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
-            self.agreed.seed.adopt(position.seed)
+            self.agreed.seed.value = position.seed
         self.latest = None
         self.monitor.restore()
         self.choose(position.epoch)  # also on samplers whose own state has the epoch before

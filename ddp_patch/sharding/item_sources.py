@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -33,18 +33,6 @@ NoteWindow: TypeAlias = Callable[[int, np.ndarray[Any, Any]], object]
 _ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
 
 
-class Rounds(Protocol):
-    """The rounds in which ranks send each other batches."""
-
-    @property
-    def batches_delivered(self) -> int:
-        """How many batches this rank was given in them."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks came to the end."""
-
-
 class ItemSource(Generic[T]):
     """How a pass gets its rank's items. By itself it has none: nothing is left of the epoch.
 
@@ -54,7 +42,8 @@ class ItemSource(Generic[T]):
         states_after: What the samplers held after the pass, as the rank that draws for all reported it; else None.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
-        rounds: The rounds in which ranks send each other batches; None if each gives its own.
+        rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/rounds.py``); None if
+            each gives its own.
         is_open_ended: Whether a rank may find the end later than another.
         is_endless: Whether more is given than there is: workers find the end.
         is_in_parts: Whether several workers read a part each; False while that is unknown.
@@ -65,7 +54,7 @@ class ItemSource(Generic[T]):
     length: int | None = None
     states_after: States | None = None
     sizes: Sizes | None = None
-    rounds: Rounds | None = None
+    rounds: Any = None
     is_open_ended: bool = True
     is_endless: bool = False
     is_in_parts: bool = False

@@ -11,7 +11,7 @@ import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.samples import NestedEpochs
+from ddp_patch.loaders.samples import epochs_in, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, random_generators
@@ -81,7 +81,9 @@ class SamplerPasses(Passes[T]):
             self.monitor.compare_held(held)
         self._order_is_drawn = has_order(self.sampler) and not has_computed_order(self.sampler)
         self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
-        self._nested_epochs = NestedEpochs(self.sampler, stream.counts_epochs)
+        # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
+        self._epochs_now = partial(epochs_in, self.sampler, stream.counts_epochs)
+        self._epochs_told = self._epochs_now()
         self._warned_of_length = False
 
     # ---- what is drawn ----
@@ -141,14 +143,19 @@ class SamplerPasses(Passes[T]):
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one; tell every nested sampler that has a ``set_epoch``."""
         super().choose(epoch)
-        self._nested_epochs.tell(self.epochs.upcoming)
+        self._tell_epoch(self.epochs.upcoming)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        tell_epoch(self.sampler, epoch)
+        self._epochs_told = self._epochs_now()
 
     def runs(self) -> Iterator[Iterator[T]]:
         """Return this rank's items of the upcoming epoch, in runs."""
         self.require_no_failure()
-        # Somebody may have set the epoch of a nested sampler, past the one that wraps it.
-        if (epoch := self._nested_epochs.set_by_user()) is not None:
-            self.choose(epoch)
+        for now, told in zip(self._epochs_now(), self._epochs_told, strict=False):
+            if now != told:  # by the user
+                self.choose(now)
+                break
         return self._runs(self._take_up_pass(), self._choices)
 
     def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
@@ -174,7 +181,7 @@ class SamplerPasses(Passes[T]):
         if start is None or not start.is_within_pass:
             self._begin_sampler_states()
         with self.sampler_states.generators_in_place():  # a sampler's set_epoch may seed its generator
-            self._nested_epochs.tell(number)
+            self._tell_epoch(number)
         if start is not None and start.is_within_pass:
             # Others may have drawn from the generators since it was loaded.
             self.sampler_states.restore_states(start.states)
@@ -227,7 +234,7 @@ class SamplerPasses(Passes[T]):
         # It draws what the global one would draw from these states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         order = partial(order_of, self.sampler, epoch, private_generator)
-        random_context = partial(self._drawing, epoch, PrivateRNG(seed, epoch))
+        random_context = partial(self._drawing, epoch, None if self._order_is_drawn else PrivateRNG(seed, epoch))
         if self._is_looked_up() and (self._balancer is None or not taken):
             balanced = None
             if self._balancer is not None:
@@ -273,9 +280,9 @@ class SamplerPasses(Passes[T]):
         return begin
 
     @contextmanager
-    def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
-        """While entered, let the samplers draw an epoch: from these states, unless its order is drawn here."""
-        with self._counting(epoch) if self._order_is_drawn else states, self.sampler_states.drawing():
+    def _drawing(self, epoch: int, states: AbstractContextManager[None] | None) -> Iterator[None]:
+        """While entered, let the samplers draw an epoch from these states; None where its order is drawn here."""
+        with states or self._counting(epoch), self.sampler_states.drawing():
             yield
 
     def _pass_facts(self, epoch: int) -> dict[str, object]:

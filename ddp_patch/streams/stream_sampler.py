@@ -21,7 +21,7 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import ItemSource, Rounds
+from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
@@ -312,7 +312,7 @@ class StreamSource(ItemSource[None]):
     is_endless: bool = True
     is_open_ended: bool
     has_own_length: bool
-    rounds: Rounds | None
+    rounds: BalancedRounds | None
 
     def __init__(self, start: Position, passes: "StreamPasses", number: int) -> None:
         worker = passes.worker
@@ -504,7 +504,7 @@ class StreamSource(ItemSource[None]):
 
     def _position_of_all(self, position: Position, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
-        if not isinstance(self.rounds, BalancedRounds):
+        if self.rounds is None:
             return position
         made = self.rounds.made(batches, self._batches_before)
         return replace(position, parts=[((1, count * self._batch_size),) for count in made])
