@@ -7,10 +7,10 @@ takes the next ``size`` items of every rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, zip_longest
+from itertools import count, islice, zip_longest
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import copied_items
+from ddp_patch.orders.digest import Digest
+from ddp_patch.orders.fingerprint import number_of
 from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
 from ddp_patch.plan import Batching, Consumed, Plan
@@ -253,14 +255,12 @@ class Balancer:
     Attributes:
         costs: What the items cost.
         size: How many items a batch takes.
-        steps: How many steps a window has.
         are_batches: Whether each item is a batch.
         seed: What the random order of steps follows from, with the epoch.
     """
 
     costs: Cost
     size: int
-    steps: int
     are_batches: bool
     seed: Seed
 
@@ -270,18 +270,18 @@ class Balancer:
         options = agreed.options
         if options.costs is None or options.divides_batches:
             return None
-        return cls(options.costs, batching.size, options.costs.window, are_batches, agreed.seed)
+        return cls(options.costs, batching.size, are_batches, agreed.seed)
 
     @property
     def described(self) -> dict[str, object]:
         """What the order follows from, by the names under which states keep it."""
-        return {"cost": self.costs.described, "cost_of": self.costs.of_batch, "cost_window": self.steps} | (
+        return {"cost": self.costs.described, "cost_of": self.costs.of_batch, "cost_window": self.costs.window} | (
             {} if self.are_batches else {"batch_size": self.size}
         )
 
     def width(self, ranks: int) -> int:
         """Return how many items a window has for this many ranks."""
-        return min(self.steps * ranks * self.size, sys.maxsize)
+        return min(self.costs.window * ranks * self.size, sys.maxsize)
 
     def order_of(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
@@ -330,25 +330,9 @@ def balanced_stream(
 
 def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, stage: int) -> Iterator[T]:
     """Balance a stream for this many ranks, window by window."""
-    for number, items in enumerate(_cut(stream, balancer.width(ranks))):
-        yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, number).tolist())
-
-
-def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
-    """Cut a stream into windows. What came before an exception is a window, too."""
-    failure: Exception | None = None
-    is_ended = False
-    while not is_ended:
-        window: list[T] = []
-        try:
-            window.extend(islice(stream, width))
-        except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
-            failure = error
-        is_ended = len(window) < width
-        if window:
-            yield window
-        if failure is not None:
-            raise failure
+    width, number = balancer.width(ranks), count()
+    while items := list(islice(stream, width)):
+        yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, next(number)).tolist())
 
 
 def balanced_order(
@@ -357,7 +341,7 @@ def balanced_order(
     epoch: int,
     order: EpochOrder,
     begin: int,
-    note: Callable[[int, np.ndarray[Any, Any]], object],
+    digest: Digest | None,
 ) -> EpochOrder:
     """Return an order, balanced for this many ranks.
 
@@ -367,7 +351,7 @@ def balanced_order(
         epoch: Which epoch it is.
         order: The order, of which nobody has taken a part.
         begin: The position at which the pass begins.
-        note: Called once for each window from that position on, with where it begins and with its order.
+        digest: Takes note of how each window from that position on is balanced; None if nobody compares it.
     """
     width = balancer.width(ranks)
     to_note = begin // width
@@ -384,8 +368,8 @@ def balanced_order(
         else:
             items = drawn[positions.start : positions.stop].numpy()
         places = balancer.order_of(items, ranks, epoch, 0, number)
-        if number == to_note:
-            note(positions.start, places)
+        if number == to_note and digest is not None:
+            digest.add_hash(number_of([places]), len(places))
             to_note += 1
         return items, places
 

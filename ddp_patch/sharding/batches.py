@@ -148,18 +148,10 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
     if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
     raise StateError(
-        f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader, passes)}. Pass how many the training loop has finished: batches_done=step + 1 "
-        "inside enumerate(loader)."
-    )
-
-
-def _why_not_counted(loader: DataLoader[Any], passes: Passes[Any]) -> str:
-    if has_own_iteration(type(loader)) and not passes.has_one_iterator:
-        return "its class has its own __iter__, which may fetch batches ahead"
-    return (
-        "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
-        "on after an error"
+        f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: its "
+        "class has its own __iter__, which may fetch batches ahead; or the pass was made by another loader over the "
+        "same sampler, or by an iterator that is not torch's, or went on after an error. Pass how many the training "
+        "loop has finished: batches_done=step + 1 inside enumerate(loader)."
     )
 
 
@@ -246,7 +238,7 @@ class CountedIterator(AroundIterator):
         """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
         if not self._has_pass:
             self._find_pass()
-        note, batch = given if type(given) is NotedBatch else (None, given)
+        note, batch = (given, given.batch) if type(given) is NotedBatch else (None, given)
         if (current := self._pass) is None:
             return batch
         if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position

@@ -5,9 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, TypeAlias, TypeVar, cast
-
-import numpy as np
+from typing import Any, Generic, TypeVar, cast
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import ReadAhead, draw, split_chunks
@@ -16,7 +14,7 @@ from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zer
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.leader import Leader
-from ddp_patch.sharding.saved_state import RECOGNISED_BY, BatchNote, Position, States, StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Streamed"]
 
@@ -26,11 +24,6 @@ T = TypeVar("T")
 
 # So many items of an order that can be looked up are compared, evenly spread, and its length.
 _LOOKED_UP = 64
-
-# Is told where a window begins, and its order.
-NoteWindow: TypeAlias = Callable[[int, np.ndarray[Any, Any]], object]
-# Returns the items at some positions.
-_ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
 
 
 class ItemSource(Generic[T]):
@@ -108,7 +101,7 @@ class ItemSource(Generic[T]):
         """
         return None
 
-    def keep(self, note: BatchNote) -> None:
+    def keep(self, note: NotedBatch) -> None:
         """Keep what the worker noted whose batch the loop is given."""
 
     def note_first_batch(self) -> None:
@@ -136,7 +129,7 @@ class Indexed(ItemSource[T]):
         random_context: Returns what to enter while the sampler draws.
         plan: Which positions of what is left are this rank's.
         taken: How many items other numbers of ranks have taken.
-        balanced: Returns the order, balanced from a position on, given what notes how; None to share it as it comes.
+        balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
         digest: Takes note of the order, for the ranks to compare; None if nobody compares it.
         keeps_sizes: Whether to record how many samples the items have.
     """
@@ -152,7 +145,7 @@ class Indexed(ItemSource[T]):
         plan: Plan,
         taken: int,
         *,
-        balanced: Callable[[EpochOrder, int, NoteWindow], EpochOrder] | None,
+        balanced: Callable[[EpochOrder, int], EpochOrder] | None,
         digest: Digest | None,
         keeps_sizes: bool,
     ) -> None:
@@ -165,10 +158,10 @@ class Indexed(ItemSource[T]):
         """Draw the order, and yield the items at this rank's positions."""
         plan, order = self._plan, self._drawn_order()
         if self._balanced is not None:
-            order = self._balanced(order, skip * plan.num_replicas, self._note_window)
+            order = self._balanced(order, skip * plan.num_replicas)
         taken = min(self._taken, order.length)
         length = self.length = order.length - taken
-        at: _ItemsAt = partial(_items_from, order, taken) if taken else order.at
+        at: Callable[[range], Sequence[T]] = partial(_items_from, order, taken) if taken else order.at
         real, repeated = plan.own_and_repeated(length)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
@@ -194,12 +187,7 @@ class Indexed(ItemSource[T]):
             self._digest.end()
         return order
 
-    def _note_window(self, begin: int, places: np.ndarray[Any, Any]) -> None:
-        """Take note of how a window was balanced, for the other ranks to compare."""
-        if self._digest is not None:
-            self._digest.add_hash(number_of([places]), len(places))
-
-    def _looking_at_all(self, at: _ItemsAt, length: int, positions: range) -> Sequence[T]:
+    def _looking_at_all(self, at: Callable[[range], Sequence[T]], length: int, positions: range) -> Sequence[T]:
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
         sizes, plan = cast(Sizes, self.sizes), self._plan
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length

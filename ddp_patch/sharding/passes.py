@@ -11,7 +11,7 @@ from ddp_patch.orders.chunks import State
 from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.saved_state import BatchNote, Position, States, split_consumed
+from ddp_patch.sharding.saved_state import NotedBatch, Position, States, split_consumed
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes
@@ -240,10 +240,10 @@ class Pass(Generic[T]):
         if self.state is State.FAILED:
             self.state = State.RUNNING
 
-    def deliver(self, note: BatchNote | None = None) -> None:
+    def deliver(self, note: NotedBatch | None = None) -> None:
         """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
         if note is not None:
-            self.source.keep(note)
+            self.source.keep(note._replace(batch=None))
         if self.batches_delivered is None:
             return
         self.batches_delivered = delivered = self.batches_delivered + 1

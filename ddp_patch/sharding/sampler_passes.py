@@ -73,6 +73,7 @@ class SamplerPasses(Passes[T]):
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
         self._are_batches, self._balancer = are_batches, balancer
+        self._gives_runs = agreed.options.gives_runs
         if not shuffles and balancer is None and is_always_alike(self.sampler):
             self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
@@ -112,10 +113,6 @@ class SamplerPasses(Passes[T]):
             draws_nothing = not was_moved()
         if draws_nothing:
             self._draws_nothing_at = now
-
-    def note_changed(self) -> None:
-        """Record that the user has set an attribute of the sampler: it may be another dataset."""
-        self._draws_nothing_at = ()
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
@@ -238,7 +235,7 @@ class SamplerPasses(Passes[T]):
         if self._is_looked_up() and (self._balancer is None or not taken):
             balanced = None
             if self._balancer is not None:
-                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch)
+                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch, digest=digest)
             return Indexed(
                 order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
             )
@@ -273,7 +270,7 @@ class SamplerPasses(Passes[T]):
             begin = partial(_in_order, order)
         if self.shuffles:
             begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
-        if self.agreed.options.gives_runs:
+        if self._gives_runs:
             # Those that began the epoch.
             ranks = next((ranks for ranks, each in start.consumed if each), self.plan.num_replicas)
             begin = partial(_arranged, begin, partial(_in_runs, ranks))
@@ -291,7 +288,7 @@ class SamplerPasses(Passes[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        is_as_it_comes = not (self.shuffles or self.agreed.options.gives_runs)
+        is_as_it_comes = not (self.shuffles or self._gives_runs)
         return self.agreed.leader is None and is_as_it_comes and has_order(self.sampler)
 
     def note_length(self, current: Pass[T], length: int) -> None:

@@ -21,7 +21,7 @@ from ddp_patch.plan import Consumed, Plan, require_steps
 from ddp_patch.sharding.balancing import part_of_batch
 from ddp_patch.sharding.saved_state import (
     RECOGNISED_BY,
-    BatchNote,
+    NotedBatch,
     Position,
     StreamSnapshot,
     StreamStart,
@@ -203,7 +203,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 worker.giving = self
                 yield item
 
-    def note(self) -> BatchNote | None:
+    def note(self) -> NotedBatch | None:
         """Return what travels with the batch of which the last item was just given; None if there is nothing new."""
         if self._worker.splits_itself:
             return None
@@ -215,7 +215,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             self._notes_states, state = False, None
         self._noted, self._has_noted_initial_state = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
-        return BatchNote(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
+        return NotedBatch(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
