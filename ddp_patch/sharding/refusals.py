@@ -300,7 +300,7 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options, world: 
             raise InvalidOptionError(
                 f"{option} does not work with {name}: an iterable dataset has no indices, so rank 0 could send none, "
                 "and each rank would have to read all of it before its first item. Use order='seeded' and "
-                "layout='interleaved', the defaults."
+                "layout='interleaved'."
             )
 
 
