@@ -32,9 +32,8 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.batches import CollateByValue, CountedIterator, WatchedIterator, with_notes
+from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, by_value, with_notes
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.repeated import RepeatedPasses
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import no_state
 from ddp_patch.walks import is_empty, nested, place_of
@@ -198,7 +197,7 @@ class OwnMethods:
             return
         collate_fn = loader.collate_fn
         noted = with_notes(loader) if self._takes_notes else collate_fn
-        loader.collate_fn = CollateByValue(noted) if loader.num_workers > 0 else noted
+        loader.collate_fn = by_value(noted) if loader.num_workers > 0 else noted
         try:
             yield
         finally:

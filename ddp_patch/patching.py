@@ -29,8 +29,8 @@ from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
+from ddp_patch.sharding.batches import RepeatedPasses
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
-from ddp_patch.sharding.repeated import RepeatedPasses
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options

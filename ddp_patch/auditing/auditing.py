@@ -20,7 +20,7 @@ from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.loader_reports import unpatched
-from ddp_patch.sharding.refusals import ignored_index_allowed, require_costs, require_one_of_each, unit_shared
+from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit_shared
 from ddp_patch.validation import check_flag, seconds, whole_number
 
 __all__ = ["AuditOptions", "DDPAudit", "Loader", "Loaders", "audit", "audit_or_fail"]
@@ -55,7 +55,6 @@ def audit(
 def audit(
     loader: Loaders, world_size: SupportsIndex, epochs: SupportsIndex = 2, **options: Unpack[AuditOptions]
 ) -> Reports: ...
-@ignored_index_allowed()  # the report tells it
 @unpatched()  # the ranks that it simulates are none of a script's
 def audit(
     loader: Loader | Loaders,

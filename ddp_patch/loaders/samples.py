@@ -26,9 +26,9 @@ from ddp_patch.walks import held, walk
 
 __all__ = [
     "FirstOrder",
-    "NestedEpochs",
     "copy_to_draw",
     "deep_copy",
+    "epochs_in",
     "first_order",
     "inner_samplers",
     "is_one_shot",
@@ -58,11 +58,10 @@ def nested_samplers(sampler: object) -> Iterator[object]:
 
 
 def inner_samplers(sampler: object) -> list[Any]:
-    """Return what a sampler holds as ``.batch_sampler`` and ``.sampler``; None for what it lacks.
-
-    A wrapper of this package shows what it wraps as the user's loader does: its ``.sampler`` may be one further in.
-    """
-    return [getattr(sampler, name, None) for name in ("batch_sampler", "_wrapped_sampler", "sampler")]
+    """Return what a sampler holds as ``.batch_sampler`` and ``.sampler``, or what a wrapper of this package wraps."""
+    if (wrapped := getattr(sampler, "_wrapped_sampler", None)) is not None:
+        return [wrapped]
+    return [getattr(sampler, name, None) for name in ("batch_sampler", "sampler")]
 
 
 def deep_copy(value: V, sharing: Iterable[object]) -> V:
@@ -88,32 +87,10 @@ def tell_epoch(sampler: object, epoch: int) -> None:
         holder.set_epoch(epoch)
 
 
-class NestedEpochs:
-    """The epochs of a sampler and of all that it holds, which a user may set past the sampler that wraps it.
-
-    Args:
-        sampler: The sampler.
-        counting: Those of them that count their epochs themselves: whoever draws from one sets none.
-    """
-
-    def __init__(self, sampler: object, counting: Collection[object] = ()) -> None:
-        self._sampler, self._counting = sampler, counting
-        self._told = self._now()
-
-    def tell(self, epoch: int) -> None:
-        """Make ``epoch`` the next one of all."""
-        tell_epoch(self._sampler, epoch)
-        self._told = self._now()
-
-    def set_by_user(self) -> int | None:
-        """Return the epoch that somebody has set since, if any."""
-        changed = (now for now, told in zip(self._now(), self._told, strict=False) if now != told)
-        return next(changed, None)
-
-    def _now(self) -> list[int]:
-        holders = (one for one in _epoch_holders(self._sampler) if not any(one is other for other in self._counting))
-        epochs = (getattr(holder, "epoch", None) for holder in holders)
-        return [epoch for epoch in epochs if isinstance(epoch, int)]
+def epochs_in(sampler: object, counting: Collection[object] = ()) -> list[int]:
+    """Return the epochs of a sampler and of all that it holds, but of those that count them themselves."""
+    holders = (one for one in _epoch_holders(sampler) if not any(one is other for other in counting))
+    return [epoch for holder in holders if isinstance(epoch := getattr(holder, "epoch", None), int)]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")

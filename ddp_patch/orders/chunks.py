@@ -1,4 +1,4 @@
-"""Take a stream apart in chunks, draw ahead of what is asked for, and know how far an iterator has come."""
+"""Take a stream apart in chunks, and draw ahead of what is asked for."""
 
 import copy
 import sys
@@ -24,7 +24,6 @@ __all__ = [
     "MOST_AHEAD",
     "MOST_PLAIN",
     "Chunk",
-    "IterationProgress",
     "ReadAhead",
     "State",
     "copied_items",
@@ -346,50 +345,3 @@ class State(IntEnum):
     LEFT = 1  # broken off: nobody asks for more
     ENDED = 2  # the end was seen
     FAILED = 3  # the loop was given an error instead of a batch
-
-
-class IterationProgress:
-    """How far the drawing of a pass has come. It changes by its methods alone.
-
-    Args:
-        skip: How many items were taken before the pass, which continues after these.
-
-    Attributes:
-        items_given: How many items were given, those before the pass included.
-        drawn: NEW, RUNNING, LEFT or ENDED: how far its items were asked for.
-    """
-
-    def __init__(self, skip: int = 0) -> None:
-        self.skip: int = skip
-        self.items_given: int = skip
-        self.drawn: State = State.NEW
-        self._run: Iterator[Any] = iter(())
-
-    @property
-    def items_taken(self) -> int:
-        """How many of the items given were taken, those before the pass included."""
-        return self.items_given - length_hint(self._run)
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether all items were given."""
-        return self.drawn is State.ENDED
-
-    def give(self, part: Sequence[T]) -> Iterator[T]:
-        """Give the items that come next; return an iterator over them."""
-        self.items_given += len(part)
-        self._run = run = iter(part)
-        return run
-
-    def begin(self) -> None:
-        """Record that the first item is asked for."""
-        self.drawn = State.RUNNING
-
-    def leave(self) -> None:
-        """Record that no more items are asked for, if there are any."""
-        if self.drawn is not State.ENDED:
-            self.drawn = State.LEFT
-
-    def end(self) -> None:
-        """Record that there are no more items."""
-        self.drawn = State.ENDED

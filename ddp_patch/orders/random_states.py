@@ -115,10 +115,6 @@ class Seed:
         self.value: int = value
         self.is_chosen: bool = is_chosen
 
-    def adopt(self, value: int) -> None:
-        """Replace the seed by a state's, from now on."""
-        self.value = value
-
 
 class EpochCounter:
     """Counts epochs: the next one begins when a pass draws its first item.

@@ -7,10 +7,10 @@ takes the next ``size`` items of every rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice, zip_longest
+from itertools import count, islice, zip_longest
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import copied_items
+from ddp_patch.orders.digest import Digest
+from ddp_patch.orders.fingerprint import number_of
 from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
 from ddp_patch.plan import Batching, Consumed, Plan
@@ -27,7 +29,7 @@ from ddp_patch.ranks.agreement import Agreed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Balancer", "BatchDivider", "balance_batch", "balance_window", "balanced_order", "balanced_stream"]
+__all__ = ["Balancer", "balance_batch", "balance_window", "balanced_order", "balanced_stream", "part_of_batch"]
 
 T = TypeVar("T")
 
@@ -208,57 +210,42 @@ def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return keyed.view(np.int64)
 
 
-class BatchDivider:
-    """Gives a rank its part of each batch of a pass: at least one sample, unless the batch is empty.
+def part_of_batch(batch: Any, plan: Plan, name: str, costs: Cost | None = None) -> Any:
+    """Return a rank's part of a batch of indices: at least one sample, unless the batch is empty.
 
     Args:
+        batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
         plan: The rank's share of a batch.
         name: What makes the batches, for an error.
         costs: What the samples cost, if the parts of a batch are to cost alike.
 
+    Returns:
+        A tensor or array of such a batch, else a list.
+
+    Raises:
+        UnsupportedLoaderError: The batch cannot be taken apart.
+
     Examples:
-        >>> [BatchDivider(Plan(rank, 2), "a sampler")([5, 3, 8]) for rank in range(2)]
+        >>> [part_of_batch([5, 3, 8], Plan(rank, 2), "a sampler") for rank in range(2)]
         [[5, 8], [3, 5]]
-        >>> [BatchDivider(Plan(rank, 2), "a sampler", Cost(abs))([5, 9, 1, 3]) for rank in range(2)]
+        >>> [part_of_batch([5, 9, 1, 3], Plan(rank, 2), "a sampler", Cost(abs)) for rank in range(2)]
         [[5, 3], [9, 1]]
     """
-
-    def __init__(self, plan: Plan, name: str, costs: Cost | None = None) -> None:
-        self._plan, self._name, self._costs = plan, name, costs
-
-    def __call__(self, batch: Any) -> Any:
-        """Return this rank's part of a batch of indices.
-
-        Args:
-            batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
-
-        Returns:
-            A tensor or array of such a batch, else a list.
-
-        Raises:
-            UnsupportedLoaderError: The batch cannot be taken apart.
-        """
-        if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
-            raise UnsupportedLoaderError(
-                f"share='within_batches' divides batches of indices, and {self._name} yields a {type(batch).__name__}, "
-                "whose samples are unknown. Let it yield lists of indices, or use share='batches'."
-            )
-        items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
-        own, repeated = self._places(items)
-        if isinstance(items, torch.Tensor | np.ndarray):
-            return items[[*own, *repeated]]
-        if isinstance(own, range) and not repeated:
-            return list(items[own.start : own.stop : own.step])
-        return [items[place] for place in chain(own, repeated)]
-
-    def _places(self, items: Any) -> tuple[Sequence[int], Sequence[int]]:
-        """Return which samples of a batch are this rank's, and which its padding repeats."""
-        own, repeated = self._plan.divide(len(items))
-        if self._costs is None:
-            return own, repeated
-        costs = self._costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
-        balanced = balance_batch(costs.tolist(), self._plan.num_replicas)
-        return [balanced[place] for place in own], [balanced[place] for place in repeated]
+    if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
+        raise UnsupportedLoaderError(
+            f"share='within_batches' divides batches of indices, and {name} yields a {type(batch).__name__}, "
+            "whose samples are unknown. Let it yield lists of indices, or use share='batches'."
+        )
+    items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
+    own, repeated = plan.divide(len(items))
+    if costs is None and not repeated and isinstance(items, list | tuple):
+        return list(items[own.start : own.stop : own.step])
+    places = [*own, *repeated]
+    if costs is not None:
+        known = costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
+        balanced = balance_batch(known.tolist(), plan.num_replicas)
+        places = [balanced[place] for place in places]
+    return items[places] if isinstance(items, torch.Tensor | np.ndarray) else [items[place] for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,14 +255,12 @@ class Balancer:
     Attributes:
         costs: What the items cost.
         size: How many items a batch takes.
-        steps: How many steps a window has.
         are_batches: Whether each item is a batch.
         seed: What the random order of steps follows from, with the epoch.
     """
 
     costs: Cost
     size: int
-    steps: int
     are_batches: bool
     seed: Seed
 
@@ -285,18 +270,18 @@ class Balancer:
         options = agreed.options
         if options.costs is None or options.divides_batches:
             return None
-        return cls(options.costs, batching.size, options.costs.window, are_batches, agreed.seed)
+        return cls(options.costs, batching.size, are_batches, agreed.seed)
 
     @property
     def described(self) -> dict[str, object]:
         """What the order follows from, by the names under which states keep it."""
-        return {"cost": self.costs.described, "cost_of": self.costs.of_batch, "cost_window": self.steps} | (
+        return {"cost": self.costs.described, "cost_of": self.costs.of_batch, "cost_window": self.costs.window} | (
             {} if self.are_batches else {"batch_size": self.size}
         )
 
     def width(self, ranks: int) -> int:
         """Return how many items a window has for this many ranks."""
-        return min(self.steps * ranks * self.size, sys.maxsize)
+        return min(self.costs.window * ranks * self.size, sys.maxsize)
 
     def order_of(
         self, items: Sequence[Any] | np.ndarray[Any, Any], ranks: int, epoch: int, stage: int, window: int
@@ -345,25 +330,9 @@ def balanced_stream(
 
 def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, stage: int) -> Iterator[T]:
     """Balance a stream for this many ranks, window by window."""
-    for number, items in enumerate(_cut(stream, balancer.width(ranks))):
-        yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, number).tolist())
-
-
-def _cut(stream: Iterator[T], width: int) -> Iterator[list[T]]:
-    """Cut a stream into windows. What came before an exception is a window, too."""
-    failure: Exception | None = None
-    is_ended = False
-    while not is_ended:
-        window: list[T] = []
-        try:
-            window.extend(islice(stream, width))
-        except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
-            failure = error
-        is_ended = len(window) < width
-        if window:
-            yield window
-        if failure is not None:
-            raise failure
+    width, number = balancer.width(ranks), count()
+    while items := list(islice(stream, width)):
+        yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, next(number)).tolist())
 
 
 def balanced_order(
@@ -372,7 +341,7 @@ def balanced_order(
     epoch: int,
     order: EpochOrder,
     begin: int,
-    note: Callable[[int, np.ndarray[Any, Any]], object],
+    digest: Digest | None,
 ) -> EpochOrder:
     """Return an order, balanced for this many ranks.
 
@@ -382,7 +351,7 @@ def balanced_order(
         epoch: Which epoch it is.
         order: The order, of which nobody has taken a part.
         begin: The position at which the pass begins.
-        note: Called once for each window from that position on, with where it begins and with its order.
+        digest: Takes note of how each window from that position on is balanced; None if nobody compares it.
     """
     width = balancer.width(ranks)
     to_note = begin // width
@@ -399,8 +368,8 @@ def balanced_order(
         else:
             items = drawn[positions.start : positions.stop].numpy()
         places = balancer.order_of(items, ranks, epoch, 0, number)
-        if number == to_note:
-            note(positions.start, places)
+        if number == to_note and digest is not None:
+            digest.add_hash(number_of([places]), len(places))
             to_note += 1
         return items, places
 

@@ -1,19 +1,28 @@
-"""What a patched loader's batches are: how many, which were given, how they leave workers, and who counts them."""
+"""What a patched loader's batches are, how they leave workers, and the iterators that give and count them."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.private_torch import AroundIterator, BatchesOf, has_own_iteration, is_end
-from ddp_patch.errors import DDPPatchError, NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf, has_own_iteration, is_end
+from ddp_patch.errors import (
+    DDPPatchError,
+    NotPatchedError,
+    StateError,
+    StreamLengthError,
+    UnsupportedLoaderError,
+)
+from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Batching
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress, State
 from ddp_patch.ranks.packing import bytes_of
@@ -26,11 +35,12 @@ from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [
     "Batches",
-    "CollateByValue",
     "CountedIterator",
+    "RepeatedPasses",
     "WatchedIterator",
     "batches_delivered",
     "batches_of",
+    "by_value",
     "patched_sampler",
     "with_notes",
 ]
@@ -41,24 +51,19 @@ __all__ = [
 _SMALL_BYTES = 2**16
 
 
-class CollateByValue:
-    """A ``collate_fn`` whose batches leave a worker by value if they are small and plain.
+def by_value(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a ``collate_fn`` whose batches leave a worker by value if they are small and plain."""
+    return partial(_collated, collate_fn, os.getpid())
 
-    Args:
-        collate_fn: Makes the batches.
-    """
 
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
-        self._collate_fn, self._process = collate_fn, os.getpid()
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch of some samples, ready to be pickled if this is a worker's process."""
-        made = self._collate_fn(samples)
-        if os.getpid() == self._process:  # where nothing is sent
-            return made
-        if type(made) is NotedBatch:
-            return made._replace(batch=_by_value(made.batch, samples))
-        return _by_value(made, samples)
+def _collated(collate_fn: Callable[[Any], Any], process: int, samples: Any) -> Any:
+    """Return the batch of some samples, ready to be pickled if this is a worker's process."""
+    made = collate_fn(samples)
+    if os.getpid() == process:  # where nothing is sent
+        return made
+    if type(made) is NotedBatch:
+        return made._replace(batch=_by_value(made.batch, samples))
+    return _by_value(made, samples)
 
 
 def with_notes(loader: DataLoader[Any]) -> Callable[[Any], Any]:
@@ -143,18 +148,10 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
     if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
     raise StateError(
-        f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: "
-        f"{_why_not_counted(loader, passes)}. Pass how many the training loop has finished: batches_done=step + 1 "
-        "inside enumerate(loader)."
-    )
-
-
-def _why_not_counted(loader: DataLoader[Any], passes: Passes[Any]) -> str:
-    if has_own_iteration(type(loader)) and not passes.has_one_iterator:
-        return "its class has its own __iter__, which may fetch batches ahead"
-    return (
-        "the pass was made by another loader over the same sampler, or by an iterator that is not torch's, or it went "
-        "on after an error"
+        f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: its "
+        "class has its own __iter__, which may fetch batches ahead; or the pass was made by another loader over the "
+        "same sampler, or by an iterator that is not torch's, or went on after an error. Pass how many the training "
+        "loop has finished: batches_done=step + 1 inside enumerate(loader)."
     )
 
 
@@ -241,7 +238,7 @@ class CountedIterator(AroundIterator):
         """Record that a batch is given, and return it alone. It is called for each, so it calls little itself."""
         if not self._has_pass:
             self._find_pass()
-        note, batch = given if type(given) is NotedBatch else (None, given)
+        note, batch = (given, given.batch) if type(given) is NotedBatch else (None, given)
         if (current := self._pass) is None:
             return batch
         if self._has_failed:  # if the loader went on, some batch was skipped: nobody knows the position
@@ -283,65 +280,21 @@ class CountedIterator(AroundIterator):
             self._pass.note_loop()
 
 
-class _WatchedPass:
-    """A pass over a loader that is sharded already, which is compared with the other ranks' like any other.
+class WatchedIterator(AroundIterator):
+    """Counts the batches of a loader that is sharded already, and compares its passes with the other ranks'.
+
+    Nothing else of the loader is changed.
 
     Args:
+        wrapped: The iterator that the loader's class made.
         monitor: Compares the loader's passes.
         is_open_ended: Whether nobody knows the end before it comes.
     """
 
-    def __init__(self, monitor: PassMonitor, *, is_open_ended: bool) -> None:
-        self._monitor, self._is_open_ended = monitor, is_open_ended and not monitor.has_own_lengths
-        self._batches, self._next_comparison = 0, 2
-        self._state = State.RUNNING
-        self._logged: LoggedPass | None = monitor.begin(0, "0", self._progress, None)
-
-    def _progress(self) -> Progress:
-        return Progress(self._batches, self._batches, self._state, self._monitor.has_own_lengths)
-
-    def deliver(self, batch: Any) -> None:
-        """Record that the loop is given a batch."""
-        if (logged := self._logged) is None:  # the process group is gone
-            return
-        self._batches += 1
-        if logged.is_told:  # another pass has begun since
-            logged.tell(self._progress())
-        if self._batches <= MORE_THAN_A_LOOK:
-            self._monitor.goes_on(logged)
-        self._monitor.note_batch(batch, logged)
-        if self._is_open_ended:
-            self._monitor.give_step(logged, self._batches)
-        if self._batches >= self._next_comparison:
-            self._next_comparison = self._monitor.next_comparison(self._batches)
-            self._monitor.compare()
-
-    def note_failed(self) -> None:
-        """Record that the loop was given an error of the loader's."""
-        self._state = State.FAILED
-
-    def note_end_seen(self) -> None:
-        """Record that the loop has seen the end."""
-        if self._logged is not None:
-            self._state = State.ENDED
-            self._monitor.compare(at_end=True)
-            if self._is_open_ended:
-                self._monitor.end_steps(self._logged, self._batches)
-
-
-class WatchedIterator(AroundIterator):
-    """Counts the batches of a loader that is sharded already: nothing else of it is changed.
-
-    Args:
-        wrapped: The iterator that the loader's class made.
-        monitor: Compares the loader's passes with the other ranks'.
-        is_open_ended: Whether nobody knows the end before it comes.
-    """
-
-    _pass: _WatchedPass
-
     def __init__(self, wrapped: Any, monitor: PassMonitor, *, is_open_ended: bool) -> None:
-        self._monitor, self._is_open_ended = monitor, is_open_ended
+        self._monitor, self._is_open_ended = monitor, is_open_ended and not monitor.has_own_lengths
+        self._given, self._next_comparison, self._state = 0, 2, State.RUNNING
+        self._logged: LoggedPass | None = None
         super().__init__(wrapped)
 
     def begin(self) -> None:
@@ -352,17 +305,118 @@ class WatchedIterator(AroundIterator):
     def __next__(self) -> Any:
         if not self._has_pass:
             self._has_pass = True
-            self._pass = _WatchedPass(self._monitor, is_open_ended=self._is_open_ended)
+            # Now the log asks for the last time how far the pass before has come.
+            self._logged = self._monitor.begin(0, "0", self._progress, None)
+            self._given, self._next_comparison, self._state = 0, 2, State.RUNNING
         return super().__next__()
+
+    def _progress(self) -> Progress:
+        return Progress(self._given, self._given, self._state, self._monitor.has_own_lengths)
 
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it."""
-        self._pass.deliver(given)
+        if (logged := self._logged) is None:  # the process group is gone
+            return given
+        self._given += 1
+        if logged.is_told:  # another pass has begun since
+            logged.tell(self._progress())
+        if self._given <= MORE_THAN_A_LOOK:
+            self._monitor.goes_on(logged)
+        self._monitor.note_batch(given, logged)
+        if self._is_open_ended:
+            self._monitor.give_step(logged, self._given)
+        if self._given >= self._next_comparison:
+            self._next_comparison = self._monitor.next_comparison(self._given)
+            self._monitor.compare()
         return given
 
     def stop(self, reason: BaseException) -> None:
         """Record that the loop sees the end, or an error instead of a batch."""
-        if is_end(reason):
-            self._pass.note_end_seen()
-        elif _is_failure(reason):
-            self._pass.note_failed()
+        if _is_failure(reason):
+            self._state = State.FAILED
+        elif is_end(reason) and self._logged is not None:
+            self._state = State.ENDED
+            self._monitor.compare(at_end=True)
+            if self._is_open_ended:
+                self._monitor.end_steps(self._logged, self._given)
+
+
+_NOTHING = object()
+
+
+class RepeatedPasses(Iterator[Any]):
+    """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
+
+    It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
+    fetch ahead within an epoch, not into the next: so ``set_epoch`` chooses the epoch of the very next batch, and a
+    state is about the pass that the training loop is in.
+
+    Args:
+        loader: The patched loader, before it has this iterator.
+        passes: The passes over it.
+        one_pass: The attributes with which a plain DataLoader makes one pass.
+    """
+
+    def __init__(self, loader: DataLoader[Any], passes: Passes[Any], one_pass: Mapping[str, Any]) -> None:
+        self._passes, self._one_pass = passes, dict(one_pass)
+        passes.has_one_iterator = True
+        self.begin_anew(loader)
+
+    def begin_anew(self, loader: DataLoader[Any]) -> Self:
+        """Leave the running pass and its workers, and make passes of the loader as it is now; return this iterator."""
+        kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
+        once = {"persistent_workers": loader.num_workers > 0, RUNNING_ITERATOR: None}
+        self._attributes = kept | self._one_pass | once
+        self._plain: DataLoader[Any] | None = None
+        self._running: CountedIterator | None = None
+        return self
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Leave the running pass; with persistent workers, torch asks for it."""
+        self._running = None
+
+    def __next__(self) -> Any:
+        if self._passes.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
+            self._begin()
+        if (batch := self._next()) is _NOTHING:
+            self._begin()
+            batch = self._next()
+        if batch is _NOTHING:
+            self._require_none()
+            raise StopIteration
+        self._given += 1
+        if self._given == self._length and self._running is not None:
+            self._running.look_for_end()  # nobody will ask for it, and len() and states depend on it
+        return batch
+
+    def _next(self) -> Any:
+        return _NOTHING if self._running is None else next(self._running, _NOTHING)
+
+    def _begin(self) -> None:
+        """Begin the upcoming pass."""
+        if self._plain is None or self._passes.position is not None or not self._plain.num_workers:
+            # Workers know nothing of a state that was restored in the main process.
+            self._plain = self._make_plain()
+        self._running, self._given, self._length = None, 0, length_of(self._plain, ())
+        plain = DataLoader.__iter__(self._plain)
+        self._running = CountedIterator(plain, self._passes, begins_ahead=self._plain.num_workers > 0)
+
+    def _make_plain(self) -> DataLoader[Any]:
+        """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
+        plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+        vars(plain).update(self._attributes)
+        plain.collate_fn = by_value(with_notes(plain))
+        # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
+        plain.generator = torch.Generator()
+        return plain
+
+    def _require_none(self) -> None:
+        """Raise if len() promises batches and there is none: the given loader would ask forever."""
+        if self._length:
+            raise StreamLengthError(
+                f"A pass gave no batch and its len() said {self._length}, so a loader with one iterator for all epochs "
+                "would wait for a batch forever. Correct the sampler's __len__."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_plain": None, "_running": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -18,6 +17,7 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_state import Position, States, split_consumed
+from ddp_patch.validation import as_index
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.passes import Pass
@@ -189,11 +189,8 @@ class Passes(Generic[T]):
 
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one. If it already is, a position that was loaded stays."""
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            number = -1
-        if number < 0:
+        number = as_index(epoch)
+        if number is None or number < 0:
             raise InvalidOptionError(
                 f"set_epoch({epoch!r}): an epoch is a whole number of at least 0, because its order is derived "
                 "from it. Pass the number of the epoch that comes next."
@@ -297,7 +294,7 @@ class Passes(Generic[T]):
         # takes the one that follows.
         self.sampler_states.restore_epoch(position.epoch + position.is_ended, position.states)
         if position.seed is not None:
-            self.agreed.seed.adopt(position.seed)
+            self.agreed.seed.value = position.seed
         self.latest = None
         self.monitor.restore()
         self.choose(position.epoch)  # also on samplers whose own state has the epoch before

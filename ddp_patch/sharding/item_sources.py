@@ -5,9 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
-
-import numpy as np
+from typing import Any, Generic, TypeVar, cast
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import ReadAhead, draw, split_chunks
@@ -16,7 +14,7 @@ from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zer
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.leader import Leader
-from ddp_patch.sharding.saved_state import RECOGNISED_BY, BatchNote, Position, States, StreamSnapshot, StreamStart
+from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Streamed"]
 
@@ -26,23 +24,6 @@ T = TypeVar("T")
 
 # So many items of an order that can be looked up are compared, evenly spread, and its length.
 _LOOKED_UP = 64
-
-# Is told where a window begins, and its order.
-NoteWindow: TypeAlias = Callable[[int, np.ndarray[Any, Any]], object]
-# Returns the items at some positions.
-_ItemsAt: TypeAlias = Callable[[range], Sequence[Any]]
-
-
-class Rounds(Protocol):
-    """The rounds in which ranks send each other batches."""
-
-    @property
-    def batches_delivered(self) -> int:
-        """How many batches this rank was given in them."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks came to the end."""
 
 
 class ItemSource(Generic[T]):
@@ -54,7 +35,8 @@ class ItemSource(Generic[T]):
         states_after: What the samplers held after the pass, as the rank that draws for all reported it; else None.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
-        rounds: The rounds in which ranks send each other batches; None if each gives its own.
+        rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/rounds.py``); None if
+            each gives its own.
         is_open_ended: Whether a rank may find the end later than another.
         is_endless: Whether more is given than there is: workers find the end.
         is_in_parts: Whether several workers read a part each; False while that is unknown.
@@ -65,7 +47,7 @@ class ItemSource(Generic[T]):
     length: int | None = None
     states_after: States | None = None
     sizes: Sizes | None = None
-    rounds: Rounds | None = None
+    rounds: Any = None
     is_open_ended: bool = True
     is_endless: bool = False
     is_in_parts: bool = False
@@ -119,7 +101,7 @@ class ItemSource(Generic[T]):
         """
         return None
 
-    def keep(self, note: BatchNote) -> None:
+    def keep(self, note: NotedBatch) -> None:
         """Keep what the worker noted whose batch the loop is given."""
 
     def note_first_batch(self) -> None:
@@ -147,7 +129,7 @@ class Indexed(ItemSource[T]):
         random_context: Returns what to enter while the sampler draws.
         plan: Which positions of what is left are this rank's.
         taken: How many items other numbers of ranks have taken.
-        balanced: Returns the order, balanced from a position on, given what notes how; None to share it as it comes.
+        balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
         digest: Takes note of the order, for the ranks to compare; None if nobody compares it.
         keeps_sizes: Whether to record how many samples the items have.
     """
@@ -163,7 +145,7 @@ class Indexed(ItemSource[T]):
         plan: Plan,
         taken: int,
         *,
-        balanced: Callable[[EpochOrder, int, NoteWindow], EpochOrder] | None,
+        balanced: Callable[[EpochOrder, int], EpochOrder] | None,
         digest: Digest | None,
         keeps_sizes: bool,
     ) -> None:
@@ -176,10 +158,10 @@ class Indexed(ItemSource[T]):
         """Draw the order, and yield the items at this rank's positions."""
         plan, order = self._plan, self._drawn_order()
         if self._balanced is not None:
-            order = self._balanced(order, skip * plan.num_replicas, self._note_window)
+            order = self._balanced(order, skip * plan.num_replicas)
         taken = min(self._taken, order.length)
         length = self.length = order.length - taken
-        at: _ItemsAt = partial(_items_from, order, taken) if taken else order.at
+        at: Callable[[range], Sequence[T]] = partial(_items_from, order, taken) if taken else order.at
         real, repeated = plan.own_and_repeated(length)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
@@ -205,12 +187,7 @@ class Indexed(ItemSource[T]):
             self._digest.end()
         return order
 
-    def _note_window(self, begin: int, places: np.ndarray[Any, Any]) -> None:
-        """Take note of how a window was balanced, for the other ranks to compare."""
-        if self._digest is not None:
-            self._digest.add_hash(number_of([places]), len(places))
-
-    def _looking_at_all(self, at: _ItemsAt, length: int, positions: range) -> Sequence[T]:
+    def _looking_at_all(self, at: Callable[[range], Sequence[T]], length: int, positions: range) -> Sequence[T]:
         """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
         sizes, plan = cast(Sizes, self.sizes), self._plan
         until = positions[-1] - plan.rank + plan.num_replicas if positions else length

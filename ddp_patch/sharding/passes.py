@@ -1,17 +1,17 @@
 """One pass over a rank's share of an epoch. It owns its position: what was given, what is left, how it ends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import length_hint
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ddp_patch.orders.chunks import IterationProgress, State
+from ddp_patch.orders.chunks import State
 from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
-from ddp_patch.sharding.balancing import BatchDivider
 from ddp_patch.sharding.item_sources import ItemSource
-from ddp_patch.sharding.saved_state import BatchNote, Position, States, split_consumed
+from ddp_patch.sharding.saved_state import NotedBatch, Position, States, split_consumed
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes
@@ -26,7 +26,7 @@ R = TypeVar("R")
 _READS = 2
 
 
-class Pass(IterationProgress, Generic[T]):
+class Pass(Generic[T]):
     """A pass over this rank's share of an epoch, or of the rest of one. It changes by its methods alone.
 
     Args:
@@ -41,6 +41,9 @@ class Pass(IterationProgress, Generic[T]):
         start: Where it began.
         source: As given.
         consumed_before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
+        skip: How many items of this rank's share were taken before the pass.
+        items_given: How many items were given, those before the pass included.
+        drawn: How far its items were asked for: NEW, RUNNING, LEFT or ENDED.
         state: What the training loop has seen of it: RUNNING; LEFT, when it was told of an end that is none; ENDED; or
             FAILED, when it was given an error of the loader's instead of a batch, and nothing since.
         batches_delivered: How many batches the loop was given, without those that workers fetched ahead; None if
@@ -56,13 +59,16 @@ class Pass(IterationProgress, Generic[T]):
         digest: Marks | None = None,
         *,
         sizes: Sizes | None = None,
-        divide: BatchDivider | None = None,
+        divide: Callable[[T], T] | None = None,
     ) -> None:
         before, skip = split_consumed(start.consumed, passes.plan.num_replicas)
-        super().__init__(skip)
         self.start: Position = start
         self.source: ItemSource[T] = source
         self.consumed_before: Consumed = before
+        self.skip: int = skip
+        self.items_given: int = skip
+        self._run: Iterator[T] = iter(())
+        self.drawn: State = State.NEW
         self.state: State = State.RUNNING
         self.batches_delivered: int | None = None
         self.is_interleaved: bool = False
@@ -77,6 +83,20 @@ class Pass(IterationProgress, Generic[T]):
     def epoch(self) -> int:
         """Which epoch it is over."""
         return self.start.epoch
+
+    @property
+    def items_taken(self) -> int:
+        """How many of the items given were taken, those before the pass included."""
+        return self.items_given - length_hint(self._run)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether all items were given."""
+        return self.drawn is State.ENDED
+
+    def end(self) -> None:
+        """Record that there are no more items."""
+        self.drawn = State.ENDED
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +128,7 @@ class Pass(IterationProgress, Generic[T]):
     def batches(self, batching: Batching) -> int:
         """Return how many batches it has given; if nobody counts them, with those that workers fetched ahead."""
         if (rounds := self.source.rounds) is not None:
-            return rounds.batches_delivered
+            return int(rounds.batches_delivered)
         return self._batches_asked(batching) if self.batches_delivered is None else self.batches_delivered
 
     def _batches_asked(self, batching: Batching) -> int:
@@ -118,7 +138,7 @@ class Pass(IterationProgress, Generic[T]):
 
     def runs(self) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
-        self.begin()
+        self.drawn = State.RUNNING
         monitor = self._passes.monitor
         try:
             whole = partial(self.most_batches, self._passes.batching)
@@ -126,7 +146,9 @@ class Pass(IterationProgress, Generic[T]):
             for chunk in self.source.chunks(self.skip):
                 if self.source.length is not None and not self._has_noted_length:
                     self._note_length(self.source.length)
-                run = self.give(self._own(chunk))
+                items = self._own(chunk)
+                self.items_given += len(items)
+                self._run = run = iter(items)
                 yield from self._compared(run) if monitor.is_on else [run]
             self.end()
             self._passes.sampler_states.end(self.epoch)
@@ -134,7 +156,8 @@ class Pass(IterationProgress, Generic[T]):
                 self._tell_log()
                 monitor.compare(at_end=True)
         finally:
-            self.leave()
+            if not self.is_ended:
+                self.drawn = State.LEFT
 
     def _note_length(self, length: int) -> None:
         """Refuse a length that cannot be, and an epoch without steps.
@@ -217,10 +240,10 @@ class Pass(IterationProgress, Generic[T]):
         if self.state is State.FAILED:
             self.state = State.RUNNING
 
-    def deliver(self, note: BatchNote | None = None) -> None:
+    def deliver(self, note: NotedBatch | None = None) -> None:
         """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
         if note is not None:
-            self.source.keep(note)
+            self.source.keep(note._replace(batch=None))
         if self.batches_delivered is None:
             return
         self.batches_delivered = delivered = self.batches_delivered + 1
@@ -310,7 +333,8 @@ class Pass(IterationProgress, Generic[T]):
         return self._most_by_length(batching)
 
     def _most_by_length(self, batching: Batching) -> int | None:
-        return Schedule(self._passes.plan, batching, [Part(self.skip, self.likely_length)]).most_batches
+        length = self.likely_length
+        return None if length is None else batching.count(max(0, self._passes.plan.largest_share(length) - self.skip))
 
     def _most_batches_here(self, batches: int, batching: Batching) -> int | None:
         """Return how many batches the largest share has in it, as far as this rank knows, when so many were given."""

@@ -1,8 +1,5 @@
 """What is shared of a loader, and what cannot be: refused, with the reason and the remedy."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -30,7 +27,6 @@ from ddp_patch.walks import stored
 
 __all__ = [
     "costs_compared",
-    "ignored_index_allowed",
     "ignored_index_text",
     "require_costs",
     "require_one_of_each",
@@ -164,27 +160,22 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             f"{type(facts.dataset).__name__} was split by split_dataset_by_node() already, so sharding it again would "
             "lose samples. Patch a loader of the whole dataset, without that call."
         )
-    if isinstance(found, EpochSampler) and (found.rank, found.num_replicas) != (world.rank, world.num_replicas):
-        raise AlreadyPatchedError(
-            f"The loader was patched for rank {found.rank} of {found.num_replicas} and cannot be patched again for "
-            f"rank {world.rank} of {world.num_replicas}: it would lose samples. Patch the original loader instead."
-        )
-    is_explicit = world.share_of_rank is None
-    if found is not None and is_explicit and facts.made_for not in {None, (world.rank, world.num_replicas)}:
+    # Ranks with a process group compare what a sampler of somebody else's was made for.
+    is_compared = world.share_of_rank is not None and not isinstance(found, EpochSampler)
+    here = (world.rank, world.num_replicas)
+    if found is not None and not is_compared and facts.made_for not in {None, here}:
         rank, ranks = facts.made_for
         raise AlreadyPatchedError(
-            f"The loader is sharded already by a {type(found).__name__} that was made for rank {rank} of {ranks}, and "
-            f"cannot be sharded as rank {world.rank} of {world.num_replicas}: some samples would be lost or repeated. "
-            f"Build it for rank {world.rank} of {world.num_replicas}, or for one process, and patch that."
+            f"The loader is sharded already by a {type(found).__name__} for rank {rank} of {ranks}, and cannot be "
+            f"sharded as rank {world.rank} of {world.num_replicas}: some samples would be lost or repeated. Patch the "
+            f"original loader instead; or build it for rank {world.rank} of {world.num_replicas}."
         )
     if found is None:
         _require_copyable(facts)
         _require_processes(facts)
         _require_index(facts)
         if facts.unit is ShardedUnit.ITERABLE:
-            _require_iterable_options(facts, options)
-            if options.by_worker:
-                _require_hand_over(facts, options, world)
+            _require_iterable_options(facts, options, world)
         if options.costs is not None:
             require_costs(facts, options.costs)
         # With "by_worker", the dataset decides what each rank reads.
@@ -243,25 +234,12 @@ def _require_processes(facts: LoaderFacts[Any]) -> None:
 
 def _require_index(facts: LoaderFacts[Any]) -> None:
     """Refuse a map-style dataset that ignores its index: every rank would read one stream from its beginning."""
-    if facts.unit is not ShardedUnit.ITERABLE and not _allows_ignored_index.get():
+    if facts.unit is not ShardedUnit.ITERABLE:
         why, remedy = ignored_index_text(facts.dataset)
         if why:
             raise UnsupportedLoaderError(
                 f"{type(facts.dataset).__name__} cannot be shared by its indices: {why} {remedy}"
             )
-
-
-_allows_ignored_index: ContextVar[bool] = ContextVar("allows_ignored_index", default=False)
-
-
-@contextmanager
-def ignored_index_allowed() -> Iterator[None]:
-    """While entered, a dataset that ignores its index is no error: an audit tells it among other problems."""
-    before = _allows_ignored_index.set(True)
-    try:
-        yield
-    finally:
-        _allows_ignored_index.reset(before)
 
 
 def ignored_index_text(dataset: object) -> tuple[str, str]:
@@ -299,7 +277,7 @@ def _require_readable(facts: LoaderFacts[Any]) -> None:
             )
 
 
-def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None:
+def _require_iterable_options(facts: LoaderFacts[Any], options: Options, world: World) -> None:
     """Refuse options that do not work with an iterable dataset, which has no indices."""
     name = facts.stream.name
     if options.by_worker and is_of_energon(type(facts.dataset)):
@@ -308,30 +286,22 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options) -> None
             "than those of its WorkerConfig. Leave share out: with WorkerConfig(rank=0, world_size=1, ...), each rank "
             "keeps its share; with its own rank and the world's size, Energon shards it itself."
         )
-    if options.order == "leader":
-        raise InvalidOptionError(
-            f"order='leader' does not work with {name}: rank 0 sends indices, and an iterable dataset has none. "
-            "Use order='seeded'."
-        )
-    if options.gives_runs:
-        raise InvalidOptionError(
-            f"layout='contiguous' does not work with {name}: each rank would have to read all of an iterable dataset "
-            "before its first item. Use layout='interleaved'."
-        )
-
-
-def _require_hand_over(facts: LoaderFacts[Any], options: Options, world: World) -> None:
-    """Refuse to let a dataset split itself where ranks cannot even out how many batches they make."""
-    name = facts.stream.name
-    if world.num_replicas == 1:
-        return
-    if world.share_of_rank is None and options.uneven != "keep":
+    is_explicit = world.share_of_rank is None and world.num_replicas > 1
+    if options.by_worker and is_explicit and options.uneven != "keep":
         raise InvalidOptionError(
             f"uneven={options.uneven!r} does not work with share='by_worker' and rank= and num_replicas=: "
             f"{name} decides how many batches each rank reads, so without a process group ranks make unequal steps. "
             "Use uneven='keep' if they may, or leave rank= and num_replicas= out, after "
             "torch.distributed.init_process_group()."
         )
+    no_indices = {"order='leader'": options.order == "leader", "layout='contiguous'": options.gives_runs}
+    for option, is_chosen in no_indices.items():
+        if is_chosen:
+            raise InvalidOptionError(
+                f"{option} does not work with {name}: an iterable dataset has no indices, so rank 0 could send none, "
+                "and each rank would have to read all of it before its first item. Use order='seeded' and "
+                "layout='interleaved'."
+            )
 
 
 def require_steps_known(

@@ -11,7 +11,7 @@ import torch
 
 from ddp_patch.errors import ExhaustedSamplerError, StateError, StreamLengthWarning
 from ddp_patch.loaders.facts import StreamFacts
-from ddp_patch.loaders.samples import NestedEpochs
+from ddp_patch.loaders.samples import epochs_in, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.generators import RandomGenerator, random_generators
@@ -26,7 +26,7 @@ from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, 
 from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
-from ddp_patch.sharding.balancing import Balancer, BatchDivider, balanced_order, balanced_stream
+from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed
 from ddp_patch.sharding.passes import Pass
@@ -73,6 +73,7 @@ class SamplerPasses(Passes[T]):
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
         self._are_batches, self._balancer = are_batches, balancer
+        self._gives_runs = agreed.options.gives_runs
         if not shuffles and balancer is None and is_always_alike(self.sampler):
             self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
@@ -81,7 +82,9 @@ class SamplerPasses(Passes[T]):
             self.monitor.compare_held(held)
         self._order_is_drawn = has_order(self.sampler) and not has_computed_order(self.sampler)
         self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
-        self._nested_epochs = NestedEpochs(self.sampler, stream.counts_epochs)
+        # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
+        self._epochs_now = partial(epochs_in, self.sampler, stream.counts_epochs)
+        self._epochs_told = self._epochs_now()
         self._warned_of_length = False
 
     # ---- what is drawn ----
@@ -111,10 +114,6 @@ class SamplerPasses(Passes[T]):
         if draws_nothing:
             self._draws_nothing_at = now
 
-    def note_changed(self) -> None:
-        """Record that the user has set an attribute of the sampler: it may be another dataset."""
-        self._draws_nothing_at = ()
-
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
         if not self._order_is_drawn:
@@ -141,14 +140,19 @@ class SamplerPasses(Passes[T]):
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one; tell every nested sampler that has a ``set_epoch``."""
         super().choose(epoch)
-        self._nested_epochs.tell(self.epochs.upcoming)
+        self._tell_epoch(self.epochs.upcoming)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        tell_epoch(self.sampler, epoch)
+        self._epochs_told = self._epochs_now()
 
     def runs(self) -> Iterator[Iterator[T]]:
         """Return this rank's items of the upcoming epoch, in runs."""
         self.require_no_failure()
-        # Somebody may have set the epoch of a nested sampler, past the one that wraps it.
-        if (epoch := self._nested_epochs.set_by_user()) is not None:
-            self.choose(epoch)
+        for now, told in zip(self._epochs_now(), self._epochs_told, strict=False):
+            if now != told:  # by the user
+                self.choose(now)
+                break
         return self._runs(self._take_up_pass(), self._choices)
 
     def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
@@ -174,7 +178,7 @@ class SamplerPasses(Passes[T]):
         if start is None or not start.is_within_pass:
             self._begin_sampler_states()
         with self.sampler_states.generators_in_place():  # a sampler's set_epoch may seed its generator
-            self._nested_epochs.tell(number)
+            self._tell_epoch(number)
         if start is not None and start.is_within_pass:
             # Others may have drawn from the generators since it was loaded.
             self.sampler_states.restore_states(start.states)
@@ -183,14 +187,15 @@ class SamplerPasses(Passes[T]):
         # Under a leader one rank draws for all, so there is nothing to compare.
         digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
         source = self._chosen_source(start, digest)
-        costs = self.agreed.options.costs
         current = Pass(
             start,
             self,
             source,
             digest,
             sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
-            divide=None if self.batch_plan is None else BatchDivider(self.batch_plan, self.name, costs),
+            divide=None
+            if self.batch_plan is None
+            else partial(part_of_batch, plan=self.batch_plan, name=self.name, costs=self.agreed.options.costs),
         )
         self._note_begun(current, takes_position=start.is_ended)
         if start.is_ended:
@@ -226,11 +231,11 @@ class SamplerPasses(Passes[T]):
         # It draws what the global one would draw from these states, and nobody else can draw from it.
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         order = partial(order_of, self.sampler, epoch, private_generator)
-        random_context = partial(self._drawing, epoch, PrivateRNG(seed, epoch))
+        random_context = partial(self._drawing, epoch, None if self._order_is_drawn else PrivateRNG(seed, epoch))
         if self._is_looked_up() and (self._balancer is None or not taken):
             balanced = None
             if self._balancer is not None:
-                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch)
+                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch, digest=digest)
             return Indexed(
                 order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
             )
@@ -265,16 +270,16 @@ class SamplerPasses(Passes[T]):
             begin = partial(_in_order, order)
         if self.shuffles:
             begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
-        if self.agreed.options.gives_runs:
+        if self._gives_runs:
             # Those that began the epoch.
             ranks = next((ranks for ranks, each in start.consumed if each), self.plan.num_replicas)
             begin = partial(_arranged, begin, partial(_in_runs, ranks))
         return begin
 
     @contextmanager
-    def _drawing(self, epoch: int, states: AbstractContextManager[None]) -> Iterator[None]:
-        """While entered, let the samplers draw an epoch: from these states, unless its order is drawn here."""
-        with self._counting(epoch) if self._order_is_drawn else states, self.sampler_states.drawing():
+    def _drawing(self, epoch: int, states: AbstractContextManager[None] | None) -> Iterator[None]:
+        """While entered, let the samplers draw an epoch from these states; None where its order is drawn here."""
+        with states or self._counting(epoch), self.sampler_states.drawing():
             yield
 
     def _pass_facts(self, epoch: int) -> dict[str, object]:
@@ -283,7 +288,7 @@ class SamplerPasses(Passes[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        is_as_it_comes = not (self.shuffles or self.agreed.options.gives_runs)
+        is_as_it_comes = not (self.shuffles or self._gives_runs)
         return self.agreed.leader is None and is_as_it_comes and has_order(self.sampler)
 
     def note_length(self, current: Pass[T], length: int) -> None:

@@ -1,9 +1,8 @@
 """What samplers hold that passes change: random generators, counters, and states of their own."""
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_patch.errors import DDPPatchError, StateError
@@ -32,35 +31,6 @@ __all__ = ["SamplerStates"]
 _MOST_BEGINNINGS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Beginning:
-    """What the samplers held when an epoch began: generators with their states, and counters by holder and name."""
-
-    generators: Sequence[tuple[RandomGenerator, Any]]
-    counters: Mapping[tuple[int, str], Any]
-
-
-@dataclass(slots=True)
-class _Generator:
-    """A generator of the samplers'.
-
-    Attributes:
-        generator: The generator.
-        state: Where the passes left it.
-        outside: Where others found it then.
-    """
-
-    generator: RandomGenerator
-    state: Any
-    outside: Any
-
-    @property
-    def is_seeded(self) -> bool:
-        """Whether somebody else has seeded it since."""
-        is_same = same_state(native_state(self.generator), self.outside)
-        return not is_same and was_seeded(self.generator, self.outside)
-
-
 class SamplerStates:
     """The samplers of a stream, and other objects that may hold random generators or a state.
 
@@ -81,16 +51,20 @@ class SamplerStates:
         self.holders: Sequence[Any] = holders
         self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
-        self._generators: list[_Generator] = []
-        # Those that were seeded since an epoch was chosen or drawn to its end, with their states then.
-        self._seeded: Sequence[tuple[RandomGenerator, Any]] = ()
+        # Where the passes left the generators, and the counters, which are attributes: by the holder's place and name.
+        self._generators: dict[RandomGenerator, Any] = {}
+        self._counters: dict[tuple[int, str], Any] = {}
+        # Where others found the generators then, and where those were that somebody seeded since an epoch was chosen or
+        # drawn to its end.
+        self._outside: dict[RandomGenerator, Any] = {}
+        self._seeded: dict[RandomGenerator, Any] = {}
         self._is_drawing = False
         self._attributes_before: Sequence[Mapping[str, Any]] = ()  # what a pass draws
         self._counter_keys = set(changing)
-        self._counters: dict[tuple[int, str], Any] = {}
         self._find()
         self._note_counters()
-        self._beginnings = {0: self._now()}
+        # What epochs begin with: generators and counters, as above.
+        self._beginnings: dict[int, dict[Any, Any]] = {0: self._now()}
 
     @property
     def has_generators(self) -> bool:
@@ -99,7 +73,7 @@ class SamplerStates:
 
     def holds(self, generator: object) -> bool:
         """Return whether this is one of their generators."""
-        return any(one.generator is generator for one in self._generators)
+        return any(known is generator for known in self._generators)
 
     # ---- while a pass draws ----
 
@@ -129,37 +103,40 @@ class SamplerStates:
             return
         with one_at_a_time():
             self._note_seeded()
-            moved = []
-            for one in self._generators:
-                if not same_state(now := native_state(one.generator), one.state):
-                    moved.append((one, now))
-                    set_native_state(one.generator, one.state)
+            found = {generator: native_state(generator) for generator in self._generators}
+            moved = {each: state for each, state in found.items() if not same_state(state, self._generators[each])}
+            for generator in moved:
+                set_native_state(generator, self._generators[generator])
             self._is_drawing = True
             try:
                 yield
             finally:
                 self._is_drawing = False
-                for one in self._generators:
-                    one.state = one.outside = native_state(one.generator)
-                for one, found in moved:
-                    one.outside = found
-                    set_native_state(one.generator, found)
+                self._note_generators()
+                for generator, state in moved.items():
+                    self._outside[generator] = state
+                    set_native_state(generator, state)
+
+    def _note_generators(self) -> None:
+        """Note the states of the generators, which everybody finds so."""
+        self._generators = {generator: native_state(generator) for generator in self._generators}
+        self._outside = dict(self._generators)
 
     def _note_seeded(self) -> None:
         """Let the generators that somebody else has seeded go on from there."""
-        for one in () if self._is_drawing else self._generators:
-            if one.is_seeded:
-                one.state = one.outside = native_state(one.generator)
-                self._seeded = [*self._seeded, (one.generator, one.state)]
+        for generator in () if self._is_drawing else self._generators:
+            now, before = native_state(generator), self._outside[generator]
+            if not same_state(now, before) and was_seeded(generator, before):
+                self._generators[generator] = self._outside[generator] = self._seeded[generator] = now
 
     def _find(self) -> None:
         """Look for generators that samplers were given, or made, since."""
-        known = {id(one.generator): one for one in self._generators}
         found = random_generators(self.holders) if self.is_private else []
-        self._generators = [
-            known.get(id(generator)) or _Generator(generator, state := native_state(generator), state)
-            for generator in found
-        ]
+        now = {generator: native_state(generator) for generator in found}
+        self._generators, self._outside = (
+            {generator: known.get(generator, state) for generator, state in now.items()}
+            for known in (self._generators, self._outside)
+        )
 
     def _note_counters(self) -> None:
         """Note which attributes a pass has changed, and what all those are that passes change."""
@@ -198,25 +175,30 @@ class SamplerStates:
         if epoch is not None:
             # Whoever seeded a generator chose what comes next, even if somebody looked at that meanwhile.
             self._note_seeded()
-            beginning = self._beginning(epoch)
-            states = {id(generator): state for generator, state in (*beginning.generators, *self._seeded)}
-            known = [one for one in self._generators if id(one.generator) in states]
-            for one in known:
-                one.state = states[id(one.generator)]
-                if self._is_drawing:
-                    set_native_state(one.generator, one.state)
-            self._counters |= beginning.counters
+            beginning = {**self._beginning(epoch), **self._seeded}
+            for generator in self._generators:
+                if generator in beginning:
+                    self._generators[generator] = beginning[generator]
+                    if self._is_drawing:
+                        set_native_state(generator, beginning[generator])
+            self._counters |= {moved: value for moved, value in beginning.items() if isinstance(moved, tuple)}
             if self._seeded:
-                generators = [(one.generator, one.state) for one in known]
-                self._beginnings[epoch], self._seeded = replace(beginning, generators=generators), ()
+                self._beginnings[epoch], self._seeded = beginning, {}
         self._put_counters_back()
 
-    def _beginning(self, epoch: int) -> _Beginning:
+    def _beginning(self, epoch: int) -> dict[Any, Any]:
+        """Return what an epoch begins with. If nobody knows, it follows from the earliest known, as on all ranks."""
         if epoch in self._beginnings:
             return self._beginnings[epoch]
-        # Derive it from the earliest known epoch, because only that one is known to all ranks.
         first = min(self._beginnings)
-        return _later(self._beginnings[first], epoch - first)
+        later = epoch - first
+
+        def moved_on(moved: Any, value: Any) -> Any:
+            if isinstance(moved, RandomGenerator):
+                return seeded_anew(moved, value, later % 2**32)
+            return value + later if type(value) is int else value
+
+        return {moved: moved_on(moved, value) for moved, value in self._beginnings[first].items()}
 
     def begin_from_here(self) -> None:
         """Let the latest epoch that is known to begin somewhere begin with what is held now."""
@@ -224,16 +206,16 @@ class SamplerStates:
 
     def end(self, epoch: int) -> None:
         """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
-        self._beginnings[epoch + 1], self._seeded = self._now(), ()
+        self._beginnings[epoch + 1], self._seeded = self._now(), {}
         if len(self._beginnings) > _MOST_BEGINNINGS:
             del self._beginnings[min(known for known in self._beginnings if known)]
 
-    def _now(self) -> _Beginning:
+    def _now(self) -> dict[Any, Any]:
+        """Return what an epoch begins with that begins here."""
         if self._is_drawing:
             self._note_counters()
-            for one in self._generators:
-                one.state = native_state(one.generator)
-        return _Beginning([(one.generator, one.state) for one in self._generators], dict(self._counters))
+            self._note_generators()
+        return {**self._generators, **self._counters}
 
     # ---- states ----
 
@@ -244,7 +226,7 @@ class SamplerStates:
         with self.generators_in_place():
             states = generator_states(self.holders)
             try:
-                return States(states, [copy.deepcopy(_told(holder)) for holder in self._stateful()], changed)
+                return States(states, [copy.deepcopy(holder.state_dict()) for holder in self._stateful()], changed)
             except Exception as error:  # noqa: BLE001 - the user's code; it counts when a state is asked for
                 why = f"when the epoch began, the state_dict() of a sampler in it raised {error!r}. Correct that method"
                 return States(states, (), changed, unknown=why)
@@ -278,29 +260,12 @@ class SamplerStates:
         """Put their random generators into the states of a snapshot."""
         set_generator_states(self.holders, states)
         self._find()
-        for one in self._generators:
-            one.state = one.outside = native_state(one.generator)
+        self._note_generators()
 
     def restore_epoch(self, epoch: int, snapshot: States) -> None:
         """Make them hold what they held before an epoch, because a state is restored."""
         self.restore_states(snapshot)
         self._beginnings = {epoch: self._now()}
 
-    def _stateful(self) -> Iterable[Any]:
+    def _stateful(self) -> list[Any]:
         return [holder for holder in self.holders if is_stateful(holder)]
-
-
-def _later(beginning: _Beginning, epochs: int) -> _Beginning:
-    """Return what an epoch begins with that many epochs later, if nobody knows what these would draw.
-
-    It follows from what all ranks have in common alone, and differs between epochs.
-    """
-    return _Beginning(
-        [(generator, seeded_anew(generator, state, epochs % 2**32)) for generator, state in beginning.generators],
-        {key: value + epochs if type(value) is int else value for key, value in beginning.counters.items()},
-    )
-
-
-def _told(holder: Any) -> Any:
-    """Return everything that a sampler's next pass follows from, not only how far a stopped pass was."""
-    return getattr(holder, "state_between_passes", holder.state_dict)()

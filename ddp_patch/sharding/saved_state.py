@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RECOGNISED_BY",
-    "BatchNote",
     "NotedBatch",
     "Position",
     "States",
@@ -78,20 +77,20 @@ class StreamSnapshot:
     @classmethod
     def of(cls, plain: Any) -> "StreamSnapshot":
         """Return what ``plain`` made plain values of; raise TypeError or ValueError if it did not."""
-        first, state, initial_state = _sequence(plain)
-        start = None
-        if first is not None:
-            seen, value, whole = _sequence(first)
-            if _count(seen) > RECOGNISED_BY:
-                raise ValueError
-            start = StreamStart(
-                seen, None if value is None else _number(value), None if whole is None else _number(whole)
-            )
-        return cls(start, _at_most_one(state), _at_most_one(initial_state))
+        first, state, initial_state = map(_sequence, [[] if part is None else part for part in _sequence(plain)])
+        if len(state) > 1 or len(initial_state) > 1:
+            raise ValueError
+        if not first:
+            return cls(None, tuple(state), tuple(initial_state))
+        seen, *hashes = first
+        value, whole = (None if part is None else _number(part) for part in hashes)
+        return cls(StreamStart(_count(seen, RECOGNISED_BY), value, whole), tuple(state), tuple(initial_state))
 
 
-class BatchNote(NamedTuple):
-    """What a worker notes of a batch that it made. It travels with the batch, and counts when that is delivered.
+class NotedBatch(NamedTuple):
+    """A batch on its way out of a worker, with what the worker notes of it: that counts when the batch is delivered.
+
+    torch pins all fields as those of any named tuple.
 
     Attributes:
         worker_index: Which worker it is.
@@ -99,6 +98,7 @@ class BatchNote(NamedTuple):
         first: What the first items that were read are; None if the note before has them.
         state: The dataset's own state, pickled; None if it has no state with a position.
         initial_state: That state when the stream began, likewise; None if the note before has it.
+        batch: The batch; None in what is kept of it.
     """
 
     worker_index: int
@@ -106,13 +106,7 @@ class BatchNote(NamedTuple):
     first: StreamStart | None
     state: bytes | None
     initial_state: bytes | None
-
-
-class NotedBatch(NamedTuple):
-    """A batch on its way out of a worker. torch pins both fields as those of any named tuple."""
-
-    note: BatchNote
-    batch: Any
+    batch: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,39 +183,30 @@ def split_consumed(consumed: Consumed, num_replicas: int) -> tuple[Consumed, int
 # ---- what fields look like in a state ----
 
 
-def _number(value: Any) -> int:
-    # Python writes no number of more than 4,300 digits.
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**4000:
-        return value
-    raise TypeError
-
-
 # More epochs, items or workers than this nobody counts, and memory that workers share could not hold.
 _MOST = 2**63 - 1
 
 
-def _count(value: Any) -> int:
-    if _number(value) > _MOST:
-        raise ValueError
-    return int(value)
+def _count(value: Any, most: int = _MOST) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most:
+        return int(value)
+    raise ValueError
+
+
+def _number(value: Any) -> int:
+    return _count(value, 10**4000)  # Python writes no number of more than 4,300 digits
 
 
 def _sequence(value: Any) -> Sequence[Any]:
     if isinstance(value, list | tuple):
         return value
-    raise TypeError
-
-
-def _at_most_one(value: Any) -> Sequence[Any]:
-    if len(_sequence(value)) > 1:
-        raise ValueError
-    return tuple(value)
+    raise ValueError
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
-    raise TypeError
+    raise ValueError
 
 
 def _parts(value: Any) -> Sequence[Consumed]:
@@ -316,7 +301,7 @@ def _require_same(said: Mapping[str, Any], said_seed: int, facts: Mapping[str, o
 
 
 # So many lines say how two loaders differ: a damaged state may have any number of fields.
-_MOST_ROWS = 2
+_MOST_ROWS = 3
 
 
 def _is_same(said: Any, here: object) -> bool:
@@ -333,8 +318,6 @@ def _told(said: object) -> str:
 
 def _other(rows: Mapping[str, str], remedy: str = "") -> StateError:
     told = [f"  {_told(name)}: {row}" for name, row in islice(rows.items(), _MOST_ROWS)]
-    if others := [*map(_told, islice(rows, _MOST_ROWS, None))]:
-        told.append(f"  and others: {_told(', '.join(others))}")
     return StateError(
         "The state is of another loader, and resuming from it would lose or repeat samples.\n"
         + "\n".join(told)
@@ -374,17 +357,12 @@ def state_after(
     """
     current = passes.current
     given = 0 if current is None else current.batches(batching)
-    if passes.has_one_iterator and batches != given:
+    if batches > given or (passes.has_one_iterator and batches != given):
+        goes_on = ", and the loader's one iterator goes on with it after a break" if passes.has_one_iterator else ""
         raise InvalidOptionError(
-            f"batches_done={batches}, and {given} batches of epoch {passes.epochs.current} were given: a loader with "
-            "one iterator for all epochs continues after a break, so the loop's count may not be the epoch's. Pass "
-            "how many batches of the epoch were given, or call set_epoch() before each loop, to begin an epoch "
-            "there."
-        )
-    if batches > given:
-        raise InvalidOptionError(
-            f"batches_done={batches}, and the pass in progress has given {given}. Pass how many of its batches the "
-            "training loop has finished, counted from the beginning of this pass."
+            f"batches_done={batches}, and the pass over epoch {passes.epochs.current} has given {given}{goes_on}. Pass "
+            "how many of its batches the training loop has finished, counted from the beginning of this pass; or call "
+            "set_epoch() before each loop, to begin a pass there."
         )
     if current is None:
         return state_now(passes)

@@ -23,8 +23,8 @@ from ddp_patch.orders.generators import random_generators, set_generator_states
 from ddp_patch.orders.random_states import EpochCounter, Seed, reader_seed
 from ddp_patch.plan import Batching, Consumed, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.attributes import AttributeProxy
-from ddp_patch.sharding.saved_state import NotedBatch, Position, StreamSnapshot, split_consumed
+from ddp_patch.sharding.sampler import AttributeProxy
+from ddp_patch.sharding.saved_state import Position, StreamSnapshot, split_consumed
 from ddp_patch.streams.reading import can_snapshot, this_worker
 from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState
 from ddp_patch.walks import plain_tensors
@@ -339,7 +339,7 @@ class StreamWorker(Generic[T]):
         draws = not (is_own and is_torchs_collating(collate_fn) and plain_tensors(samples) is not None)
         giving.before_others(may_draw=draws)
         batch = collate_fn(samples)
-        return batch if note is None else NotedBatch(note, batch)
+        return batch if note is None else note._replace(batch=batch)
 
 
 def generators_only(dataset: object) -> SimpleNamespace:

@@ -21,12 +21,12 @@ from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import ItemSource, Rounds
+from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_state import (
-    BatchNote,
+    NotedBatch,
     Position,
     States,
     StreamSnapshot,
@@ -312,7 +312,7 @@ class StreamSource(ItemSource[None]):
     is_endless: bool = True
     is_open_ended: bool
     has_own_length: bool
-    rounds: Rounds | None
+    rounds: BalancedRounds | None
 
     def __init__(self, start: Position, passes: "StreamPasses", number: int) -> None:
         worker = passes.worker
@@ -323,8 +323,8 @@ class StreamSource(ItemSource[None]):
         self._plan, self._batch_size = worker.plan, worker.batching.size
         self._passes, self._began_s = passes, perf_counter()
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
-        self._starts: dict[int, list[BatchNote]] = defaultdict(list)
-        self._states: dict[int, deque[BatchNote]] = defaultdict(partial(deque, maxlen=passes.ahead + 2))
+        self._starts: dict[int, list[NotedBatch]] = defaultdict(list)
+        self._states: dict[int, deque[NotedBatch]] = defaultdict(partial(deque, maxlen=passes.ahead + 2))
 
     def chunks(self, skip: int) -> Iterator[Sequence[None]]:
         """Yield indices; what was taken before, workers leave out."""
@@ -336,7 +336,7 @@ class StreamSource(ItemSource[None]):
 
     # ---- what workers tell ----
 
-    def keep(self, note: BatchNote) -> None:
+    def keep(self, note: NotedBatch) -> None:
         """Keep what the worker noted whose batch the loop is given."""
         if note.first is not None or note.initial_state is not None:
             self._starts[note.worker_index].append(note)
@@ -504,7 +504,7 @@ class StreamSource(ItemSource[None]):
 
     def _position_of_all(self, position: Position, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""
-        if not isinstance(self.rounds, BalancedRounds):
+        if self.rounds is None:
             return position
         made = self.rounds.made(batches, self._batches_before)
         return replace(position, parts=[((1, count * self._batch_size),) for count in made])

@@ -18,10 +18,10 @@ from ddp_patch.orders.fingerprint import number_or_zero
 from ddp_patch.orders.generators import generator_states, is_stateful
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Consumed, Plan, require_steps
-from ddp_patch.sharding.balancing import BatchDivider
+from ddp_patch.sharding.balancing import part_of_batch
 from ddp_patch.sharding.saved_state import (
     RECOGNISED_BY,
-    BatchNote,
+    NotedBatch,
     Position,
     StreamSnapshot,
     StreamStart,
@@ -203,7 +203,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 worker.giving = self
                 yield item
 
-    def note(self) -> BatchNote | None:
+    def note(self) -> NotedBatch | None:
         """Return what travels with the batch of which the last item was just given; None if there is nothing new."""
         if self._worker.splits_itself:
             return None
@@ -215,7 +215,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             self._notes_states, state = False, None
         self._noted, self._has_noted_initial_state = start or self._noted, True
         is_new = news is not None or state is not None or before is not None
-        return BatchNote(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
+        return NotedBatch(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
 
     def _start_at(self, place: int) -> StreamStart | None:
         """Return how the stream began, after this many items of this rank's share."""
@@ -426,7 +426,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
 def _divided(items: Iterator[T], worker: StreamWorker[T], batch_plan: Plan) -> Iterator[T]:
     """Yield a rank's samples of each batch that is made of some items."""
-    batching, divide = worker.batching, BatchDivider(batch_plan, worker.name)
+    batching = worker.batching
     while batch := list(islice(items, batching.size)):
         if len(batch) == batching.size or not batching.drop_last:
-            yield from divide(batch)
+            yield from part_of_batch(batch, batch_plan, worker.name)

@@ -182,8 +182,8 @@ def test_a_count_that_does_not_start_with_the_epoch_is_refused(make: Callable[[]
     loader = patched(make)
     next(iter(loader))  # a look at a batch; the loop goes on after it
     next(iter(loader))
-    remedy = ("how many batches of the epoch", "set_epoch()")
-    with raises(InvalidOptionError, ("batches_done=1", "2 batches", "epoch 0", "break"), remedy):
+    remedy = ("how many of its batches", "set_epoch()")
+    with raises(InvalidOptionError, ("batches_done=1", "given 2", "epoch 0", "break"), remedy):
         loader_state(loader, batches_done=1)
     state = loader_state(loader, batches_done=2)
     loader.set_epoch(0)

@@ -343,7 +343,7 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
     ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
     ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
-    ("others: sampler length, batch_size, drop_last", {"drop_last": True}, {"share": "batches"}),
+    ("BatchSampler over RandomSampler here", {"drop_last": True}, {"share": "batches"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
     ("shared by: DDPSamplerWrapper in the state; DDPBatchSamplerWrapper here", {"batch_sampler": PKBatches()}, {}),
 ]

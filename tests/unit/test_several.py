@@ -143,7 +143,7 @@ def test_errors_say_which_loader_they_are_about() -> None:
     with raises(InvalidOptionError, "seed=-1", "None"):  # which is about all of them
         patch_dataloader_to_ddp((loader(), loader()), seed=-1, **WORLD)
     done = patch_dataloader_to_ddp(loader(), rank=0, num_replicas=3)
-    with raises(AlreadyPatchedError, ("loaders['a']: The loader was patched", "rank 0 of 3"), "original loader"):
+    with raises(AlreadyPatchedError, ("loaders['a']: The loader is sharded already", "rank 0 of 3"), "original loader"):
         patch_dataloader_to_ddp({"a": done}, **WORLD)
     with raises(NotALoaderError, "patch_dataloader_to_ddp needs a torch.utils.data.DataLoader and got 3", "itself"):
         patch_dataloader_to_ddp(cast(Any, 3), **WORLD)

@@ -119,14 +119,12 @@ def test_all_attributes_of_a_sampler_are_there_after_the_patch(name: str, option
 
 
 @pytest.mark.parametrize("options", SHARES)
-def test_what_nobody_has_yet_is_set_on_the_users_sampler_and_can_be_deleted(options: dict[str, Any]) -> None:
+def test_what_nobody_has_yet_is_set_on_the_users_sampler(options: dict[str, Any]) -> None:
     sampler = Curriculum()
     given: Any = DataLoader(Rows(), sampler=sampler, batch_size=4)
     wrapper: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2, **options).sampler
     wrapper.temperature = 2.0
     assert vars(sampler)["temperature"] == wrapper.temperature == 2.0
-    del wrapper.temperature
-    assert not hasattr(sampler, "temperature")
 
 
 def test_all_attributes_of_an_iterable_dataset_are_there_after_the_patch() -> None:
@@ -293,7 +291,7 @@ class Reads(Curriculum):
         self.of = "linear"
 
 
-def refuse(wrapper: Any, name: str, facts: Words, remedy: Words = "Set it there") -> None:
+def refuse(wrapper: Any, name: str, facts: Words, remedy: Words = ("Set attributes", "patch that")) -> None:
     with raises(InvalidOptionError, (name, *facts), remedy):
         setattr(wrapper, name, 3)
 
@@ -304,16 +302,14 @@ def test_what_follows_from_the_share_is_refused_and_the_remedy_works() -> None:
         for name in ("seed", "rank", "num_replicas", "total_size", "num_samples", "of"):
             refuse(loader.sampler, name, ("Reads", "'sampler'"))
             setattr(loader.sampler.sampler, name, "there")
-        with raises(InvalidOptionError, ("of", "Reads", "'sampler'"), "Set it there"):
-            del loader.sampler.of
-        refuse(loader.sampler, "sampler", (type(loader.sampler).__name__, "Reads"), ("Set attributes", "patch that"))
+        refuse(loader.sampler, "sampler", (type(loader.sampler).__name__, "Reads"))
         assert len([*loader]) == len(loader)
     own = sharded(batch_sampler=lambda: Own(SequentialSampler(range(N)), 2, False))[0]
     refuse(own.batch_sampler, "seed", ("Own", "the one you gave it"))
     divided = sharded(batch_size=4, share="within_batches")[0].batch_sampler
     for name in ("batch_size", "drop_last"):
         refuse(divided, name, ("within_batches",), ("patch it again", "restore_loader()"))
-    refuse(sharded(**stream)[0].dataset, "dataset", ("ShardedIterable", "Stream"), ("Set attributes", "patch that"))
+    refuse(sharded(**stream)[0].dataset, "dataset", ("ShardedIterable", "Stream"))
     whole = sharded(batch_sampler=Tokens)[0]
     whole.batch_sampler.batch_size = 8
     assert whole.batch_sampler.sampler.batch_size == 8
