@@ -295,7 +295,7 @@ class _WatchedPass:
         self._monitor, self._is_open_ended = monitor, is_open_ended and not monitor.has_own_lengths
         self._batches, self._next_comparison = 0, 2
         self._state = State.RUNNING
-        self._logged: LoggedPass | None = monitor.begin(0, "0", self._progress, None)
+        self._logged: LoggedPass | None = monitor.begin(0, "0", self._progress)
 
     def _progress(self) -> Progress:
         return Progress(self._batches, self._batches, self._state, self._monitor.has_own_lengths)

@@ -75,6 +75,10 @@ class ItemSource(Generic[T]):
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
         return iter(())
 
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was drawn, by how many items they are of; none if ranks compare none."""
+        return {}
+
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items of the share away, and return whether it is.
 
@@ -196,6 +200,10 @@ class Indexed(ItemSource[T]):
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was drawn."""
+        return {} if self._digest is None else self._digest.marks
+
     def _drawn_order(self) -> EpochOrder:
         with self._random_context():
             order = self._drawn()
@@ -277,6 +285,10 @@ class Streamed(ItemSource[T]):
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
         return _skipping(skip, (part for (part,) in self.of_all()))
+
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was drawn."""
+        return {} if self._digest is None else self._digest.marks
 
     def of_all(self) -> Iterator[list[list[T]]]:
         """Draw, and yield the items of each plan."""
