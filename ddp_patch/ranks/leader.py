@@ -1,15 +1,16 @@
 """Rank 0 draws an epoch, and sends every rank its share."""
 
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
 
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import LeaderError
-from ddp_patch.ranks.exchange import PerRank, exchange, require_same
+from ddp_patch.ranks.exchange import exchange, joined, require_same, sliced, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
 
 __all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
@@ -31,8 +32,8 @@ _SENDING = "Sending every rank its share"
 class Leader:
     """Sends each member its share of an epoch, piece by piece; each piece is one exchange.
 
-    In an exchange, every rank says which pass it is in, and gets its share of the piece. So each piece reveals a rank
-    that is missing or in another pass, and no pass can take a piece that another left unread.
+    In an exchange, every rank says which pass it is in, and hears where in the store its share of the piece is. So each
+    piece reveals a rank that is missing or in another pass, and no pass can take a piece that another left unread.
 
     Attributes:
         members: The global ranks; the first draws.
@@ -89,24 +90,34 @@ class Leader:
             yield share
 
     def _shares(self, facts: Mapping[str, object], pieces: Iterator[_Piece]) -> Iterator[tuple[list[Any], Any]]:
+        store: Any = default_store()
         is_last = False
         while not is_last:
-            answer = exchange(self.members, _SENDING, facts, partial(self._next, pieces), self.timeout)
-            share, note, is_last = unpacked(b64decode(answer))  # the keys of users' datasets are any objects
+            base = exchange(self.members, _SENDING, facts, partial(self._next, pieces), self.timeout)
+            key = f"{base}/{dist.get_rank()}"
+            with store_reached(_SENDING):
+                data, keys = joined(store, key, store.get(key))
+                for each in keys:
+                    store.delete_key(each)
+            share, note, is_last = unpacked(data)  # the keys of users' datasets are any objects
             yield share, note
 
-    def _next(self, pieces: Iterator[_Piece], of_ranks: Mapping[int, Mapping[str, object]]) -> PerRank:
-        """Draw the next piece once every rank asks for it."""
+    def _next(self, pieces: Iterator[_Piece], of_ranks: Mapping[int, Mapping[str, object]]) -> str:
+        """Draw the next piece once every rank asks for it, and return where in the store all ranks' shares are."""
         require_same(_SENDING, of_ranks)
+        base, sent = f"ddp_patch/shares/{uuid4().hex}", dict[str, bytes]()
         try:
             shares, note, is_last = next(pieces)
-            sent = (b64encode(packed((own, note, is_last))).decode() for own in shares)
-            return PerRank(zip(self.members, sent, strict=True))
+            for rank, own in zip(self.members, shares, strict=True):
+                sent |= sliced(f"{base}/{rank}", packed((own, note, is_last)))
         except Exception as error:
             raise LeaderError(
                 f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "
                 "continue. See the error of that rank."
             ) from error
+        store: Any = default_store()
+        store.multi_set([*sent], [*sent.values()])
+        return base
 
 
 def _pieces(
