@@ -26,7 +26,7 @@ import ddp_patch
 from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError, WorldError
-from ddp_patch.ranks.channel import Channel, opened
+from ddp_patch.ranks.group import Channel, opened
 from ddp_patch.streams import by_worker
 
 BATCH = 2
@@ -259,7 +259,7 @@ VALUES: Mapping[str, Any] = {
 
 def handed_over(rank: int, world_size: int) -> list[Any]:
     """Rank 0 sends each value, twice, as what comes next must not be mistaken for a rest."""
-    with opened(range(world_size), "Testing", 1, {}, 60) as channel:
+    with opened(range(world_size), "Testing", "a test", {}, 60) as channel:
         if rank == 0:
             for value in (*VALUES.values(), *VALUES.values()):
                 channel.send(1, value)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from messages import missing
 from torch.utils.data import (
     RandomSampler,
@@ -212,18 +211,19 @@ def test_a_dataset_that_is_its_own_sampler_is_not_drawn() -> None:
 
 
 def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    n, members, asked, store = 100_000, [0, 1, 2, 3], list[int](), dist.HashStore()  # type: ignore[attr-defined]  # torch documents it
-    counting = SimpleNamespace(multi_set=lambda keys, values: asked.append(len(keys)) or store.multi_set(keys, values))
-    monkeypatch.setattr(leader, "default_store", lambda: counting)
+    n, members, put = 100_000, [0, 1, 2, 3], list[Any]()
+    store = SimpleNamespace(multi_set=lambda *given: put.append(given))
+    monkeypatch.setattr(leader, "default_store", lambda: store)
     chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
     pieces = _pieces(chunks, len(members), LARGEST_PIECE, LARGEST_PIECE)
     base = Leader(members, timeout=1)._next(
         ((piece, "noted", is_last) for piece, is_last in pieces), {rank: {"epoch": 0} for rank in members}
     )
-    assert asked == [len(members)]
+    ((keys, values),) = put
+    assert keys == [f"{base}/{rank}" for rank in members]
     whole = len(pickle.dumps(list(range(n))))
-    for rank in members:
-        sent, _ = joined(store, f"{base}/{rank}", store.get(f"{base}/{rank}"))
+    for rank, key, value in zip(members, keys, values, strict=True):
+        sent, _ = joined(store, key, value)
         assert len(sent) < 1.01 * whole / len(members)
         assert pickle.loads(sent) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
 
