@@ -318,12 +318,14 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts, world.num_replicas)
-        return Subject(facts.described, None, facts.batches_ahead, facts.made_for, place, claim)
+        return Subject(facts.described, None, facts.made_for, place, claim)
     compared = {**facts.described, **costs_compared(facts, options)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     if splits_itself:
         compared |= held_for_workers(facts)
-    return Subject(compared, facts.stream, facts.batches_ahead, facts.made_for, place)
+    if options.order == "leader":  # whoever fetches further ahead would wait for others that never come
+        compared["batches fetched ahead"] = facts.batches_ahead
+    return Subject(compared, facts.stream, facts.made_for, place)
 
 
 def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:

@@ -100,8 +100,6 @@ class Subject:
     Attributes:
         compared: What must be the same on every rank, by name.
         stream: The stream to shard; None if it is sharded already.
-        batches_ahead: How many batches the loader's workers prefetch. If ranks synchronise within an epoch, this number
-            must be the same on all, or one would wait for others that never come.
         made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
         label: Its name among several loaders; empty for a single one.
         claim: What it shows of being sharded already; None if it is not, or was compared before.
@@ -109,7 +107,6 @@ class Subject:
 
     compared: Mapping[str, object]
     stream: StreamFacts | None
-    batches_ahead: int = 0
     made_for: HeldWorld | None = None
     label: str = ""
     claim: Claim | None = None
@@ -209,7 +206,6 @@ def _report(options: Options, subject: Subject, generators: Sequence[torch.Gener
         "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [each.get_state().numpy().tobytes().hex() for each in generators] if is_first else [],
-        "ahead": subject.batches_ahead,
         "made_for": subject.made_for,
         "claim": subject.claim,
     }
@@ -241,7 +237,7 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
 
 
 def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
-    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or prefetch differently."""
+    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or draw other orders."""
     if all(loader["made_for"] for loader in of_ranks.values()):
         require_all_shares({rank: (shares[rank], (*loader["made_for"],)) for rank, loader in of_ranks.items()})
     claims: dict[int, Claim] = {rank: loader["claim"] for rank, loader in of_ranks.items() if loader["claim"]}
@@ -250,8 +246,6 @@ def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mappi
         require_apart(of_shares, even=common["uneven"] != "keep")
     name: str = next(iter(of_ranks.values()))["name"]
     require_one_order({rank: loader["order"] for rank, loader in of_ranks.items()}, name)
-    if common["order"] == "leader":
-        require_same(AGREEING, {rank: {"batches fetched ahead": loader["ahead"]} for rank, loader in of_ranks.items()})
 
 
 def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:

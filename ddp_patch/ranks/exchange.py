@@ -64,10 +64,9 @@ def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 
 def who_has_what(holders: Mapping[Any, list[int]]) -> str:
-    """Return who has what, in words, the smallest party first; of many ranks, the last are the others."""
+    """Return who has what, in words, the smallest party first; of many, the last are the others."""
     parties = sorted(holders.items(), key=lambda party: (len(party[1]), min(party[1])))
-    ranks = sum(map(len, holders.values()))
-    few = len(parties) if ranks <= FEW else min(len(parties), FEW) - 1
+    few = len(parties) if sum(map(len, holders.values())) <= FEW else min(len(parties), FEW) - 1
     told = [f"{value} on {ranks_text(members)}" for value, members in parties[:few]]
     if others := parties[few:]:
         value = others[0][0] if len(others) == 1 else f"{len(others)} other values"

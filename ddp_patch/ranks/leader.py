@@ -13,7 +13,7 @@ from ddp_patch.errors import LeaderError
 from ddp_patch.ranks.exchange import exchange, joined, require_same, sliced, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
 
-__all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader"]
+__all__ = ["FIRST_PIECE", "LARGEST_PIECE", "Leader", "in_pieces"]
 
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ T = TypeVar("T")
 LARGEST_PIECE, FIRST_PIECE = 2**20, 2**12
 
 # Each member's items, the note sent with them, and whether they are the last.
-_Piece: TypeAlias = tuple[list[list[Any]], Any, bool]
+Piece: TypeAlias = tuple[list[list[T]], Any, bool]
 
 _SENDING = "Sending every rank its share"
 
@@ -48,52 +48,29 @@ class Leader:
         """Whether this rank draws for all."""
         return dist.get_rank() == self.members[0]
 
-    def send(
-        self,
-        of_all: Iterator[Sequence[Sequence[T]]],
-        facts: Mapping[str, object],
-        note: Callable[[bool], Any],
-        first_piece: int,
-        largest_piece: int = LARGEST_PIECE,
-    ) -> Iterator[list[T]]:
-        """Send every member its share of each piece, and yield this rank's own.
+    def shares(self, facts: Mapping[str, object], pieces: Iterator[Piece[T]]) -> Iterator[tuple[list[T], Any]]:
+        """Yield this rank's share of each piece, and the note sent with it.
 
         Args:
-            of_all: The stream in parts, each with one sequence for every member.
             facts: Which pass this is.
-            note: Returns the note to send with a piece; called with whether the piece is the last.
-            first_piece: How many items, all ranks' together, the first message should hold.
-            largest_piece: How many items a later message may hold.
+            pieces: What the leader draws; nothing is taken of other ranks'.
 
         Raises:
-            Exception: What drawing the stream raises. The other ranks get a LeaderError.
-        """
-        pieces = _pieces(of_all, len(self.members), first_piece, largest_piece)
-        try:
-            for share, _ in self._shares(facts, ((piece, note(is_last), is_last) for piece, is_last in pieces)):
-                yield share
-            return
-        except LeaderError as error:
-            failure = error.__cause__ or error
-        raise failure
-
-    def receive(self, facts: Mapping[str, object], take_note: Callable[[Any], object]) -> Iterator[list[Any]]:
-        """Yield this rank's share of each piece, after passing the piece's note to ``take_note``.
-
-        Raises:
-            LeaderError: Drawing raised an error on the first rank, which raises that error itself.
+            Exception: What drawing raises, on the leader.
+            LeaderError: Drawing raised an error on the leader.
             RankMismatchError: A rank is in another pass.
             MissingRanksError: A rank did not arrive in time or is gone.
         """
-        for share, note in self._shares(facts, iter(())):
-            take_note(note)
-            yield share
-
-    def _shares(self, facts: Mapping[str, object], pieces: Iterator[_Piece]) -> Iterator[tuple[list[Any], Any]]:
         store: Any = default_store()
         is_last = False
         while not is_last:
-            base = exchange(self.members, _SENDING, facts, partial(self._next, pieces), self.timeout)
+            failure: BaseException | None = None
+            try:
+                base = exchange(self.members, _SENDING, facts, partial(self._next, pieces), self.timeout)
+            except LeaderError as error:
+                failure = error.__cause__ or error
+            if failure is not None:
+                raise failure
             key = f"{base}/{dist.get_rank()}"
             with store_reached(_SENDING):
                 data, keys = joined(store, key, store.get(key))
@@ -102,7 +79,7 @@ class Leader:
             share, note, is_last = unpacked(data)  # the keys of users' datasets are any objects
             yield share, note
 
-    def _next(self, pieces: Iterator[_Piece], of_ranks: Mapping[int, Mapping[str, object]]) -> str:
+    def _next(self, pieces: Iterator[Piece[T]], of_ranks: Mapping[int, Mapping[str, object]]) -> str:
         """Draw the next piece once every rank asks for it, and return where in the store all ranks' shares are."""
         require_same(_SENDING, of_ranks)
         base, sent = f"ddp_patch/shares/{uuid4().hex}", dict[str, bytes]()
@@ -120,12 +97,19 @@ class Leader:
         return base
 
 
-def _pieces(
-    of_all: Iterator[Sequence[Sequence[T]]], count: int, most: int, largest: int
-) -> Iterator[tuple[list[list[T]], bool]]:
-    """Join parts into pieces of about ``most`` items, doubling up to ``largest``; say with each if it is the last.
+def in_pieces(
+    of_all: Iterator[Sequence[Sequence[T]]], note: Callable[[bool], Any], count: int, most: int, largest: int
+) -> Iterator[Piece[T]]:
+    """Join parts of a stream into pieces, doubling up to a largest.
 
     Every piece but the last has equally many items for each member, so all need the next piece at the same step.
+
+    Args:
+        of_all: The stream in parts, each with one sequence for every member.
+        note: Returns the note to send with a piece; called with whether the piece is the last.
+        count: How many members there are.
+        most: About how many items, all ranks' together, the first piece has.
+        largest: How many a later one may have.
     """
     ended = False
     while not ended:
@@ -135,5 +119,5 @@ def _pieces(
             ended = shares is None
             for mine, more in zip(piece, shares or (), strict=False):
                 mine += more
-        yield piece, ended
+        yield piece, note(ended), ended
         most = min(2 * most, largest)

@@ -380,42 +380,38 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
     here, there = (ranks_text([rank]) for rank in ranks)
     mine, theirs, rule = found.mine, found.theirs, found.rule
     if rule == "restored" or mine is None or theirs is None:
-        told = (
-            f"{here} and {there} do not go on from the same position: one has restored a state, and the other made "
-            "another pass. Restore the same state on every rank, at the same point of the script."
-        )
+        seen = f"{here} and {there} do not go on from one position: one restored a state, the other made another pass"
+        remedy = "Restore the same state on every rank, at the same point of the script."
     elif rule == "order":
-        within = theirs.mark[0] if theirs.mark is not None else END
-        where = f"within the first {within} items" if within != END else "or orders of different lengths"
-        told = f"in epoch {mine.epoch}, {here} and {there} draw different orders, {where}. {why}"
+        count = END if theirs.mark is None else theirs.mark[0]
+        within = f"within the first {count} items" if count != END else "or orders of different lengths"
+        seen, remedy = f"in epoch {mine.epoch}, {here} and {there} draw different orders, {within}", why
     elif rule == "length":
         behind, who, others = (mine, here, there) if shorter(found) is mine else (theirs, there, here)
         did, remedy = _OVER[behind.state]
-        told = (
-            f"{who} {did} epoch {behind.epoch} after {behind.batches} batch{'' if behind.batches == 1 else 'es'}; "
-            f"{others} took more of it, so samples would be lost and steps would not be equal. {remedy}"
-        )
+        batches = f"{behind.batches} batch{'' if behind.batches == 1 else 'es'}"
+        seen = f"{who} {did} epoch {behind.epoch} after {batches}; {others} took more of it"
     elif rule == "others":
-        told = (
-            f"when pass {mine.number} over it began, the ranks had made different numbers of passes over the other "
-            f"loaders: {mine.others} on {here}; {theirs.others} on {there}. A rank that iterates a patched loader "
-            "alone, as 'if rank == 0: validate(loader)' does, sees its shard of the data only. Iterate each patched "
-            "loader on every rank; or on one rank the loader that was not patched."
+        seen = (
+            f"when pass {mine.number} over it began, the ranks had made different numbers of passes over their other "
+            f"loaders: {mine.others} on {here}; {theirs.others} on {there}"
         )
+        remedy = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
     elif rule == "held":
-        told = (
-            f"in epoch {mine.epoch}, the datasets of {here} and {there} have different samples at the same indices: "
-            f"they differ in {why}. Each rank takes its shard of other samples, so some would be lost. Change the data "
-            "alike on every rank: shuffle rows with a generator seeded by the epoch, list files in sorted order, and "
-            "add the same rows. If only the content differs, order='seeded' does not compare it."
+        seen = f"in epoch {mine.epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
+        remedy = (
+            "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If only the "
+            "content differs, order='seeded' does not compare it."
         )
     else:
-        is_earlier = ", and one before it differs" if _what(mine) == _what(theirs) else ""
-        told = (
-            f"the ranks make different passes, so samples would be lost. On {here}, pass {mine.number} is over "
-            f"{_what(mine)}, and on {there} over {_what(theirs)}{is_earlier}. {_LOOK_ALIKE}"
+        earlier = ", and one before it differs" if _what(mine) == _what(theirs) else ""
+        seen = (
+            f"the ranks make different passes: on {here}, pass {mine.number} is over {_what(mine)}, and on {there} "
+            f"over {_what(theirs)}{earlier}"
         )
-    return f"Iterating the {name}: {told}"
+        remedy = _LOOK_ALIKE
+    lost = "" if rule == "order" else ", so samples would be lost"  # which ``why`` says
+    return f"Iterating the {name}: {seen}{lost}. {remedy}"
 
 
 def _what(entry: Entry) -> str:

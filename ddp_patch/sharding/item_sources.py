@@ -15,7 +15,7 @@ from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
-from ddp_patch.ranks.leader import Leader
+from ddp_patch.ranks.leader import Leader, in_pieces
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, BatchNote, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Streamed"]
@@ -395,10 +395,12 @@ class FromLeader(ItemSource[T]):
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        facts = self._pass_facts()
-        if self._leader.is_leader:
-            return _skipping(skip, self._leader.send(self._of_all(), facts, self._note, *self._pieces))
-        return _skipping(skip, self._leader.receive(facts, self._take_note))
+        pieces = in_pieces(self._of_all(), self._note, len(self._leader.members), *self._pieces)
+        return _skipping(skip, self._noted(self._leader.shares(self._pass_facts(), pieces)))
+
+    def _noted(self, shares: Iterator[tuple[list[T], Any]]) -> Iterator[list[T]]:
+        for share, (self._states, self.states_after, self.length) in shares:
+            yield share
 
     def _of_all(self) -> Iterator[list[list[T]]]:
         """Draw; begin with the first item, when the leader can report an error to the others."""
@@ -411,9 +413,6 @@ class FromLeader(ItemSource[T]):
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.states_after = self._states_now() if is_last else None
         return self._states, self.states_after, self.length
-
-    def _take_note(self, note: tuple[States, States | None, int | None]) -> None:
-        self._states, self.states_after, self.length = note
 
     def states_within(self, states: States, taken: int) -> States:
         """Return the states from which the pass goes on: the leader's."""
