@@ -321,7 +321,7 @@ def opened(
     name, is_kept = exchange(members, doing, {"patched as": purpose, **facts, "group": own}, judge, timeout)
     if group is None or not is_kept:
         if group is not None:
-            group.close()
+            kept_groups().pop(key).close()
         group = made_group(key, doing, timeout)
     channel = Channel(members, doing, name, key, group, timeout)
     try:
@@ -456,14 +456,12 @@ class Channel:
 
     def receive(self, source: int) -> Any:
         """Return the value that a member sends here."""
-        size = int(self._received(source, 8).view(torch.int64).item())
-        return unpacked(self._received(source, size).numpy().data)
-
-    def _received(self, source: int, size: int) -> torch.Tensor:
-        into = torch.empty(size, dtype=torch.uint8)
+        size = torch.empty(8, dtype=torch.uint8)
         with self._connected(source):
-            self._group.receive(into, self._in_group[source])
-        return into
+            self._group.receive(size, self._in_group[source])
+            body = torch.empty(int(size.view(torch.int64).item()), dtype=torch.uint8)
+            self._group.receive(body, self._in_group[source])
+        return unpacked(body.numpy().data)
 
     def fail(self, error: BaseException) -> None:
         """Write why this rank cannot continue, before its row tells the others."""
