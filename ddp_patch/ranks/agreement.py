@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
@@ -49,7 +49,7 @@ class Agreed:
 
     Attributes:
         world: The ranks that share.
-        options: What the user chose.
+        options: What the user chose, with ``order="auto"`` resolved.
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         mailbox: Where ranks compare their passes over the loader; None if there are no others.
@@ -171,7 +171,9 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
 
 
 def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: Report) -> Agreed:
-    """Return an agreement, with the user's seed, if one was chosen."""
+    """Return an agreement: with the user's seed, if one was chosen, and ``order="auto"`` resolved."""
+    if options.order == "auto":
+        options = replace(options, order="seeded")
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
     return Agreed(world, options, seed, decision["number"], mailbox)
 
@@ -196,13 +198,11 @@ def _report(options: Options, subject: Subject, generators: Sequence[torch.Gener
     if options.order in {"auto", "leader", "scalable"}:
         claimed = () if subject.claim is None else subject.claim.get("samples", ())
         samples = claimed if stream is None else [astuple(content) for content in stream.samples]
-    # A computed order cannot be led: where the samples to shuffle differ, nobody can draw for all.
-    computed = {"samples to shuffle": stream.order} if stream is not None and options.is_scalable else {}
     return {
         "label": subject.label,
-        "compared": {**subject.compared, "generators": len(generators), **computed},
+        "compared": {**subject.compared, "generators": len(generators)},
         "name": "" if stream is None else stream.name,
-        "order": stream.order if stream is not None and options.order == "auto" else None,
+        "order": stream.order if stream is not None and options.order in {"auto", "scalable"} else None,
         "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [each.get_state().numpy().tobytes().hex() for each in generators] if is_first else [],
