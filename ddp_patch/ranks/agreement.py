@@ -53,6 +53,7 @@ class Agreed:
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         mailbox: Where ranks compare their passes over the loader; None if there are no others.
+        leader: Sends every rank its share, if rank 0 draws for all.
         place: Where the loader was patched, for errors.
     """
 
@@ -61,17 +62,12 @@ class Agreed:
     seed: Seed
     number: int = 0
     mailbox: Mailbox | None = None
+    leader: Leader | None = None
     place: str = ""
 
     def plan(self, rank: int) -> Plan:
         """Return the plan that gives a rank its share of the stream."""
         return Plan.of_stream(self.options, rank, self.world.num_replicas)
-
-    @property
-    def leader(self) -> Leader | None:
-        """Sends every rank its share, if rank 0 draws for all."""
-        members = [*(self.world.share_of_rank or ())]
-        return Leader(members, self.options.timeout) if self.options.order == "leader" else None
 
     @property
     def batch_plan(self) -> Plan | None:
@@ -175,7 +171,8 @@ def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: R
     if options.order == "auto":
         options = replace(options, order="seeded")
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, seed, decision["number"], mailbox)
+    leader = Leader([*(world.share_of_rank or ())], options.timeout) if options.order == "leader" else None
+    return Agreed(world, options, seed, decision["number"], mailbox, leader)
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
