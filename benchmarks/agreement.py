@@ -7,7 +7,6 @@ table.
 import json
 import statistics
 import time
-from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     share = [index for batch in led.batch_sampler or () for index in batch]
     made = statistics.median(each for each in indices if each > 0.01)  # some are left out, as they would take long
     compared = made, percent(indices), percent(stream), digested(rank)
-    return records[0], patch_ms, *compared, len(b64encode(packed(share))), led_ms
+    return records[0], patch_ms, *compared, len(packed(share)), led_ms
 
 
 def drawn(world_size: int) -> DataLoader[Any]:

@@ -28,7 +28,6 @@ with the command that shows that section.
     UserWarning
     └── DDPPatchWarning                  every warning of this package
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
-        ├── LeaderWarning                the ranks would draw different orders, so rank 0 draws for all
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
         ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
         └── StreamOrderWarning           the ranks cannot compare in which order they read
@@ -49,7 +48,6 @@ __all__ = [
     "ExhaustedSamplerError",
     "InvalidOptionError",
     "LeaderError",
-    "LeaderWarning",
     "MissingRanksError",
     "NoStepsError",
     "NotALoaderError",
@@ -229,10 +227,6 @@ class StreamLengthWarning(DDPPatchWarning):
 
 class StreamOrderWarning(DDPPatchWarning):
     """The items of an iterable dataset have no names, so the ranks cannot compare in which order they read it."""
-
-
-class LeaderWarning(DDPPatchWarning):
-    """The ranks would draw different orders, so rank 0 draws for all."""
 
 
 class NotDistributedWarning(DDPPatchWarning):

@@ -20,7 +20,7 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import METHODS, copy_loader
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, look_at, split_claim
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
 from ddp_patch.loaders.samples import length_of
@@ -155,8 +155,8 @@ def patch_dataloader_to_ddp(
             parallelism) get the same batches.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
-            first items, and uses ``"leader"`` if they differ. With ``"leader"``, rank 0 draws each epoch and sends
-            every rank its share. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From
+            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch and sends every rank its
+            share. A ``torch.Generator`` of the loader or its samplers gets rank 0's state once. From
             then on it draws what it would in one process. ``"scalable"`` computes the order of a shuffled loader
             (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
             computes only its share. The first batch then takes constant time and memory for any number of samples. The
@@ -318,11 +318,14 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts, world.num_replicas)
-        return Subject(facts.described, None, facts.batches_ahead, facts.made_for, place, claim)
+        return Subject(facts.described, None, facts.made_for, place, claim)
     compared = {**facts.described, **costs_compared(facts, options)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
-    claim = split_claim(facts) if splits_itself else None
-    return Subject(compared, facts.stream, facts.batches_ahead, facts.made_for, place, claim)
+    if splits_itself:
+        compared |= held_for_workers(facts)
+    if options.order == "leader":  # whoever fetches further ahead would wait for others that never come
+        compared["batches fetched ahead"] = facts.batches_ahead
+    return Subject(compared, facts.stream, facts.made_for, place)
 
 
 def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
@@ -408,9 +411,9 @@ def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = cop
     loader, kind, by = facts.loader, type(facts.loader), facts.sharded_by
     is_compared = isinstance(by, EpochSampler) or METHODS in vars(loader)
     is_torchs = not has_own_iteration(kind) and not has_own_iterators(kind)
-    if agreed.peers is None or is_compared or not is_torchs:
+    if agreed.mailbox is None or is_compared or not is_torchs:
         return loader
-    monitor = PassMonitor(agreed.peers)
+    monitor = PassMonitor(agreed.mailbox)
     monitor.has_own_lengths = agreed.options.uneven == "keep"
     monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
     monitor.let_epochs_be_alike()

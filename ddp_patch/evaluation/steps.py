@@ -17,8 +17,7 @@ from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.plan import BatchRecord
-from ddp_patch.ranks.channel import opened_sums
-from ddp_patch.ranks.group import closed_at_exit
+from ddp_patch.ranks.group import closed_at_exit, opened_sums
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.walks import elements
@@ -241,7 +240,8 @@ def _weighed(
         if batches is not None and ranks > 1 and (weight_of is not None or not _knows_totals(batches)):
             agreed, facts = batches.passes.agreed, {"epoch": batches.passes.epochs.current}
             members = agreed.world.peer_ranks("iter_with_weights")
-            sums = opened_sums(members, "Weighing samples", agreed.number, facts, agreed.options.timeout)
+            purpose = f"weights of number {agreed.number}"
+            sums = opened_sums(members, "Weighing samples", purpose, facts, agreed.options.timeout)
             sum_of = stack.enter_context(sums).sum_over_ranks
         for batch, record in chain(first, steps):
             own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)

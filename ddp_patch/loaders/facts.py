@@ -20,7 +20,7 @@ from ddp_patch.compat.private_torch import (
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
-from ddp_patch.loaders.overlap import FirstSamples, first_samples
+from ddp_patch.loaders.overlap import first_samples
 from ddp_patch.loaders.recognition import (
     HeldWorld,
     may_ask_rank,
@@ -43,7 +43,7 @@ from ddp_patch.orders.generators import torch_generators
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
-__all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "look_at", "split_claim"]
+__all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "held_for_workers", "look_at"]
 
 
 L = TypeVar("L", bound=DataLoader[Any])
@@ -150,12 +150,6 @@ class StreamFacts:
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None if it does not say."""
         return length_of(self.dataset, nested_samplers(self.dataset))
-
-    def first_samples(self, ranks: int) -> tuple[int, FirstSamples] | None:
-        """Return the dataset's length, and which samples the stream begins with; None if that is not known."""
-        n = self.dataset_length
-        found = first_samples(self.source, self.dataset, n, ranks)
-        return None if n is None or found is None else (n, found)
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
@@ -364,12 +358,12 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         isinstance(holder, DistributedSampler) and type(holder).__iter__ is DistributedSampler.__iter__
     )
     if not is_known and any(sampler is holder for sampler in samplers):
-        first = first_samples(facts.stream.source, dataset, n, ranks, seeded=False)
+        first = first_samples(facts.stream.source, dataset, n, ranks)
         claim["first"] = first and asdict(first)
     return claim
 
 
-def split_claim(facts: LoaderFacts[Any]) -> Claim | None:
-    """Return what the ranks compare of an iterable dataset that is to split itself by workers: what it holds."""
+def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, str]:
+    """Return what must be the same on every rank of an iterable dataset that is to split itself by workers."""
     dataset = facts.dataset
-    return None if may_ask_rank(dataset) else {"name": type(dataset).__name__, "held": held_by(dataset)}
+    return {} if may_ask_rank(dataset) else {f"files and numbers that {type(dataset).__name__} holds": held_by(dataset)}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import combinations, islice
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,15 +13,12 @@ import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
 
-__all__ = ["Common", "FirstSamples", "are_parts", "first_samples", "in_common", "row_hashes"]
+__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "row_hashes"]
 
 # Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
 _MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
 # How many hashes a rank sends at most, of so many bytes: the smallest, which are of the same samples on every rank.
 _MOST_HASHES, _BYTES = 512, 6
-# If streams are drawn independently, how many samples they must be expected to share before sharing none is evidence:
-# by chance that happens once in e**20 cases.
-_EXPECTED = 20.0
 # So many bytes of a sample's array are looked at, evenly spread.
 _LOOKED_AT = 1024
 _SCALARS = (str, bytes, int, float, bool, np.generic)
@@ -36,16 +33,12 @@ class FirstSamples:
         drawn: How many there are.
         distinct: How many of them differ.
         sizes: How many are in an item, each number once: 1 where items are samples, and others where they are batches.
-        rest: How many follow them before the stream ends, none or one batch; None if it goes on.
-        are_chosen: Whether they are indices below the dataset's length, or names.
     """
 
     hashes: Sequence[int]
     drawn: int
     distinct: int
     sizes: Sequence[int]
-    rest: int | None
-    are_chosen: bool
 
     @property
     def is_cut(self) -> bool:
@@ -53,39 +46,30 @@ class FirstSamples:
         return self.distinct > len(self.hashes)
 
 
-def first_samples(
-    sampler: Any, dataset: object, n: int | None, ranks: int, *, seeded: bool = True
-) -> FirstSamples | None:
+def first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> FirstSamples | None:
     """Return which samples a stream begins with, at most one rank's share of the dataset; None if that is unknown.
 
     Args:
-        sampler: What the stream comes from. A copy of it is drawn from.
+        sampler: What the stream comes from. A copy of it draws what the sampler would draw next.
         dataset: What the samples come from. It is not copied.
         n: How many samples the dataset has.
         ranks: How many ranks share them.
-        seeded: Whether to seed all generators alike; otherwise the copy draws what the sampler would draw next.
     """
     wanted = min(-(-n // ranks), _MOST_SAMPLES) if n else _OF_UNKNOWN
     samples: list[Any] = []
-    sizes, rest = set[int](), 0
+    sizes = set[int]()
     try:
-        with copy_to_draw(sampler, dataset, seeded=seeded) as drawn:
-            items = iter(drawn)
-            for item in islice(items, wanted):  # a batch may be empty
+        with copy_to_draw(sampler, dataset, seeded=False) as drawn:
+            for item in islice(drawn, wanted):  # a batch may be empty
                 batch = _samples_in(item)
                 if len(samples) + len(batch) > wanted:
-                    rest = len(batch)  # which may be padded
-                    break
+                    break  # it may be padded
                 samples += batch
                 sizes.add(len(batch))
-            ends = next(items, None) is None
     except Exception:  # noqa: BLE001 - the user's code, run for a better message
         return None
-    hashes, places = sorted(set(map(_hashed, samples))), range(n or 0)
-    are_chosen = all(isinstance(one, str) or one in places for one in samples)
-    return FirstSamples(
-        hashes[:_MOST_HASHES], len(samples), len(hashes), sorted(sizes), rest if ends else None, are_chosen
-    )
+    hashes = sorted(set(map(_hashed, samples)))
+    return FirstSamples(hashes[:_MOST_HASHES], len(samples), len(hashes), sorted(sizes))
 
 
 def _samples_in(item: Any) -> list[Any]:
@@ -128,34 +112,6 @@ def in_common(parties: Mapping[int, FirstSamples]) -> Common:
     )
     largest = max((size for party in parties.values() for size in party.sizes), default=1)
     return Common(held, (last + 1) / 256**_BYTES, largest, pairs)
-
-
-def are_parts(parties: Sequence[FirstSamples], n: int, ranks: int) -> bool:
-    """Return whether several groups of ranks, each with an order of its own, surely have a part of the data each.
-
-    They do if they share no more than padding, or far less than by chance, and either hold all samples between
-    them or would share many if they were drawn independently of each other. Two ranks that shuffle a million samples
-    with a generator each have other samples among their first hundred too, so that alone proves nothing.
-
-    Args:
-        parties: What each begins with.
-        n: How many samples the dataset has.
-        ranks: How many ranks share them.
-
-    Examples:
-        >>> halves = [FirstSamples([*range(start, 12, 2)], 6, 6, [1], 0, True) for start in (0, 1)]
-        >>> are_parts(halves, 12, 2), are_parts([halves[0], halves[0]], 12, 2), are_parts(halves, 10**6, 2)
-        (True, False, False)
-    """
-    if not (n and all(party.are_chosen for party in parties)):
-        return False  # numbers that mean something else
-    common = in_common(dict(enumerate(parties)))
-    counts, again = [len(own) for own in common.held.values()], common.pairs.total()
-    expected = sum(one * other for one, other in combinations(counts, 2)) / (n * common.looked_at)
-    rests = [party.rest for party in parties if party.rest is not None and not party.is_cut]
-    missing = n - (sum(counts) - again) - sum(rests)
-    are_all = len(rests) == len(parties) and abs(missing) <= (ranks - 1) * common.largest
-    return again <= max(ranks - 1, expected / 4) and (are_all or expected >= _EXPECTED)
 
 
 def row_hashes(batch: Any, most: int) -> list[int]:

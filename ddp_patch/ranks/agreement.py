@@ -1,6 +1,5 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,26 +11,29 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
+from ddp_patch.errors import InvalidOptionError, RankMismatchError
 from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import Claim, StreamFacts
-from ddp_patch.loaders.overlap import FirstSamples, are_parts
+from ddp_patch.loaders.overlap import FirstSamples, in_common
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.fingerprint import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
-from ddp_patch.ranks.apart import require_apart, require_same_held
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
 from ddp_patch.ranks.leader import Leader
-from ddp_patch.ranks.mailbox import Peers, agreed_peers, peers_of_explicit_world
+from ddp_patch.ranks.mailbox import Mailbox, agreed_mailbox, mailbox_of_explicit_world
 from ddp_patch.ranks.world import World
 
 __all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
 
 
 AGREEING = "Agreeing on how data is sharded"
-TELLING_APART = "Finding out why the ranks' orders differ"
+
+# So many samples in common are chance where only a part of each rank's samples is known.
+_BY_CHANCE = 16
+# A sampler that draws with replacement from few samples draws each more often.
+_OFTEN = 4
 
 # How a call for a single loader or sampler is described.
 ONE = "one"
@@ -49,18 +51,18 @@ class Agreed:
         world: The ranks that share.
         options: What the user chose, with ``order="auto"`` resolved.
         seed: The seed of every epoch's order; the same on every rank.
-        leader: Sends every rank its share, if rank 0 draws for all.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
-        peers: The ranks whose passes are compared with this one's; None if there are none.
+        mailbox: Where ranks compare their passes over the loader; None if there are no others.
+        leader: Sends every rank its share, if rank 0 draws for all.
         place: Where the loader was patched, for errors.
     """
 
     world: World
     options: Options
     seed: Seed
-    leader: "Leader | None" = None
     number: int = 0
-    peers: Peers | None = None
+    mailbox: Mailbox | None = None
+    leader: Leader | None = None
     place: str = ""
 
     def plan(self, rank: int) -> Plan:
@@ -94,8 +96,6 @@ class Subject:
     Attributes:
         compared: What must be the same on every rank, by name.
         stream: The stream to shard; None if it is sharded already.
-        batches_ahead: How many batches the loader's workers prefetch. If ranks synchronise within an epoch, this number
-            must be the same on all, or one would wait for others that never come.
         made_for: The rank and the number of ranks that an already sharded loader was made for, if known.
         label: Its name among several loaders; empty for a single one.
         claim: What it shows of being sharded already; None if it is not, or was compared before.
@@ -103,7 +103,6 @@ class Subject:
 
     compared: Mapping[str, object]
     stream: StreamFacts | None
-    batches_ahead: int = 0
     made_for: HeldWorld | None = None
     label: str = ""
     claim: Claim | None = None
@@ -149,16 +148,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision["generators"], strict=True):
             generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
-    both = zip(subjects, decisions, strict=True)
-    led = {one.label: one.stream for one, decided in both if one.stream is not None and decided["orders_differ"]}
-    whys = _why_orders_differ(world, options, led) if led else {}
-    for label, why in whys.items() if is_first else ():
-        text = f"{label}: {why}" if label else why
-        warnings.warn(text, LeaderWarning, stacklevel=4)  # which is where a patch or a wrapper was called
-    return [
-        _agreed(world, options, agreed_peers(members, decision["number"]), decision, leads=subject.label in led)
-        for subject, decision in zip(subjects, decisions, strict=True)
-    ]
+    return [_agreed(world, options, agreed_mailbox(members, decision["number"]), decision) for decision in decisions]
 
 
 def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) -> list[Agreed]:
@@ -171,18 +161,18 @@ def _agree_alone(world: World, options: Options, subjects: Sequence[Subject]) ->
     agreed = []
     for subject in subjects:
         with error_context(subject.label):
-            peers = peers_of_explicit_world(world.rank, world.num_replicas, subject.compared)
-        agreed.append(_agreed(world, options, peers, {"seed": 0, "number": 0}))
+            mailbox = mailbox_of_explicit_world(world.rank, world.num_replicas, subject.compared)
+        agreed.append(_agreed(world, options, mailbox, {"seed": 0, "number": 0}))
     return agreed
 
 
-def _agreed(world: World, options: Options, peers: Peers | None, decision: Report, *, leads: bool = False) -> Agreed:
+def _agreed(world: World, options: Options, mailbox: Mailbox | None, decision: Report) -> Agreed:
     """Return an agreement: with the user's seed, if one was chosen, and ``order="auto"`` resolved."""
     if options.order == "auto":
-        options = replace(options, order="leader" if leads else "seeded")
-    leader = Leader([*(world.share_of_rank or ())], options.timeout) if options.order == "leader" else None
+        options = replace(options, order="seeded")
     seed = Seed(decision["seed"] if options.seed is None else options.seed, is_chosen=options.seed is not None)
-    return Agreed(world, options, seed, leader, decision["number"], peers)
+    leader = Leader([*(world.share_of_rank or ())], options.timeout) if options.order == "leader" else None
+    return Agreed(world, options, seed, decision["number"], mailbox, leader)
 
 
 def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, object]:
@@ -205,16 +195,14 @@ def _report(options: Options, subject: Subject, generators: Sequence[torch.Gener
     if options.order in {"auto", "leader", "scalable"}:
         claimed = () if subject.claim is None else subject.claim.get("samples", ())
         samples = claimed if stream is None else [astuple(content) for content in stream.samples]
-    # A computed order cannot be led: where the samples to shuffle differ, nobody can draw for all.
-    computed = {"samples to shuffle": stream.order} if stream is not None and options.is_scalable else {}
     return {
         "label": subject.label,
-        "compared": {**subject.compared, "generators": len(generators), **computed},
-        "order": stream.order if stream is not None and options.order == "auto" else None,
+        "compared": {**subject.compared, "generators": len(generators)},
+        "name": "" if stream is None else stream.name,
+        "order": stream.order if stream is not None and options.order in {"auto", "scalable"} else None,
         "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [each.get_state().numpy().tobytes().hex() for each in generators] if is_first else [],
-        "ahead": subject.batches_ahead,
         "made_for": subject.made_for,
         "claim": subject.claim,
     }
@@ -246,17 +234,15 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
 
 
 def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
-    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or prefetch differently."""
+    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or draw other orders."""
     if all(loader["made_for"] for loader in of_ranks.values()):
         require_all_shares({rank: (shares[rank], (*loader["made_for"],)) for rank, loader in of_ranks.items()})
     claims: dict[int, Claim] = {rank: loader["claim"] for rank, loader in of_ranks.items() if loader["claim"]}
-    if len(claims) == len(of_ranks) and all("held" in claim for claim in claims.values()):
-        require_same_held(AGREEING, claims)
-    elif len(claims) == len(of_ranks):
+    if len(claims) == len(of_ranks):
         of_shares = {rank: (shares[rank], claim) for rank, claim in claims.items()}
-        require_apart(AGREEING, of_shares, even=common["uneven"] != "keep")
-    if _orders_differ(of_ranks) or common["order"] == "leader":
-        require_same(AGREEING, {rank: {"batches fetched ahead": loader["ahead"]} for rank, loader in of_ranks.items()})
+        require_apart(of_shares, even=common["uneven"] != "keep")
+    name: str = next(iter(of_ranks.values()))["name"]
+    require_one_order({rank: loader["order"] for rank, loader in of_ranks.items()}, name)
 
 
 def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
@@ -267,33 +253,7 @@ def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
         like = (*of_ranks, loader["stream"])
         _numbers_of_like[like] += 1
         seed = loader_seed(first["base_seed"], loader["stream"], _numbers_of_like[like])
-    differ = _orders_differ(of_ranks)
-    return {"seed": seed, "generators": loader["generators"], "orders_differ": differ, "number": next(_numbers)}
-
-
-def _orders_differ(of_ranks: Mapping[int, Report]) -> bool:
-    orders = {loader["order"] for loader in of_ranks.values()}
-    return None not in orders and len(orders) > 1
-
-
-def _why_orders_differ(world: World, options: Options, led: Mapping[str, StreamFacts]) -> dict[str, str]:
-    """Return why the ranks' orders of some loaders differ, by their names: the ranks meet a second time."""
-    record = {}
-    for label, stream in led.items():
-        first = stream.first_samples(world.num_replicas)
-        record[label] = stream.order, first and (first[0], astuple(first[1]))
-
-    def judge(reported: Mapping[int, Report]) -> dict[str, str]:
-        whys = {}
-        for label, stream in led.items():
-            orders, firsts = ({rank: told[label][place] for rank, told in reported.items()} for place in (0, 1))
-            samples = {rank: first and (first[0], FirstSamples(*first[1])) for rank, first in firsts.items()}
-            with error_context(label):
-                whys[label] = why_orders_differ(orders, stream.name, world.num_replicas, samples)
-        return whys
-
-    whys: dict[str, str] = exchange([*(world.share_of_rank or ())], TELLING_APART, record, judge, options.timeout)
-    return whys
+    return {"seed": seed, "generators": loader["generators"], "number": next(_numbers)}
 
 
 @contextmanager
@@ -355,32 +315,76 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     )
 
 
-def why_orders_differ(
-    orders: Mapping[int, str | None], name: str, ranks: int, reported: Mapping[int, tuple[int, FirstSamples] | None]
-) -> str:
-    """Return the warning that says why the ranks' orders differ.
+def require_one_order(orders: Mapping[int, str | None], name: str) -> None:
+    """Raise unless the ranks would draw one order, as far as all of them know theirs.
 
     Args:
-        orders: A fingerprint of each rank's order.
+        orders: A fingerprint of each rank's first items; None where it is not known.
         name: The class that they come from.
-        ranks: How many ranks share.
-        reported: Each rank's length of the dataset and first samples, where these can be told.
+    """
+    parties = by_value(orders)
+    if len(parties) > 1 and None not in parties:
+        raise RankMismatchError(
+            f"{AGREEING}: {parties_text(parties)} would draw different orders from {name}, and each keep its shard of "
+            "what should be one order, so samples would be lost. Usually its random generator is seeded by rank, or "
+            "its data (weights, indices, a set, files) differ, or it gives each rank a part. Make its order the same "
+            "on every rank; or, unless it gives parts, pass order='leader', and rank 0 draws each epoch for all. "
+            f"If it does, build {name} for one process, or say is_ddp_aware = True in it, and its loader is left as "
+            "it is."
+        )
+
+
+def require_apart(claims: Mapping[int, tuple[int, Claim]], *, even: bool = True) -> None:
+    """Raise unless ranks that are sharded already make equally many steps, of samples that no other share has.
+
+    Ranks with one share replicate each other, so only shares are compared.
+
+    Args:
+        claims: What each rank's share is, and what it shows.
+        even: Whether ranks have to make equally many steps.
 
     Raises:
-        RankMismatchError: The streams are parts already.
+        RankMismatchError: They do not, or settings differ, or shares have samples in common.
     """
-    parties, mark = by_value(orders), f"say is_ddp_aware = True in {name}, and its loader is left as it is"
-    listed, known = parties_text(parties), [told for one, *_ in parties.values() if (told := reported[one])]
-    if len(known) == len(parties) and are_parts([one for _, one in known], known[0][0], ranks):
-        raise RankMismatchError(
-            f"The samplers of {listed} are sharded already: {name} gives each rank other samples, with none in common "
-            f"but padding. Sharding them again would lose most samples. Build {name} for one process and patch that; "
-            f"or, if you want each rank to have its own part, {mark}."
-        )
-    return (
-        f"{listed.capitalize()} would draw different orders: the sampler has a random generator of its own that is "
-        "seeded by rank, holds data (weights, indices) that differ, or follows the order of a set or of files; or it "
-        "is sharded already, which its first samples do not show, and then most samples are lost. From now on rank 0 "
-        "draws each epoch and sends every rank its share, about 1 / num_replicas of the indices, at the epoch's "
-        f"start. Make the sampler's order the same on every rank; or, if it is sharded, {mark}."
+    by_rank = {rank: claim for rank, (_, claim) in claims.items()}
+    name = next(iter(by_rank.values()))["name"]
+    facts = {
+        rank: {f"{setting} of its {name}": value for setting, value in claim["settings"].items()}
+        | ({f"batches of its {name} (uneven='keep' lets them differ)": claim["steps"]} if even else {})
+        for rank, claim in by_rank.items()
+    }
+    unknown = {fact for told in facts.values() for fact, value in told.items() if value is None}
+    require_same(AGREEING, {rank: {fact: told[fact] for fact in told.keys() - unknown} for rank, told in facts.items()})
+    firsts = [ranks[0] for ranks in by_value({rank: share for rank, (share, _) in claims.items()}).values()]
+    if len(firsts) > 1:
+        _require_nothing_in_common(name, {rank: by_rank[rank] for rank in firsts})
+
+
+def _require_nothing_in_common(name: str, claims: Mapping[int, Claim]) -> None:
+    """Raise if shares have more samples in common than padding, and than they repeat within themselves."""
+    if any(claim.get("first") is None for claim in claims.values()) or len({c["data"] for c in claims.values()}) > 1:
+        return  # indices of other data mean other samples
+    firsts = {rank: FirstSamples(**claim["first"]) for rank, claim in claims.items()}
+    common = in_common(firsts)
+    # Of batches of one size, the last would be padded, and is not looked at.
+    is_even = all(len(first.sizes) < 2 for first in firsts.values())
+    padding = len(claims) - 1 if is_even else len(claims) * common.largest
+    # Samplers that draw with replacement give two ranks as many in common as either repeats within itself, or twice.
+    repeated = sum(first.drawn - first.distinct for first in firsts.values())
+    # But all the same samples are no chance, unless they are just the few that a sampler often draws.
+    if len({tuple(first.hashes) for first in firsts.values()}) == 1 and all(
+        first.distinct > padding and first.drawn < _OFTEN * first.distinct for first in firsts.values()
+    ):
+        repeated = 0
+    chance = _BY_CHANCE if common.looked_at < 1 else 0
+    if common.pairs.total() <= padding + chance + 3 * (len(claims) - 1) * repeated:
+        return
+    ((rank, other), shared) = common.pairs.most_common(1)[0]
+    raise RankMismatchError(
+        f"{AGREEING}: the loaders are said to be sharded already by a {name}, but {shared} of the first "
+        f"{len(common.held[rank])} samples of rank {rank} that were looked at are also rank {other}'s, so ranks train "
+        "on the same samples, and others may be lost. A class that only stores its rank, as for a log, shards nothing; "
+        "and slices of orders that each rank shuffles with another seed overlap. Pass the same seed on every rank; or "
+        "a loader that one process would use, without what shards it, and it is sharded here. If "
+        f"{name} gives every rank the same, say is_ddp_aware = False in its class, and it is sharded, too."
     )

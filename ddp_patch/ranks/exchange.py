@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
@@ -22,15 +22,16 @@ from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 
 __all__ = [
     "FEW",
-    "PerRank",
     "already_in",
     "by_value",
     "digest",
     "exchange",
+    "joined",
     "parties_text",
     "ranks_text",
     "refuse",
     "require_same",
+    "sliced",
     "store_reached",
     "who_has_what",
 ]
@@ -63,10 +64,9 @@ def by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 
 def who_has_what(holders: Mapping[Any, list[int]]) -> str:
-    """Return who has what, in words, the smallest party first; of many ranks, the last are the others."""
+    """Return who has what, in words, the smallest party first; of many, the last are the others."""
     parties = sorted(holders.items(), key=lambda party: (len(party[1]), min(party[1])))
-    ranks = sum(map(len, holders.values()))
-    few = len(parties) if ranks <= FEW else min(len(parties), FEW) - 1
+    few = len(parties) if sum(map(len, holders.values())) <= FEW else min(len(parties), FEW) - 1
     told = [f"{value} on {ranks_text(members)}" for value, members in parties[:few]]
     if others := parties[few:]:
         value = others[0][0] if len(others) == 1 else f"{len(others)} other values"
@@ -107,22 +107,21 @@ def already_in(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
 MARGIN_S = 5.0
 
 # Counts the forms that records have had. Ranks whose packages differ in it, or in the version, say so and stop.
-PROTOCOL = 2
+PROTOCOL = 3
 
 # The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
 _LARGEST_VALUE = 2**22
-_MOST_SLICES = 2**16
 
 # What each rank has left in the store for earlier meetings of the same members, and deletes in a later one: nobody
 # comes to a meeting before leaving the earlier ones.
 _left_behind: dict[tuple[str, int], list[str]] = {}
 
 
-class PerRank(dict[int, Any]):
-    """The answers of a judge that tells each rank something else."""
-
-
 Judge: TypeAlias = Callable[[Mapping[int, Any]], Any]
+
+# A record or an answer, as JSON: the version of what wrote it; what the rank is doing; why it does not take part, empty
+# if it does; the error to raise, by the name of its class and its text; and what the rank says, or is answered.
+_Message: TypeAlias = dict[str, Any]
 
 
 def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, timeout: float) -> Any:
@@ -135,13 +134,13 @@ def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, time
         members: The global ranks that take part. Each must call this, with the same members in the same order.
         doing: What the ranks are doing, for the error.
         record: What the judge gets of this rank.
-        judge: Called on the first member with every rank's record. Returns one answer for all, or ``PerRank``; a
-            ``DDPPatchError`` that it raises is raised on every rank.
+        judge: Called on the first member with every rank's record. Returns the answer for all; a ``DDPPatchError``
+            that it raises is raised on every rank.
         timeout: How many seconds the first member waits for the others.
 
     Raises:
         MissingRanksError: A rank did not arrive in time.
-        RankMismatchError: A rank refused to take part, has another version, or what came is no record.
+        RankMismatchError: A rank refused to take part, or has another version.
     """
     meeting = _Meeting(members, doing, timeout)
     with store_reached(doing):
@@ -180,50 +179,21 @@ def store_reached(doing: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _read_from(key: str) -> Iterator[None]:
-    """Raise RankMismatchError, which names the key, if what lies there is not what this version writes."""
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise RankMismatchError(
-            f"What lies under {key!r} in the process group's store is no record of a rank ({type(error).__name__}). "
-            "Look for another program that uses the same store, give each its own port, and start all ranks again."
-        ) from None
-
-
 def _version() -> str:
     return f"{import_module('ddp_patch').__version__} (protocol {PROTOCOL})"
 
 
-class _Message(NamedTuple):
-    """A record or an answer.
+def sliced(key: str, data: bytes) -> dict[str, bytes]:
+    """Return what to put under which keys, for bytes of any number; the last says that the others are there."""
+    first, *slices = [data[at : at + _LARGEST_VALUE] for at in range(0, len(data) or 1, _LARGEST_VALUE)]
+    return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: b"%d\n" % len(slices) + first}
 
-    In the store, a line says which version wrote it, and how many slices of it are under other keys; no more of
-    another version's is read. Its values follow as JSON.
 
-    Attributes:
-        version: Of what wrote it.
-        doing: What the rank is doing.
-        refusal: Why the rank does not take part; empty if it does.
-        error: The error to raise, if any: the name of its class, and its text.
-        is_per_rank: Whether each rank has an answer of its own, under another key.
-        content: What the rank says, or is answered.
-    """
-
-    version: str
-    doing: str = ""
-    refusal: str = ""
-    error: Sequence[str] = ()
-    is_per_rank: bool = False
-    content: Any = None
-
-    def written(self, key: str) -> dict[str, bytes]:
-        """Return what to put under which keys; the last says that the others are there."""
-        data = json.dumps(self[1:], default=str).encode()
-        first, *slices = [data[at : at + _LARGEST_VALUE] for at in range(0, len(data), _LARGEST_VALUE)]
-        line = json.dumps({"version": self.version, "slices": len(slices)}).encode()
-        return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: line + b"\n" + first}
+def joined(store: Any, key: str, value: bytes) -> tuple[bytes, list[str]]:
+    """Return bytes of which this value lies under a key, and the keys that they take."""
+    count, _, first = value.partition(b"\n")
+    slices = [f"{key}/{at}" for at in range(int(count))]
+    return first + b"".join(store.multi_get(slices) if slices else ()), [key, *slices]
 
 
 class _Meeting:
@@ -245,19 +215,14 @@ class _Meeting:
         if self.number == 1:
             _left_behind.pop((self.base, self.rank), None)
         self.left_behind = _left_behind.setdefault((self.base, self.rank), [])
-        self.own = _Message(_version(), self.doing, refusal, content=_as_read(record))
+        self.own = _message(doing=self.doing, refusal=refusal, content=_as_read(record))
         if not self.leads:  # who reads its own record from here
             self._leave(self.own, self._key("record", self.rank))
 
     def judged(self, judge: Judge) -> tuple[list[DDPPatchError], Any]:
-        """Answer all members, on the first of them; return the error to raise, if any, and its own answer."""
+        """Answer all members, on the first of them; return the error to raise, if any, and the answer."""
         try:
-            answer = judge(self._records())
-            of_each = dict(answer) if isinstance(answer, PerRank) else {}
-            own = _as_read(of_each.pop(self.rank, answer))
-            written: dict[str, bytes] = {}  # each of the others deletes its own
-            for rank, theirs in of_each.items():
-                written |= _Message(_version(), content=theirs).written(self._key("answer", rank))
+            answer = _as_read(judge(self._records()))
             if self._decide("judged") != "judged":
                 raise MissingRanksError(
                     f"{self.doing}: rank {self.rank} arrived or answered too late: another of "
@@ -269,19 +234,15 @@ class _Meeting:
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
             failure = RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
         else:
-            if written:
-                self.store.multi_set([*written], [*written.values()])
-            is_per_rank = isinstance(answer, PerRank)
-            for_all = _Message(_version(), is_per_rank=is_per_rank, content=None if is_per_rank else own)
-            self._leave(for_all, self._key("answer"))
-            return [], own
+            self._leave(_message(content=answer), self._key("answer"))
+            return [], answer
         self.announce(failure)
         return [failure], None
 
     def announce(self, failure: DDPPatchError) -> None:
         """Let all others raise an error: of its own kind, as far as that is one of ours."""
         kind = next(kind for kind in type(failure).__mro__ if kind.__module__ == errors.__name__)
-        self._leave(_Message(_version(), error=(kind.__name__, message_of(failure))), self._key("answer"))
+        self._leave(_message(error=(kind.__name__, message_of(failure))), self._key("answer"))
 
     def answered(self) -> tuple[list[DDPPatchError], Any]:
         """Wait for the first member's answer; return the error to raise, if any, and the answer."""
@@ -292,12 +253,11 @@ class _Meeting:
             raise self._missing([self.members[0]], seconds, "answer", "it compares the ranks")
         message = self._read(key, self.store.get(key))
         self._require_one_version({self.members[0]: message, self.rank: self.own})
-        if message.is_per_rank:
-            key = self._key("answer", self.rank)
-            message = self._read(key, self.store.get(key), self.left_behind)
         self._clear()
-        with _read_from(key):
-            return [_error(*message.error)] if message.error else [], message.content
+        if message["error"]:
+            name, text = message["error"]
+            return [getattr(errors, name)(text)], None
+        return [], message["content"]
 
     def _records(self) -> dict[int, Any]:
         """Return what every rank says, on the first rank; raise RankMismatchError if one refuses, or is elsewhere."""
@@ -311,19 +271,19 @@ class _Meeting:
             came.update(zip(others, map(self._read, keys, self.store.multi_get(keys)), strict=True))
         self._clear()
         self._require_one_version(came)
-        if refused := {rank: message.refusal for rank, message in came.items() if message.refusal}:
+        if refused := {rank: message["refusal"] for rank, message in came.items() if message["refusal"]}:
             raise self.refusal(refused)
-        if elsewhere := {rank: message.doing for rank, message in came.items() if message.doing != self.doing}:
+        if elsewhere := {rank: message["doing"] for rank, message in came.items() if message["doing"] != self.doing}:
             where = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(elsewhere).items())
             raise RankMismatchError(
                 f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what "
                 "these ranks do instead (an error that was caught, an if rank == 0)."
             )
-        return {rank: message.content for rank, message in came.items()}
+        return {rank: message["content"] for rank, message in came.items()}
 
     def _require_one_version(self, came: Mapping[int, _Message]) -> None:
         """Raise RankMismatchError unless all was written by the same version."""
-        versions = by_value({rank: message.version for rank, message in came.items()})
+        versions = by_value({rank: message["version"] for rank, message in came.items()})
         if len(versions) > 1:
             raise RankMismatchError(
                 f"{self.doing}: the ranks run different versions of ddp_patch: {who_has_what(versions)}. Make the "
@@ -337,7 +297,7 @@ class _Meeting:
 
     def _leave(self, message: _Message, key: str) -> None:
         """Put a message into the store, and note that this rank is to delete it."""
-        written = message.written(key)
+        written = sliced(key, json.dumps(message).encode())
         self.left_behind += written
         self.store.multi_set([*written], [*written.values()])
 
@@ -358,24 +318,8 @@ class _Meeting:
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
 
-    def _read(self, key: str, value: bytes, to_delete: list[str] | None = None) -> _Message:
-        """Return the message of which this value lies under a key, and the rest in slices."""
-        line, _, data = value.partition(b"\n")
-        with _read_from(key):
-            said = json.loads(line)
-            if said["version"] != _version():
-                return _Message(str(said["version"]))
-            if said["slices"] not in range(_MOST_SLICES):
-                raise ValueError
-            slices = [f"{key}/{at}" for at in range(said["slices"])]
-            if slices and not self.store.check(slices):
-                raise KeyError
-            data += b"".join(self.store.multi_get(slices) if slices else ())
-            message = _Message._make([said["version"], *json.loads(data)])
-            if not (isinstance(message.doing, str) and isinstance(message.refusal, str)):
-                raise TypeError
-        if to_delete is not None:
-            to_delete += [key, *slices]
+    def _read(self, key: str, value: bytes) -> _Message:
+        message: _Message = json.loads(joined(self.store, key, value)[0])
         return message
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
@@ -394,13 +338,10 @@ class _Meeting:
         )
 
 
+def _message(doing: str = "", refusal: str = "", error: Sequence[str] | None = None, content: Any = None) -> _Message:
+    return {"version": _version(), "doing": doing, "refusal": refusal, "error": error, "content": content}
+
+
 def _as_read(value: Any) -> Any:
     """Return a value as another rank reads it."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _error(name: str, text: str) -> DDPPatchError:
-    kind: type[DDPPatchError] = getattr(errors, name)
-    if DDPPatchError not in kind.__mro__:
-        raise TypeError
-    return kind(text)

@@ -1,47 +1,67 @@
-"""One CPU group for each set of ranks: made when they first send each other data, and kept.
+"""One CPU group for each set of ranks and each purpose: made when they first send each other data, and kept.
 
 It is a gloo group of these ranks alone, so it works beside any backend. Its ranks exchange their addresses in one
 meeting, and connect when they first send: a rank of W has connections to about 2 log W others, in rounds of messages
 that double.
+
+A pass whose ranks talk in its steps opens a channel over one: each sends numbers to all, and may send values to one.
+The numbers are gathered in the background of the steps, and a rank that leaves or fails is named to the others.
 """
 
 import atexit
+import json
+import math
 import os
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any, TypeAlias, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch.compat.private_torch import gather_in_background, gloo_group, sum_in_background
-from ddp_patch.errors import DDPPatchError, MissingRanksError
-from ddp_patch.ranks.exchange import exchange, ranks_text
+from ddp_patch import errors
+from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group, sum_in_background
+from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
+from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
+from ddp_patch.ranks.packing import packed, unpacked
 
-__all__ = ["Group", "closed_at_exit", "kept_groups", "made_group", "unreachable"]
+__all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "key_of", "made_group", "opened", "opened_sums"]
 
 T = TypeVar("T")
 
-# Tags of messages: rows that are gathered, values that are handed over, and nothing.
-_ROWS, _VALUES, _NOTHING = 0, 1, 2**30
+# Tags of messages: what is sent, and nothing.
+_DATA, _NOTHING = 0, 2**30
 
 # What runs in the background may wait for some steps: whoever waits for it has the deadline.
 _BACKGROUND = timedelta(days=1)
 
-# The groups of each set of ranks, by the process group that the training has: they go with it.
-_kept: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], list["Group"]]] = weakref.WeakKeyDictionary()
+# After so long, a rank that waits looks whether another has left, and says that it waits.
+_SLICE_S = 1.0
+# After so long, a rank that waits does what else it can.
+_MOMENT_S = 0.005
+
+# Which ranks a group is of, sorted, and what for.
+_Key: TypeAlias = tuple[tuple[int, ...], str]
+
+# The groups by the process group that the training has: they go with it.
+_kept: weakref.WeakKeyDictionary[Any, dict[_Key, "Group"]] = weakref.WeakKeyDictionary()
+
+# Keys of earlier channels in the store. Nobody reads them once all members have met for another channel: they are
+# deleted then.
+_stale: defaultdict[_Key, list[str]] = defaultdict(list)
 _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
 
 class Group:
     """A gloo group of some ranks, which are numbered as they are sorted.
 
-    Its collectives belong to one pass at a time, which borrows it. Rows are gathered by messages with a tag of their
-    own, so they may be gathered in the midst of such a pass.
+    A pass borrows it, so that another one over the same loader makes a group of its own.
 
     Args:
         gloo: The group itself.
@@ -81,11 +101,11 @@ class Group:
 
     def send(self, data: torch.Tensor, index: int) -> Any:
         """Begin to send bytes to a rank, and return the work to wait for."""
-        return self._open.send([data], index, _VALUES)
+        return self._open.send([data], index, _DATA)
 
     def receive(self, into: torch.Tensor, index: int) -> None:
         """Wait for bytes that a rank sends."""
-        self._open.recv([into], index, _VALUES).wait()
+        self._open.recv([into], index, _DATA).wait()
 
     def is_closed_by(self, index: int) -> bool:
         """Return whether the connection to a rank is closed, as far as is known without waiting."""
@@ -156,9 +176,9 @@ class Group:
         """Send bytes to a rank, and receive others from the rank that is so many numbers after this one."""
         works, ranks = [], len(self.ranks)
         if len(sent):
-            works.append(self._open.send([sent], to % ranks, _ROWS))
+            works.append(self._open.send([sent], to % ranks, _DATA))
         if len(came):
-            works.append(self._open.recv([came], (self.index + after) % ranks, _ROWS))
+            works.append(self._open.recv([came], (self.index + after) % ranks, _DATA))
         for work in works[::-1]:
             work.wait(timedelta(seconds=timeout))
 
@@ -179,28 +199,32 @@ class Group:
         return False
 
 
-def kept_groups(members: Sequence[int]) -> list[Group]:
-    """Return the groups that this rank has of these ranks, in the order in which they were made."""
+def key_of(members: Sequence[int], purpose: str = "rows") -> _Key:
+    """Return the key of the group of some ranks for a purpose."""
+    return tuple(sorted(members)), purpose
+
+
+def kept_groups() -> dict[_Key, Group]:
+    """Return the groups that this rank has now."""
     world = dist.group.WORLD
     if world is None:  # it was destroyed, and the groups with it
-        return []
+        return {}
     if world not in _kept:
         groups = _kept[world] = {}
         weakref.finalize(world, _close_all, groups).atexit = False
-    return _kept[world].setdefault(tuple(sorted(members)), [])
+    return _kept[world]
 
 
-def _close_all(groups: dict[tuple[int, ...], list[Group]]) -> None:
-    for group in [group for of_ranks in groups.values() for group in of_ranks]:
-        group.close()
-    groups.clear()
+def _close_all(groups: dict[_Key, Group]) -> None:
+    while groups:
+        groups.popitem()[1].close()
 
 
-def made_group(members: Sequence[int], doing: str, timeout: float, failure: str = "") -> Group:
-    """Meet the other ranks, and return a new group of all.
+def made_group(key: _Key, doing: str, timeout: float, failure: str = "") -> Group:
+    """Meet the other ranks, and return a new group of all, which is kept.
 
     Args:
-        members: The global ranks, this one among them; the same on each, in any order.
+        key: Which ranks it is of, this one among them, and what for.
         doing: What they are doing, for errors.
         timeout: How many seconds they wait for each other.
         failure: Why what they did in another group cannot be done again; empty if it can.
@@ -208,17 +232,16 @@ def made_group(members: Sequence[int], doing: str, timeout: float, failure: str 
     Raises:
         MissingRanksError: A rank did not arrive in time, cannot be reached, or says that something failed.
     """
-    ranks = tuple(sorted(members))
+    ranks, _ = key
     index = ranks.index(dist.get_rank())
     addresses = _Addresses(ranks, doing, timeout, failure)
     try:
         gloo = gloo_group(addresses, index, len(ranks), timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise addresses.error or unreachable(doing, ranks, f"{error}") from error
+        raise addresses.error or _unreachable(doing, ranks, f"{error}") from error
     if addresses.error is not None:
         raise addresses.error
-    group = Group(gloo, addresses, ranks, index)
-    kept_groups(members).append(group)
+    group = kept_groups()[key] = Group(gloo, addresses, ranks, index)
     return group
 
 
@@ -243,7 +266,7 @@ class _Addresses(dist.Store):  # type: ignore[name-defined, misc]  # torch docum
 
     def _judged(self, records: Mapping[int, Mapping[str, str]]) -> tuple[str, list[str]]:
         if failures := {record["failure"] for record in records.values()} - {""}:
-            raise unreachable(self._doing, self._ranks, "; ".join(sorted(failures)))
+            raise _unreachable(self._doing, self._ranks, "; ".join(sorted(failures)))
         return uuid4().hex, [record["address"] for record in records.values()]
 
     def get(self, key: str) -> bytes:
@@ -254,13 +277,281 @@ class _Addresses(dist.Store):  # type: ignore[name-defined, misc]  # torch docum
         """Do nothing: all are there."""
 
 
-def unreachable(doing: str, ranks: Sequence[int], why: str) -> MissingRanksError:
+def _unreachable(doing: str, ranks: Sequence[int], why: str) -> MissingRanksError:
     """Return the error of a connection that failed."""
     return MissingRanksError(
         f"{doing}: the connection between {ranks_text(ranks)} failed ({why}). Look for the error of a rank that ended. "
         "If none did, name the network interface by which they reach each other in GLOO_SOCKET_IFNAME, or pass a "
         "longer timeout=."
     )
+
+
+# ---- channels ----
+
+
+@contextmanager
+def opened(
+    members: Sequence[int], doing: str, purpose: str, facts: Mapping[str, object], timeout: float
+) -> Iterator["Channel"]:
+    """Synchronise with the other members, open a channel, and close it in the end.
+
+    Args:
+        members: The global ranks that take part, this one among them; the same on each.
+        doing: What they are doing, for errors.
+        purpose: What the channel is for, and of which loader.
+        facts: What must be the same on all.
+        timeout: How many seconds they wait for each other.
+
+    Raises:
+        RankMismatchError: The facts differ, or a rank refused.
+        MissingRanksError: A rank did not arrive in time.
+    """
+    key = key_of(members, purpose)
+    group = kept_groups().get(key)
+    if group is not None and group.is_lent:
+        group = None
+
+    def judge(records: Mapping[int, Mapping[str, Any]]) -> tuple[str, bool]:
+        """Name the channel, and say whether all ranks have one group in which they have begun equally many."""
+        require_same(doing, {rank: {**record, "group": ""} for rank, record in records.items()})
+        groups = {tuple(record["group"]) for record in records.values()}
+        return uuid4().hex, len(groups) == 1 and () not in groups
+
+    own = () if group is None else (group.name, group.begun)
+    name, is_kept = exchange(members, doing, {"patched as": purpose, **facts, "group": own}, judge, timeout)
+    if group is None or not is_kept:
+        if group is not None:
+            kept_groups().pop(key).close()
+        group = made_group(key, doing, timeout)
+    channel = Channel(members, doing, name, key, group, timeout)
+    try:
+        yield channel
+    except BaseException as error:
+        channel.leave(error)
+        raise
+    else:
+        channel.close()
+
+
+@contextmanager
+def opened_sums(
+    members: Sequence[int], doing: str, purpose: str, facts: Mapping[str, object], timeout: float
+) -> Iterator["Channel"]:
+    """Open a channel over which ranks sum in each step, as long as one of them has steps; see ``opened``."""
+    with opened(members, doing, purpose, facts, timeout) as channel:
+        yield channel
+        while channel.go_on:
+            channel.sum_over_ranks(0.0, is_step=False)
+
+
+class Channel:
+    """See ``opened``. Members are numbered from 0.
+
+    Args:
+        members: The global ranks that take part.
+        doing: What they are doing, for errors.
+        name: A name that no other channel has.
+        key: That of the group.
+        group: Of these ranks, which nobody else has borrowed.
+        timeout: How many seconds they wait for each other.
+
+    Attributes:
+        index: This rank's number among the members.
+        batches_delivered: How many batches this rank has given, for errors.
+        go_on: Whether a rank may have another step, where they sum over steps.
+    """
+
+    def __init__(self, members: Sequence[int], doing: str, name: str, key: _Key, group: Group, timeout: float) -> None:
+        self.index: int = members.index(dist.get_rank())
+        self.batches_delivered: int = 0
+        self.go_on: bool = True
+        self._members, self._doing, self._key, self._group = members, doing, key, group
+        self._timeout = timeout
+        self._in_group = [group.ranks.index(member) for member in members]
+        self._sends: list[tuple[int, Any]] = []
+        self._store: Any = default_store()
+        # Who left first, and why: that stays until its writer opens its next channel. Who waits for which gather.
+        self._left = f"ddp_patch/words/{name}"
+        self._waits = [f"ddp_patch/waits/{name}/{index}" for index in range(len(members))]
+        group.is_lent = True
+        with store_reached(doing):
+            while _stale[key]:
+                self._store.delete_key(_stale[key].pop())
+
+    def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
+        """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""
+        values = torch.empty(len(self._members), len(row), dtype=torch.int64)
+        self._wait(self._group.gather(torch.tensor(row, dtype=torch.int64), values), meanwhile)
+        rows: list[list[int]] = values[self._in_group].tolist()
+        return rows
+
+    def sum_over_ranks(self, value: float, *, is_step: bool = True) -> float:
+        """Return the sum of all ranks' values of a step; ranks may make different numbers of steps.
+
+        Args:
+            value: This rank's.
+            is_step: Whether this rank has a step, or takes part in the others'.
+
+        Raises:
+            RankMismatchError: A rank broke off or failed.
+            MissingRanksError: A rank did not come to this step in time.
+        """
+        totals = torch.tensor([value, is_step], dtype=torch.float64)
+        self._wait(self._group.sum(totals), lambda: False)
+        total, steps = totals.tolist()
+        self.go_on = steps > 0
+        self.batches_delivered += is_step
+        return float(total)
+
+    def _wait(self, work: Any, meanwhile: Callable[[], bool]) -> None:
+        """Wait until all members have sent what was begun.
+
+        Args:
+            work: What was begun.
+            meanwhile: Called while this waits; returns whether to call it again in a moment.
+
+        Raises:
+            RankMismatchError: A rank has left or failed.
+            MissingRanksError: A rank has ended, or sent nothing in time.
+        """
+        begun = looked = monotonic()
+        wait_s = min(_SLICE_S, self._timeout / 4)
+        while not self._has_come(work, _MOMENT_S if meanwhile() else wait_s):
+            if (now := monotonic()) < looked + wait_s / 2:
+                continue
+            looked = now
+            with store_reached(self._doing):
+                self._store.set(self._waits[self.index], f"{self._group.begun}")
+                self.require_nobody_left(self._group.begun)
+                if now > begun + self._timeout:
+                    waiting = already_in(self._store, dict(enumerate(self._waits)))
+                    missing = [at for at in range(len(self._waits)) if int(waiting.get(at, 0)) != self._group.begun]
+                    raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
+
+    def _has_come(self, work: Any, seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:  # the time is over, or the connection failed
+            if not work.is_completed():
+                return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error, self._closed()) from error
+        return True
+
+    def send(self, target: int, value: Any) -> None:
+        """Begin to send a value to a member, which receives it."""
+        body = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
+        with self._connected(target):
+            for message in (torch.tensor([len(body)]).view(torch.uint8), body):
+                self._sends.append((target, self._group.send(message, self._in_group[target])))
+
+    def all_sent(self) -> None:
+        """Wait until all that was sent has left this rank."""
+        for target, work in self._sends:
+            with self._connected(target):
+                work.wait()
+        self._sends.clear()
+
+    def receive(self, source: int) -> Any:
+        """Return the value that a member sends here."""
+        size = torch.empty(8, dtype=torch.uint8)
+        with self._connected(source):
+            self._group.receive(size, self._in_group[source])
+            body = torch.empty(int(size.view(torch.int64).item()), dtype=torch.uint8)
+            self._group.receive(body, self._in_group[source])
+        return unpacked(body.numpy().data)
+
+    def fail(self, error: BaseException) -> None:
+        """Write why this rank cannot continue, before its row tells the others."""
+        who = ranks_text([self._members[self.index]])
+        text = (
+            f"{self._doing}: {who} could not continue.\n  {who}: {type(error).__name__}: {message_of(error)}\n"
+            "Correct the error above and start all ranks again."
+        )
+        self._note(RankMismatchError(text))
+
+    def leave(self, error: BaseException) -> None:
+        """Leave before the end, and write why: this rank asks for no more, or cannot continue."""
+        has_left = isinstance(error, GeneratorExit)
+        if has_left:
+            text = (
+                f"{self._doing}: {ranks_text([self._members[self.index]])} left this pass after "
+                f"{self.batches_delivered} batches, and others ask for more. The ranks communicate during a pass, so "
+                "it needs all of them. Let every rank take equally many batches: break after the same one on all, or "
+                "iterate to the end."
+            )
+            self._note(RankMismatchError(text), self._group.begun)
+        else:
+            self.fail(error)
+        self.close(is_whole=has_left and not self._sends)
+
+    def _note(self, error: DDPPatchError, last: int = -1) -> None:
+        """Write what all others are to raise, unless another has written already, or the store is gone.
+
+        Args:
+            error: What they raise.
+            last: Up to which gather or sum this rank took part.
+        """
+        note = json.dumps([self.index, last, type(error).__name__, message_of(error)])
+        with suppress(RuntimeError):
+            if self._store.compare_set(self._left, "", note).decode() == note:
+                _stale[self._key].append(self._left)
+
+    def require_nobody_left(self, gather: float = math.inf) -> None:
+        """Raise the error of the member that left first, if one did.
+
+        Args:
+            gather: Which gather or sum this rank waits for. A member that left after it is not to blame.
+        """
+        with store_reached(self._doing):
+            if not self._store.check([self._left]):
+                return
+            _, last, name, text = json.loads(self._store.get(self._left))
+        if gather > last:
+            raise getattr(errors, name)(text)
+
+    def close(self, *, is_whole: bool = True) -> None:
+        """Give the group back; where something may still be on its way, break its connections."""
+        self._group.is_lent = False
+        if not is_whole:
+            self._group.close()
+            if kept_groups().get(self._key) is self._group:  # else another pass has made its own
+                del kept_groups()[self._key]
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.delete_key(self._waits[self.index])
+
+    def _closed(self) -> list[int]:
+        """Return the numbers of the members whose connections are closed."""
+        others = [index for index in range(len(self._members)) if index != self.index]
+        return [index for index in others if self._group.is_closed_by(self._in_group[index])]
+
+    @contextmanager
+    def _connected(self, other: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what gloo raises
+            raise self._lost(error, [other]) from error
+
+    def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
+        """Return the error of a lost connection: what a member wrote, or else who is gone."""
+        self.require_nobody_left()
+        return self._missing(f"ended, or cannot be reached ({error})", suspects)
+
+    def _missing(self, what: str, indices: Sequence[int]) -> MissingRanksError:
+        missing = [self._members[index] for index in indices]
+        text = (
+            f"{self._doing}: {ranks_text(missing) if missing else 'another rank'} of {list(self._members)} {what}. "
+            "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
+            "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
+        )
+        error = MissingRanksError(text)
+        self._note(error)
+        return error
+
+
+# ---- the end of the process ----
 
 
 def closed_at_exit(generator: Generator[T]) -> Generator[T]:

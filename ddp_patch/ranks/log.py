@@ -1,20 +1,31 @@
-"""The log: the passes that a rank makes over a loader, and what it tells the others of them.
+"""The log: the passes that a rank makes over a loader, what it tells the others of them, and what contradicts it.
 
 Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. A restored position
-begins a new list of passes. ``ranks/rules.py`` compares two ranks' logs.
+begins a new list of passes.
+
+Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
+pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` is the number of a pass.
+
+    (a) Pass n has one epoch and one beginning on all ranks.
+    (b) Where two ranks have come as far in pass n, they have the same digest.
+    (c) A pass that one rank has left, or that has ended there, is not longer on another.
+    (d) Looks, of at most one batch, do not count if an epoch is chosen after them, or if all epochs have one order.
+    (e) When pass n began, all ranks had made equally many passes over their other loaders.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, TypeAlias
 
 from ddp_patch.orders.chunks import State
-from ddp_patch.orders.digest import Mark
+from ddp_patch.orders.digest import END
+from ddp_patch.ranks.exchange import ranks_text
 
 __all__ = [
     "MORE_THAN_A_LOOK",
     "VERSION",
+    "Difference",
     "Entry",
     "Log",
     "LoggedPass",
@@ -22,20 +33,26 @@ __all__ = [
     "Progress",
     "Record",
     "State",
+    "difference",
+    "mismatch_text",
     "record_of",
+    "shorter",
     "text_of",
 ]
 
 # The version of what ranks leave each other.
-VERSION = 3
+VERSION = 4
 
-# So many passes before the latest one are kept whole; of earlier ones a hash.
+# So many passes before the latest one are kept; of earlier ones a hash.
 _KEPT = 16
-# Others are told the length of the pass before, and if passes are short, of so many: a rank may be that far ahead.
-_TOLD, _SHORT = 4, 99
+# Others are told so many passes before the latest one, too: a rank may still be in one of these.
+_TOLD = 4
 _A_LOOK = 1  # batch
 # A pass that was struck as a look counts again when it is given a batch, up to so many; then it is struck no more.
 MORE_THAN_A_LOOK = 2
+
+# Tells the digests of what a pass draws, by how many items they are of; in the order in which they were made.
+Marks: TypeAlias = Callable[[], dict[int, int]]
 
 
 class Entry(NamedTuple):
@@ -48,8 +65,9 @@ class Entry(NamedTuple):
     batches: int
     state: State
     is_own: bool
-    held: str
-    mark: Mark | None
+    held: str = ""
+    mark: tuple[int, int] | None = None  # the last one, and where it was made
+    first: tuple[int, ...] = ()
 
 
 class Record(NamedTuple):
@@ -59,44 +77,31 @@ class Record(NamedTuple):
         lists: How many lists of passes it has closed, by restoring a position.
         closed: How many passes the last of them had.
         chain: A hash of all passes before the latest one.
-        before: How many batches the passes before the latest one had, and how they ended, the last of them first, so
-            that a rank that is still in one of these hears of its end. Of one of which others may have had more, 0.
-        entry: The latest pass that is more than a look; None before the first.
+        passes: The last ones that are more than looks, the latest at the end; none before the first.
     """
 
     lists: int = 0
     closed: int = 0
     chain: str = ""
-    before: tuple[tuple[int, State], ...] = ()
-    entry: Entry | None = None
+    passes: tuple[Entry, ...] = ()
 
 
 def text_of(record: Record) -> str:
     """Return a record as JSON."""
-    values: tuple[object, ...] | None = None
-    if record.entry is not None:
-        *name, is_own, held, mark = record.entry
-        values = (*name, int(is_own), held, mark)  # "false" is four bytes more
-    return json.dumps([VERSION, *record[:-1], values], separators=(",", ":"))
+    return json.dumps([VERSION, *record], separators=(",", ":"))
 
 
 def record_of(text: bytes | str) -> Record | None:
     """Return the record of which ``text_of`` made text; None if it is anything else, or of another version."""
     try:
-        version, lists, closed, chain, told, values = json.loads(text)
-        before = tuple((batches, State(state)) for batches, state in told)
-        entry = None
-        if values is not None:
-            number, epoch, begins_at, others, batches, state, is_own, held, mark = values
-            entry = Entry(
-                number, epoch, begins_at, others, batches, State(state), bool(is_own), held, mark and Mark(*mark)
-            )
-        numbers = [lists, closed, *(batches for batches, _ in before)]
-        numbers += [] if entry is None else [entry.number, entry.epoch, entry.batches, *(entry.mark or ())]
-        is_ours = version == VERSION and all(type(number) is int for number in numbers)
+        version, lists, closed, chain, passes = json.loads(text)
+        told = tuple(
+            Entry._make([*name, State(state), is_own, held, mark and tuple(mark), tuple(first)])
+            for *name, state, is_own, held, mark, first in passes
+        )
     except (ValueError, TypeError):
         return None
-    return Record(lists, closed, chain, before, entry) if is_ours else None
+    return Record(lists, closed, chain, told) if version == VERSION else None
 
 
 class Progress(NamedTuple):
@@ -115,18 +120,6 @@ class Progress(NamedTuple):
     is_own: bool = False
 
 
-class Marks(Protocol):
-    """The digests of what a pass draws."""
-
-    @property
-    def latest(self) -> Mark | None:
-        """The one that was made last."""
-
-    @property
-    def marks(self) -> Mapping[int, int]:
-        """All of them, by how many items they are of."""
-
-
 class LoggedPass:
     """A pass of this rank, in its log.
 
@@ -135,7 +128,7 @@ class LoggedPass:
         begins_at: Where in the epoch it begins.
         progress: Tells how far it has come; asked until the next pass begins, and told after that: one that is let go
             by then ends its sampler's generator, as in one process.
-        digest: The digests of what it draws; None if nobody compares that.
+        marks: Tells the digests of what it draws; none if nobody compares that.
         others: How many passes this rank had made over its other loaders when it began; None if that is its own.
 
     Attributes:
@@ -149,13 +142,13 @@ class LoggedPass:
         epoch: int,
         begins_at: str,
         progress: Callable[[], Progress],
-        digest: Marks | None = None,
+        marks: Marks = dict,
         others: int | None = None,
     ) -> None:
         self.epoch: int = epoch
         self.begins_at: str = begins_at
         self.others: int | None = others
-        self.digest: Marks | None = digest
+        self.marks: Marks = marks
         self.held: str = ""
         self.first: list[int] = []
         self.last: list[int] = []
@@ -250,20 +243,14 @@ class Log:
         return self.settled - before
 
     def entry(self, number: int) -> Entry | None:
-        """Return a pass as others are told of it; None if it is no longer kept."""
-        if number < self._first:
+        """Return a pass as others are told of it; None if it is no longer kept, or may be a look."""
+        if not self._first <= number < self.settled:
             return None
         made = self.made(number)
         given = made.progress
         batches = given.least if given.state is State.RUNNING else given.most
-        mark = None if made.digest is None else made.digest.latest
-        name = number, made.epoch, made.begins_at, made.others
-        return Entry(*name, batches, given.state, given.is_own, made.held, mark)
-
-    @property
-    def latest(self) -> LoggedPass | None:
-        """The latest pass that is more than a look; None before the first."""
-        return self._passes[self.settled - self._first - 1] if self.settled else None
+        name, mark = (number, made.epoch, made.begins_at, made.others), next(reversed(made.marks().items()), None)
+        return Entry(*name, batches, given.state, given.is_own, made.held, mark, tuple(made.first))
 
     def chain(self, number: int) -> str:
         """Return the hash of all passes before one."""
@@ -278,21 +265,154 @@ class Log:
         found = (place for place, made in enumerate(self._passes, self._first) if made is known)
         return next(found, -1)
 
-    def may_reach(self, theirs: Record) -> bool:
-        """Return whether another rank's record may still contradict what this rank does from now on."""
-        if theirs.lists != self.lists or theirs.entry is None:
-            return theirs.lists > self.lists
-        return theirs.entry.number >= self.settled - 1
-
     def record(self) -> Record:
-        """Return what the others are told."""
-        latest = self.settled - 1
-        before = tuple(_length(self.entry(number)) for number in reversed(range(latest)[-_TOLD:]))
-        before = before if max(before, default=(0,))[0] <= _SHORT else before[:1]
-        entry = self.entry(latest) if self.settled else None
-        return Record(self.lists, self._closed, self._chains[max(0, latest)], before, entry)
+        """Return what the others are told; no first samples but those of the latest two passes."""
+        numbers = range(max(0, self.settled - 1 - _TOLD), self.settled)
+        told = [entry for number in numbers if (entry := self.entry(number)) is not None]
+        passes = (*(entry._replace(first=()) for entry in told[:-2]), *told[-2:])
+        return Record(self.lists, self._closed, self._chains[max(0, self.settled - 1)], passes)
 
 
-def _length(made: Entry | None) -> tuple[int, State]:
-    """Return how many batches a pass had, and how it ended; none if that says nothing of another rank's."""
-    return (0, State.RUNNING) if made is None or made.is_own else (made.batches, made.state)
+# ---- what contradicts what ----
+
+Rule: TypeAlias = Literal["restored", "passes", "others", "order", "length", "held"]
+
+
+class Difference(NamedTuple):
+    """How two ranks' logs contradict each other.
+
+    Attributes:
+        rule: What differs: one rank has ``restored`` a position and another went on; (a) ``passes``, (e) ``others``,
+            (b) ``order`` or (c) ``length``; or what datasets have ``held``: whoever finds that asks what they hold.
+        mine: This rank's pass; None if it is no longer kept.
+        theirs: The other rank's.
+    """
+
+    rule: Rule
+    mine: Entry | None
+    theirs: Entry | None
+
+
+def shorter(found: Difference) -> Entry | None:
+    """Return the pass that is over, after fewer batches if both are; None if neither is, or is kept."""
+    over = [one for one in (found.mine, found.theirs) if one is not None and one.state is not State.RUNNING]
+    return min(over, key=lambda one: one.batches, default=None)
+
+
+def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
+    """Return how another rank's record contradicts a log; None if one rank may only be faster than the other.
+
+    Args:
+        log: This rank's log.
+        theirs: The other rank's record.
+        slack: How many batches more one rank may have in a pass.
+    """
+    if theirs.lists != log.lists:
+        both = (log.record(), theirs)
+        mine, other = (record.passes[-1] if record.passes else None for record in both)
+        (old, last), (new, _) = sorted(zip(both, (mine, other), strict=True), key=lambda one: one[0].lists)
+        is_outgrown = new.lists == old.lists + 1 and last is not None and last.number >= new.closed
+        return Difference("restored", mine, other) if is_outgrown else None
+    for other in theirs.passes:
+        own = log.entry(other.number)
+        rule = None if own is None else _rule_broken(log, own, other, slack)
+        if rule is not None:
+            return Difference(rule, own, other)
+    if not theirs.passes or (latest := theirs.passes[-1]).number >= log.settled:
+        return None
+    own = log.entry(latest.number)
+    if theirs.chain != log.chain(latest.number):  # a pass before these
+        return Difference("passes", own, latest)
+    return Difference("held", own, latest) if own is not None and own.held != latest.held else None
+
+
+def _rule_broken(log: Log, own: Entry, other: Entry, slack: int) -> Rule | None:
+    if own.begins_at != other.begins_at or (own.epoch != other.epoch and not log.has_one_order):
+        return "passes"
+    if None not in {own.others, other.others} and own.others != other.others:
+        return "others"
+    if other.mark is not None:
+        count, value = other.mark
+        if log.made(own.number).marks().get(count, value) != value:
+            return "order"
+    return "length" if _is_outgrown(own, other, slack) or _is_outgrown(other, own, slack) else None
+
+
+def _is_outgrown(behind: Entry, further: Entry, slack: int) -> bool:
+    """Return whether a pass is over on one rank, and longer on another."""
+    if behind.is_own or further.is_own or behind.state is State.RUNNING:
+        return False
+    if behind.state is State.FAILED:
+        # The others may have been given the batch in place of which the error came; they leave when they hear of it.
+        return further.state is State.ENDED and further.batches > behind.batches + 1 + slack
+    return further.batches > behind.batches + slack
+
+
+# ---- what the ranks are told ----
+
+_LOOK_ALIKE = (
+    "Look at a batch on every rank, or iterate the unpatched loader, or call loader.set_epoch(N) with the same N on "
+    "every rank before the epoch."
+)
+# What a rank did whose pass is over, and what to do.
+_OVER = {
+    State.LEFT: (
+        "left",
+        f"Let every rank break after the same batch: all-reduce the decision to stop. {_LOOK_ALIKE}",
+    ),
+    State.ENDED: (
+        "came to the end of",
+        "Give every rank equally many batches: skip an unreadable item on all of them or raise an error.",
+    ),
+    State.FAILED: ("was given an error in", "Let the error end the training, or tell all ranks of it."),
+}
+
+
+def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str) -> str:
+    """Return what all ranks are told: what was seen, and what to do.
+
+    Args:
+        name: What errors call the loader.
+        ranks: The rank that found it, and the one that contradicts it.
+        found: How they contradict each other, as far as they have come.
+        why: What differs, and what to do, where the ranks draw different orders; what their datasets hold otherwise.
+    """
+    here, there = (ranks_text([rank]) for rank in ranks)
+    mine, theirs, rule = found.mine, found.theirs, found.rule
+    if rule == "restored" or mine is None or theirs is None:
+        seen = f"{here} and {there} do not go on from one position: one restored a state, the other made another pass"
+        remedy = "Restore the same state on every rank, at the same point of the script."
+    elif rule == "order":
+        count = END if theirs.mark is None else theirs.mark[0]
+        within = f"within the first {count} items" if count != END else "or orders of different lengths"
+        seen, remedy = f"in epoch {mine.epoch}, {here} and {there} draw different orders, {within}", why
+    elif rule == "length":
+        behind, who, others = (mine, here, there) if shorter(found) is mine else (theirs, there, here)
+        did, remedy = _OVER[behind.state]
+        batches = f"{behind.batches} batch{'' if behind.batches == 1 else 'es'}"
+        seen = f"{who} {did} epoch {behind.epoch} after {batches}; {others} took more of it"
+    elif rule == "others":
+        seen = (
+            f"when pass {mine.number} over it began, the ranks had made different numbers of passes over their other "
+            f"loaders: {mine.others} on {here}; {theirs.others} on {there}"
+        )
+        remedy = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
+    elif rule == "held":
+        seen = f"in epoch {mine.epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
+        remedy = (
+            "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If only the "
+            "content differs, order='seeded' does not compare it."
+        )
+    else:
+        earlier = ", and one before it differs" if _what(mine) == _what(theirs) else ""
+        seen = (
+            f"the ranks make different passes: on {here}, pass {mine.number} is over {_what(mine)}, and on {there} "
+            f"over {_what(theirs)}{earlier}"
+        )
+        remedy = _LOOK_ALIKE
+    lost = "" if rule == "order" else ", so samples would be lost"  # which ``why`` says
+    return f"Iterating the {name}: {seen}{lost}. {remedy}"
+
+
+def _what(entry: Entry) -> str:
+    return f"epoch {entry.epoch}" + ("" if entry.begins_at == "0" else f" from item {entry.begins_at}")

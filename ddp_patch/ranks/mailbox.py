@@ -4,7 +4,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -14,7 +13,7 @@ from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, WorldError
 from ddp_patch.ranks.exchange import digest
 
-__all__ = ["Mailbox", "Peers", "agreed_peers", "peers_of_explicit_world", "unwatched"]
+__all__ = ["Mailbox", "agreed_mailbox", "mailbox_of_explicit_world", "unwatched"]
 
 # Which process group it is of those that had the same store, and how often loaders that look alike were patched in it.
 _given: WeakKeyDictionary[Any, tuple[int, Counter[str]]] = WeakKeyDictionary()
@@ -31,11 +30,13 @@ _gone: deque[tuple[ref[Any], Collection[str]]] = deque()
 _NEVER = b"~"  # no value that anybody leaves
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Peers:
-    """The ranks that exchange records about the same loader, and where.
+class Mailbox:
+    """What the ranks leave each other about one loader, in the store of the process group in which it was patched.
 
-    Attributes:
+    Each rank leaves a record. It reads rank 0's, and that of another, in turn; and whether somebody has left a mismatch
+    for all. So what a rank pays does not grow with the number of ranks.
+
+    Args:
         key: Names the loader in the store.
         group: Names these ranks, alike for all of their loaders.
         rank: This process's global rank.
@@ -44,22 +45,123 @@ class Peers:
         read_one_stream: Whether all shard one stream: a process group may contain several explicit worlds.
     """
 
-    key: str
-    group: str
-    rank: int
-    members: Sequence[int]
-    keys: Sequence[str] = ()
-    read_one_stream: bool = True
+    def __init__(
+        self,
+        key: str,
+        group: str,
+        rank: int,
+        members: Sequence[int],
+        keys: Sequence[str] = (),
+        read_one_stream: bool = True,
+    ) -> None:
+        self.group: str = group
+        self.rank: int = rank
+        self.members: Sequence[int] = members
+        self.read_one_stream: bool = read_one_stream
+        self._key = key
+        # No more than a reference: a store that is kept keeps its port, too.
+        self._store: ref[Any] | None = ref(default_store())
+        self._left: dict[str, str] = {}
+        self._place, self._turn = members.index(rank), 0
+        self._keys = {*keys}  # all that this rank has left
+        _delete_gone()
+        finalize(self, _gone.append, (self._store, self._keys)).atexit = False
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of the loader makes passes of its own, which other ranks need not know about
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody may still leave or read some: the process group is there, and its store."""
+        return self._open_store() is not None
+
+    def post(self, record: str, subject: str) -> None:
+        """Leave a record about a subject, unless it is there already."""
+        if record != self._left.get(subject):
+            self._left[subject] = record
+            self._put(f"{self._key}/{subject}/{self.rank}", record)
+
+    def leave(self, name: str, value: str) -> None:
+        """Leave a value that is all ranks', not this one's."""
+        self._put(f"{self._key}/{name}", value)
+
+    def left(self, name: str) -> str | None:
+        """Return a value that some rank has left for all; None if none has."""
+        value = self._value(f"{self._key}/{name}")
+        return None if value is None else value.decode(errors="replace")
+
+    def count(self, name: str, more: int) -> int:
+        """Add to a number that is all ranks', and return it."""
+        store = self._open_store()
+        self._keys.add(f"{self._key}/{name}")
+        with suppress(*_STORE_ERRORS):
+            return 0 if store is None else int(store.add(f"{self._key}/{name}", more))
+        return 0
+
+    def read(self) -> dict[int, bytes]:
+        """Return what rank 0 and another one have left about their passes, as far as they have."""
+        members = self.members
+        self._turn = self._turn % max(1, len(members) - 1) + 1
+        ranks = {members[0], members[(self._place + self._turn) % len(members)]} - {self.rank}
+        return self.read_of(sorted(ranks), "passes")
+
+    def read_of(self, ranks: Sequence[int], subject: str) -> dict[int, bytes]:
+        """Return what some ranks have left about a subject."""
+        found = {rank: self._value(f"{self._key}/{subject}/{rank}") for rank in ranks}
+        return {rank: value for rank, value in found.items() if value is not None}
+
+    def tell(self, text: str) -> None:
+        """Leave a mismatch for all, as ``told``, unless one is there."""
+        store = self._open_store()
+        with suppress(*_STORE_ERRORS):
+            if store is not None:
+                store.compare_set(f"{self._key}/told", "", text)
+
+    def _put(self, key: str, value: str) -> None:
+        """Leave a value in the least time: neither the store nor the process group is asked anything."""
+        store = None if self._store is None else self._store()
+        self._keys.add(key)
+        try:
+            if store is not None:
+                store.set(key, value)
+        except _STORE_ERRORS:
+            self._store = None
+
+    def _value(self, key: str) -> bytes | None:
+        """Return what is left under a key now; None if nothing is. Whoever asks a store to get that would wait."""
+        store = self._open_store()
+        try:
+            value: bytes = _NEVER if store is None else store.compare_set(key, _NEVER.decode(), _NEVER.decode())
+        except _STORE_ERRORS:
+            self._store = None
+            return None
+        return None if value == _NEVER else value
+
+    def _open_store(self) -> Any:
+        """Return the store, or None if it is gone."""
+        if self._store is None or not dist.is_initialized():
+            return None
+        store = self._store()
+        return store if store is default_store() else None
 
 
-def agreed_peers(members: Sequence[int], number: int) -> Peers:
-    """Return who made an agreement with this rank."""
+def _delete_gone() -> None:
+    """Delete what this rank has left about loaders that are gone, but for the last ones."""
+    while len(_gone) > _GONE_KEPT:
+        with suppress(IndexError, *_STORE_ERRORS):  # another thread took it; or the store is gone
+            store, keys = _gone.popleft()
+            for key in keys if dist.is_initialized() and store() is default_store() else ():
+                default_store().delete_key(key)
+
+
+def agreed_mailbox(members: Sequence[int], number: int) -> Mailbox:
+    """Return the mailbox of the ranks that made an agreement with this one."""
     group = f"ddp_patch/p{digest(list(members))[:8]}"
-    return Peers(f"{group}/{number}", group, dist.get_rank(), members)
+    return Mailbox(f"{group}/{number}", group, dist.get_rank(), members)
 
 
-def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[str, object]) -> Peers | None:
-    """Return who may share with this rank in an explicit world; None if there is nothing to compare.
+def mailbox_of_explicit_world(share: int, num_replicas: int, described: Mapping[str, object]) -> Mailbox | None:
+    """Return the mailbox of the ranks that may share in an explicit world; None if there is nothing to compare.
 
     All ranks of the process group may. The n-th loader that looks like this one is the n-th on every rank.
 
@@ -105,7 +207,7 @@ def peers_of_explicit_world(share: int, num_replicas: int, described: Mapping[st
         return None
     if takers > most:
         raise RankMismatchError(text)
-    return Peers(key, base, rank, range(ranks), [taken], num_replicas == ranks)
+    return Mailbox(key, base, rank, range(ranks), [taken], num_replicas == ranks)
 
 
 @contextmanager
@@ -116,113 +218,3 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         _IS_WATCHED.reset(token)
-
-
-class Mailbox:
-    """What the ranks leave each other about one loader, in the store of the process group in which it was patched.
-
-    Each rank leaves a record. It reads rank 0's, and that of another, in turn; and whether somebody has left a mismatch
-    for all. So what a rank pays does not grow with the number of ranks.
-
-    Args:
-        peers: Who they are.
-
-    Attributes:
-        peers: The same.
-    """
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers: Peers = peers
-        # No more than a reference: a store that is kept keeps its port, too.
-        self._store: ref[Any] | None = ref(default_store())
-        self._left: dict[str, str] = {}
-        self._place, self._turns = peers.members.index(peers.rank), Counter[str]()
-        self._keys = {*peers.keys}  # all that this rank has left
-        _delete_gone()
-        finalize(self, _gone.append, (self._store, self._keys)).atexit = False
-
-    def _key(self, subject: str, rank: int) -> str:
-        return f"{self.peers.key}/{subject}/{rank}"
-
-    @property
-    def is_open(self) -> bool:
-        """Whether anybody may still leave or read some: the process group is there, and its store."""
-        return self._open_store() is not None
-
-    def post(self, record: str, subject: str = "passes") -> None:
-        """Leave a record about a subject, unless it is there already."""
-        if record != self._left.get(subject):
-            self._left[subject] = record
-            self._put(self._key(subject, self.peers.rank), record)
-
-    def leave(self, name: str, value: str) -> None:
-        """Leave a value that is all ranks', not this one's."""
-        self._put(f"{self.peers.key}/{name}", value)
-
-    def left(self, name: str) -> str | None:
-        """Return a value that some rank has left for all; None if none has."""
-        value = self._value(f"{self.peers.key}/{name}")
-        return None if value is None else value.decode(errors="replace")
-
-    def count(self, name: str, more: int) -> int:
-        """Add to a number that is all ranks', and return it."""
-        store = self._open_store()
-        self._keys.add(f"{self.peers.key}/{name}")
-        with suppress(*_STORE_ERRORS):
-            return 0 if store is None else int(store.add(f"{self.peers.key}/{name}", more))
-        return 0
-
-    def read(self, subject: str = "passes") -> dict[int, bytes]:
-        """Return what rank 0 and another one have left about a subject, as far as they have."""
-        members = self.peers.members
-        self._turns[subject] = turn = self._turns[subject] % max(1, len(members) - 1) + 1
-        ranks = {members[0], members[(self._place + turn) % len(members)]} - {self.peers.rank}
-        return self.read_of(sorted(ranks), subject)
-
-    def read_of(self, ranks: Sequence[int], subject: str = "passes") -> dict[int, bytes]:
-        """Return what some ranks have left about a subject."""
-        found = {rank: self._value(self._key(subject, rank)) for rank in ranks}
-        return {rank: value for rank, value in found.items() if value is not None}
-
-    def tell(self, text: str) -> None:
-        """Leave a mismatch for all, as ``told``, unless one is there."""
-        store = self._open_store()
-        with suppress(*_STORE_ERRORS):
-            if store is not None:
-                store.compare_set(f"{self.peers.key}/told", "", text)
-
-    def _put(self, key: str, value: str) -> None:
-        """Leave a value in the least time: neither the store nor the process group is asked anything."""
-        store = None if self._store is None else self._store()
-        self._keys.add(key)
-        try:
-            if store is not None:
-                store.set(key, value)
-        except _STORE_ERRORS:
-            self._store = None
-
-    def _value(self, key: str) -> bytes | None:
-        """Return what is left under a key now; None if nothing is. Whoever asks a store to get that would wait."""
-        store = self._open_store()
-        try:
-            value: bytes = _NEVER if store is None else store.compare_set(key, _NEVER.decode(), _NEVER.decode())
-        except _STORE_ERRORS:
-            self._store = None
-            return None
-        return None if value == _NEVER else value
-
-    def _open_store(self) -> Any:
-        """Return the store, or None if it is gone."""
-        if self._store is None or not dist.is_initialized():
-            return None
-        store = self._store()
-        return store if store is default_store() else None
-
-
-def _delete_gone() -> None:
-    """Delete what this rank has left about loaders that are gone, but for the last ones."""
-    while len(_gone) > _GONE_KEPT:
-        with suppress(IndexError, *_STORE_ERRORS):  # another thread took it; or the store is gone
-            store, keys = _gone.popleft()
-            for key in keys if dist.is_initialized() and store() is default_store() else ():
-                default_store().delete_key(key)

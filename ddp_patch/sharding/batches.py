@@ -306,7 +306,7 @@ class WatchedIterator(AroundIterator):
         if not self._has_pass:
             self._has_pass = True
             # Now the log asks for the last time how far the pass before has come.
-            self._logged = self._monitor.begin(0, "0", self._progress, None)
+            self._logged = self._monitor.begin(0, "0", self._progress)
             self._given, self._next_comparison, self._state = 0, 2, State.RUNNING
         return super().__next__()
 

@@ -66,7 +66,7 @@ class Passes(Generic[T]):
         self.sampler_states: SamplerStates = sampler_states
         self.plan: Plan = agreed.plan(agreed.world.rank)
         self.batch_plan: Plan | None = agreed.batch_plan
-        self.monitor: PassMonitor = PassMonitor(agreed.peers, slack=int(self.plan.uneven == "keep"))
+        self.monitor: PassMonitor = PassMonitor(agreed.mailbox, slack=int(self.plan.uneven == "keep"))
         self.batches_ahead: int = 0
         self.epochs: EpochCounter = EpochCounter()
         self.latest: Pass[T] | None = None

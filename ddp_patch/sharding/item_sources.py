@@ -13,7 +13,7 @@ from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
-from ddp_patch.ranks.leader import Leader
+from ddp_patch.ranks.leader import Leader, in_pieces
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Streamed"]
@@ -56,6 +56,10 @@ class ItemSource(Generic[T]):
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield this rank's items in order, but for the first ``skip``, in parts; some may be empty."""
         return iter(())
+
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was drawn, by how many items they are of; none if ranks compare none."""
+        return {}
 
     def ends_within(self, items: int) -> bool:
         """Draw up to the end if it is at most this many items of the share away, and return whether it is.
@@ -178,6 +182,10 @@ class Indexed(ItemSource[T]):
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was drawn."""
+        return {} if self._digest is None else self._digest.marks
+
     def _drawn_order(self) -> EpochOrder:
         with self._random_context():
             order = self._drawn()
@@ -254,6 +262,10 @@ class Streamed(ItemSource[T]):
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
         return _skipping(skip, (part for (part,) in self.of_all()))
+
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was drawn."""
+        return {} if self._digest is None else self._digest.marks
 
     def of_all(self) -> Iterator[list[list[T]]]:
         """Draw, and yield the items of each plan."""
@@ -360,10 +372,12 @@ class FromLeader(ItemSource[T]):
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Yield what is sent, or on the leader this rank's part of what it draws."""
-        facts = self._pass_facts()
-        if self._leader.is_leader:
-            return _skipping(skip, self._leader.send(self._of_all(), facts, self._note, *self._pieces))
-        return _skipping(skip, self._leader.receive(facts, self._take_note))
+        pieces = in_pieces(self._of_all(), self._note, len(self._leader.members), *self._pieces)
+        return _skipping(skip, self._noted(self._leader.shares(self._pass_facts(), pieces)))
+
+    def _noted(self, shares: Iterator[tuple[list[T], Any]]) -> Iterator[list[T]]:
+        for share, (self._states, self.states_after, self.length) in shares:
+            yield share
 
     def _of_all(self) -> Iterator[list[list[T]]]:
         """Draw; begin with the first item, when the leader can report an error to the others."""
@@ -376,9 +390,6 @@ class FromLeader(ItemSource[T]):
         """Return what the leader sends to the others, so that every rank knows the loader's position."""
         self.states_after = self._states_now() if is_last else None
         return self._states, self.states_after, self.length
-
-    def _take_note(self, note: tuple[States, States | None, int | None]) -> None:
-        self._states, self.states_after, self.length = note
 
     def states_within(self, states: States, taken: int) -> States:
         """Return the states from which the pass goes on: the leader's."""

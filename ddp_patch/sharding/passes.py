@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddp_patch.orders.chunks import State
 from ddp_patch.plan import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
-from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Marks, Progress
+from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States, split_consumed
 
@@ -33,7 +33,6 @@ class Pass(Generic[T]):
         start: Where it begins.
         passes: All passes over the loader, and what these have in common.
         source: How it gets its items.
-        digest: The digests of what it draws, for the ranks to compare; None if they compare none.
         sizes: Records how many samples each item has, before division; None if nobody needs that.
         divide: Returns this rank's part of an item; None if ranks take whole items.
 
@@ -56,7 +55,6 @@ class Pass(Generic[T]):
         start: Position,
         passes: "Passes[T]",
         source: ItemSource[T],
-        digest: Marks | None = None,
         *,
         sizes: Sizes | None = None,
         divide: Callable[[T], T] | None = None,
@@ -72,7 +70,7 @@ class Pass(Generic[T]):
         self.state: State = State.RUNNING
         self.batches_delivered: int | None = None
         self.is_interleaved: bool = False
-        self._passes, self._digest, self._sizes, self._divide = passes, digest, sizes, divide
+        self._passes, self._sizes, self._divide = passes, sizes, divide
         self._logged: LoggedPass | None = None
         self._has_noted_length = False
         self._next_comparison = 2
@@ -141,8 +139,7 @@ class Pass(Generic[T]):
         self.drawn = State.RUNNING
         monitor = self._passes.monitor
         try:
-            whole = partial(self.most_batches, self._passes.batching)
-            self._logged = monitor.begin(self.epoch, self.begins_at, self.progress, self._digest, whole)
+            self._logged = monitor.begin(self.epoch, self.begins_at, self.progress, self.source.marks)
             for chunk in self.source.chunks(self.skip):
                 if self.source.length is not None and not self._has_noted_length:
                     self._note_length(self.source.length)

@@ -191,7 +191,6 @@ class SamplerPasses(Passes[T]):
             start,
             self,
             source,
-            digest,
             sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
             divide=None
             if self.batch_plan is None

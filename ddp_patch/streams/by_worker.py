@@ -15,9 +15,8 @@ import torch.distributed as dist
 from ddp_patch.compat.private_torch import pinned_by
 from ddp_patch.errors import NoStepsError, WorldError
 from ddp_patch.options import Uneven
-from ddp_patch.ranks.channel import Channel, opened
 from ddp_patch.ranks.exchange import refuse
-from ddp_patch.ranks.group import closed_at_exit
+from ddp_patch.ranks.group import Channel, closed_at_exit, opened
 from ddp_patch.streams.rounds import BalancedRounds, gets_of, rounds_ahead
 from ddp_patch.streams.stream_sampler import StreamPasses, StreamSource
 from ddp_patch.walks import nested
@@ -71,7 +70,8 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
     # Without workers, a batch is made when it is read: one for the step and one ahead.
     own.ready = source.batches_ready if workers else lambda _: 2
     facts = {"epoch": epoch, "num_workers": workers}
-    with opened(members, doing, agreed.number, facts, agreed.options.timeout) as channel:
+    purpose = f"batches of number {agreed.number}"
+    with opened(members, doing, purpose, facts, agreed.options.timeout) as channel:
         left = yield from even_steps(own, channel, rounds, uneven, source.batches_made)
         rounds.is_over = True
         if left and not rounds.count and current.start.is_at_epoch_start:  # the rest of an epoch may have no step

@@ -139,9 +139,9 @@ class StreamPasses(Passes[None]):
             facts |= {**numbers, "batch_size": given.batch_size or 1}
         states = SamplerStates([generators_only(given.dataset)], is_private=False)
         super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
-        peers, mailbox = agreed.peers, self.monitor.mailbox
+        mailbox = agreed.mailbox
         self._held: str | None = None  # a fingerprint of what the dataset held at the patch
-        if not agreed.options.by_worker and peers is not None and mailbox is not None and peers.read_one_stream:
+        if not agreed.options.by_worker and mailbox is not None and mailbox.read_one_stream:
             self._held = held_by(given.dataset)
             mailbox.post(self._held, "held")
             self.monitor.why_orders_differ = self._why_streams_differ
@@ -218,7 +218,7 @@ class StreamPasses(Passes[None]):
         number = self.epochs.passes + 1
         start = self.position or Position(epoch, states=self.snapshot())
         source = StreamSource(start, self, number)
-        current = Pass(start, self, source, source.digest)
+        current = Pass(start, self, source)
         if start.is_within_pass:
             # A loader may have drawn from them since.
             self.sampler_states.restore_generators(start.states.generators)
@@ -260,10 +260,10 @@ class StreamPasses(Passes[None]):
     @property
     def _held_differs(self) -> bool:
         """Whether another rank's dataset held something else at the patch."""
-        peers, mailbox, held = self.agreed.peers, self.monitor.mailbox, self._held
-        if peers is None or mailbox is None or held is None:
+        mailbox, held = self.agreed.mailbox, self._held
+        if mailbox is None or held is None:
             return False
-        others = [rank for rank in peers.members if rank != peers.rank]
+        others = [rank for rank in mailbox.members if rank != mailbox.rank]
         return any(left != held.encode() for left in mailbox.read_of(others, "held").values())
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
@@ -373,6 +373,10 @@ class StreamSource(ItemSource[None]):
             if spent_s > took_s / 2:
                 level, reading = logging.WARNING, f", and waited for them for {spent_s:.1f} of {took_s:.1f} s"
             logger.log(level, faster_by_worker(self._worker.name, ranks, sum(filter(None, lengths)), reading))
+
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was read."""
+        return {} if self.digest is None else self.digest.marks
 
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""

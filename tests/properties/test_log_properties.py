@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import EpochCounter
-from ddp_patch.ranks.log import Log, LoggedPass, Progress, Record, State
-from ddp_patch.ranks.rules import difference
+from ddp_patch.ranks.log import Log, LoggedPass, Progress, Record, State, difference
 
 BATCHES = 5  # of an epoch
 
@@ -55,7 +55,7 @@ class Rank:
     def iterates(self, steps: int, nested: int = 0) -> Iterator[None]:
         given, state, epoch, digest = 0, State.RUNNING, self.epochs.upcoming, Digest()
         self.epochs.begin(epoch)
-        begun = LoggedPass(epoch, "0", lambda: Progress(given, given, state), digest)
+        begun = LoggedPass(epoch, "0", lambda: Progress(given, given, state), lambda: digest.marks)
         self.log.begin(begun)
         yield from self.publishes()
         for step in range(min(steps, BATCHES)):
@@ -152,7 +152,7 @@ def logged(made: Sequence[Made]) -> tuple[Log, list[Record]]:
         def progress() -> Progress:
             return Progress(given, given, state)  # noqa: B023 - each pass is over when the next begins
 
-        log.begin(LoggedPass(one.epoch, "0", progress, digest, one.others))
+        log.begin(LoggedPass(one.epoch, "0", progress, partial(getattr, digest, "marks"), one.others))
         for given in range(1, one.batches + 1):
             digest.add(one.order[given - 1])
             state = one.state if given == one.batches else State.RUNNING

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 from zoo import KINDS, STEPS, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp, testing
-from ddp_patch.errors import LeaderWarning, message_of
+from ddp_patch.errors import message_of
 from ddp_patch.plan import Plan
 
 SEED = 100
@@ -101,11 +101,8 @@ def disagreeing(rank: int, world_size: int) -> Any:
     }
     told: dict[str, Any] = {}
     for name, make in makers.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            patched = patch_dataloader_to_ddp(make())
-        messages = [str(warning.message) for warning in caught if warning.category is LeaderWarning]
-        told[name] = messages, [items(patched) for _ in range(2)]
+        led = patch_dataloader_to_ddp(make(), order="leader")
+        told[name] = said(lambda make=make: patch_dataloader_to_ddp(make())), [items(led) for _ in range(2)]  # type: ignore[misc]
     return told
 
 
@@ -113,20 +110,20 @@ def partial_permutation(generator: np.random.Generator) -> Callable[[], Any]:
     return lambda: generator.permutation(N)
 
 
-def test_ranks_that_would_draw_different_orders_are_led(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_would_draw_different_orders_are_refused_and_a_leader_leads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # for a hash seed, as it is unless somebody sets it
     ranks = testing.run_ranks(disagreeing, 3)  # each begun anew, and so with its own
     for name in ranks[0]:
-        for rank, told in enumerate(ranks):
-            assert len(told[name][0]) == (rank == 0), (name, told[name][0])
+        for told in ranks:
+            error, message = told[name][0]
+            assert error == "RankMismatchError"
+            assert_tells(message, "would draw different orders", ("same on every rank", "order='leader'"))
         for epoch in range(2):
             together = Counter(item for told in ranks for item in told[name][1][epoch])
             assert len(together) == N, (name, epoch)
             assert together.total() == 24
-    (message,) = ranks[0]["own generator, seeded by rank"][0]
-    own = ("generator", "weights, indices", "set", "files")
-    facts = ("Rank 0 and rank 1 and rank 2", "different orders", *own, "rank 0 draws", "sends")
-    assert_tells(message, facts, "same on every rank")
 
 
 # The leader.
@@ -246,7 +243,7 @@ def test_ranks_that_one_leads_must_begin_the_same_pass_and_fetch_equally_far_ahe
         assert_tells(epoch[1], "Sending every rank its share", "same on every rank")
         assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
         assert seeded == ("nothing", "3")
-        assert "samples to shuffle: " in samples[1]
+        assert "would draw different orders from SubsetRandomSampler" in samples[1]
 
 
 # Ranks that refuse.
@@ -442,12 +439,10 @@ def within_a_group(rank: int, world_size: int, ranks: list[int]) -> Any:
     if group is not None:
         seed_ambient(SEED + rank)
         own = Own(partial_permutation(np.random.default_rng(rank)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            patched = [
-                patch_dataloader_to_ddp(loader(sampler=own), process_group=group),
-                patch_dataloader_to_ddp(loader(shuffle=True), process_group=group),
-            ]
+        patched = [
+            patch_dataloader_to_ddp(loader(sampler=own), process_group=group, order="leader"),
+            patch_dataloader_to_ddp(loader(shuffle=True), process_group=group),
+        ]
         told = [[items(one) for _ in range(2)] for one in patched]
     dist.barrier()
     return told
@@ -470,14 +465,12 @@ def led_on_a_mesh(rank: int, world_size: int) -> list[list[int]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     own = Own(partial_permutation(np.random.default_rng(rank)))
     seed_ambient(SEED + rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patched = [
-            patch_dataloader_to_ddp(loader(sampler=own), device_mesh=mesh),
-            patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh),
-            # Groups that know nothing of each other, as tensor-parallel code often has them.
-            patch_dataloader_to_ddp(loader(shuffle=True), process_group=mesh.get_group("dp")),
-        ]
+    patched = [
+        patch_dataloader_to_ddp(loader(sampler=own), device_mesh=mesh, order="leader"),
+        patch_dataloader_to_ddp(loader(shuffle=True), device_mesh=mesh),
+        # Groups that know nothing of each other, as tensor-parallel code often has them.
+        patch_dataloader_to_ddp(loader(shuffle=True), process_group=mesh.get_group("dp")),
+    ]
     return [items(one) for one in patched]
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells, raises
-from quick import run_ranks, soaked
+from quick import run_each, run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -26,7 +26,7 @@ import ddp_patch
 from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError, WorldError
-from ddp_patch.ranks.channel import Channel, opened
+from ddp_patch.ranks.group import Channel, opened
 from ddp_patch.streams import by_worker
 
 BATCH = 2
@@ -259,7 +259,7 @@ VALUES: Mapping[str, Any] = {
 
 def handed_over(rank: int, world_size: int) -> list[Any]:
     """Rank 0 sends each value, twice, as what comes next must not be mistaken for a rest."""
-    with opened(range(world_size), "Testing", 1, {}, 60) as channel:
+    with opened(range(world_size), "Testing", "a test", {}, 60) as channel:
         if rank == 0:
             for value in (*VALUES.values(), *VALUES.values()):
                 channel.send(1, value)
@@ -277,8 +277,25 @@ def plain(value: Any) -> Any:
     return [plain(part) for part in value] if isinstance(value, list) else value
 
 
-def test_values_of_any_size_are_handed_over() -> None:
-    _, got = run_ranks(handed_over, 2, timeout=60)
+def borrowing(rank: int, world_size: int) -> list[str]:
+    """The groups of two passes of one purpose, the second of which has another within it, and of a third pass."""
+    used = []
+    for nested in (False, True, False):
+        with opened(range(world_size), "Testing", "to borrow", {}, 60) as channel:
+            used.append(channel._group.name)
+            if nested:
+                with opened(range(world_size), "Testing", "to borrow", {}, 60) as inner:
+                    used.append(inner._group.name)
+                    inner.sum_over_ranks(1.0)
+            channel.sum_over_ranks(1.0)
+    return used
+
+
+def test_values_of_any_size_are_handed_over_and_a_group_is_kept_unless_it_is_lent() -> None:
+    (_, got), borrowed = run_each(2, handed_over, borrowing)
+    assert borrowed[0] == borrowed[1]
+    first, second, within, third = borrowed[0]
+    assert first == second != within == third
     for name, given, *values in zip(VALUES, VALUES.values(), got[: len(VALUES)], got[len(VALUES) :], strict=True):
         assert [plain(value) for value in values] == [plain(given)] * 2, name
 

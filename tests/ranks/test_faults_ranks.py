@@ -119,7 +119,7 @@ def die() -> Any:
 RANK_1 = f"MissingRanksError: rank 1 of 3; {TIMEOUT:g} s"
 RANK_0 = "MissingRanksError: rank 0 of 3; did not answer"
 RAISED, LED = (f"{error}: shard 900 is missing" for error in ("LookupError", "LeaderError"))
-MISMATCH = "RankMismatchError: rank 0 left epoch 0 after 1 of 8 batches, a look"
+MISMATCH = "RankMismatchError: rank 0 left epoch 0 after 1 batch"
 # What every rank says: "killed", an error with facts that its message tells, or nothing.
 CASES: list[tuple[Callable[[int], None], list[str]]] = [
     (killed_before_the_patch, [RANK_1, "killed", RANK_1]),

@@ -60,11 +60,11 @@ def looks_after_the_epoch_is_set(train: Any, rank: int) -> None:
 
 
 # What a rank does, and what the error tells: which rank took how much of which epoch.
-TOOK = ("DataLoader patched at", "test_log_ranks.py:", "rank 0 left epoch 0 after 1", "a look", "took more of it")
+TOOK = ("DataLoader patched at", "test_log_ranks.py:", "rank 0 left epoch 0 after 1 batch", "took more of it")
 FOUND: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None], tuple[str, ...]]] = {
     "looks": (four_batches, looks, TOOK),
     "workers": (lambda: given(1, 60), looks, TOOK),
-    "set after": (four_batches, looks_after_the_epoch_is_set, ("rank 0 left epoch 2 after 1", "a look")),
+    "set after": (four_batches, looks_after_the_epoch_is_set, ("rank 0 left epoch 2 after 1 batch",)),
     "stream": (lambda: stream(n=48), looks, TOOK),
     "rank": (four_batches, sets_its_rank, ("the ranks make different passes", "pass 0 is over epoch")),
     "alone": (lambda: given(n=72), sets_an_epoch_alone, ("over epoch 5", "over epoch 0")),
@@ -298,7 +298,7 @@ def test_worlds_given_by_hand_are_held_to_the_process_group() -> None:
             for message in told[place]:
                 assert_tells(message, facts, "Leave rank= and num_replicas= out")
     for told in ranks:
-        assert_tells(told[-1][0], ("RankMismatchError", "rank 0 left epoch 0 after 1", "a look"), REMEDY)
+        assert_tells(told[-1][0], ("RankMismatchError", "rank 0 left epoch 0 after 1 batch"), REMEDY)
 
 
 def counted(rank: int, world_size: int) -> list[tuple[str, int]]:
@@ -316,7 +316,7 @@ def counted(rank: int, world_size: int) -> list[tuple[str, int]]:
 
             return asked
 
-    mailbox: Any = train.sampler.rank_passes.monitor._mailbox  # type: ignore[attr-defined]
+    mailbox: Any = train.sampler.rank_passes.monitor.mailbox  # type: ignore[attr-defined]
     mailbox._store = Counting
     mailbox._open_store = Counting
     whole(train)
@@ -330,4 +330,4 @@ def test_a_comparison_is_four_requests_and_a_pass_of_667_steps_makes_25() -> Non
         assert names.count("set") == 25
         assert 2 * 25 <= names.count("compare_set") <= 3 * 25  # the other one may be rank 0
         assert len(calls) <= 4 * 25
-        assert sum(size for _, size in calls) < 340 * 25  # the place of the patch is in each
+        assert sum(size for _, size in calls) < 360 * 25  # the place of the patch is in each

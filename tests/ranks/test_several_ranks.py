@@ -1,20 +1,18 @@
 """Several loaders in one call, on real ranks that are seeded differently: what they give, and how often ranks meet."""
 
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
-from torch.utils.data import DataLoader, Sampler, Subset
+from torch.utils.data import DataLoader, Subset
 from zoo import Indices, N, Own, PKBatches, Source, as_it_is, loader, seed_ambient
 
 from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.errors import LeaderWarning, message_of
+from ddp_patch.errors import message_of
 from ddp_patch.ranks.exchange import _Meeting
 
 
@@ -22,19 +20,6 @@ def meetings() -> int:
     """How often this rank has met the others so far, as the store counts it."""
     meeting = _Meeting(range(dist.get_world_size()), "counting", 0)
     return int(meeting.store.add(f"{meeting.base}/count/{dist.get_rank()}", 0))
-
-
-class Drawing(Sampler[int]):
-    """Has a generator of its own, which is seeded by rank."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = np.random.default_rng(seed)
-
-    def __len__(self) -> int:
-        return N
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.generator.permutation(N).tolist())
 
 
 def of_all_kinds(rank: int) -> list[DataLoader[Any]]:
@@ -45,29 +30,22 @@ def of_all_kinds(rank: int) -> list[DataLoader[Any]]:
         loader(shuffle=True),
         DataLoader(Indices(7), 2, shuffle=True, collate_fn=as_it_is),
         loader(batch_sampler=PKBatches()),
-        loader(sampler=Drawing(rank)),
         done,
         loader(shuffle=True, generator=shared),
         loader(shuffle=True, generator=shared),
         DataLoader(Source(), 3, num_workers=2, collate_fn=as_it_is),
-        loader(sampler=Drawing(10 + rank)),
         loader(sampler=Own(lambda: torch.randperm(N).tolist())),
     ]
 
 
-def drawn(rank: int, world_size: int, patch: Callable[[list[Any]], list[Any]]) -> tuple[list[Any], list[str], int]:
-    """What all loaders give in two epochs, the LeaderWarnings, and how often the ranks met to patch."""
+def drawn(rank: int, world_size: int, patch: Callable[[list[Any]], list[Any]]) -> tuple[list[Any], int]:
+    """What all loaders give in two epochs, and how often the ranks met to patch."""
     seed_ambient(100 + rank)
     given = of_all_kinds(rank)
     before = meetings()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        patched = patch(given)
+    patched = patch(given)
     met = meetings() - before
-    told = [str(warning.message) for warning in caught if warning.category is LeaderWarning]
-    # torch 2.4 and 2.5 warn of tensors that they unpickle.
-    assert all(warning.filename == __file__ for warning in caught if warning.category is not FutureWarning)
-    return [[list(one) for one in patched] for _ in range(2)], told, met
+    return [[list(one) for one in patched] for _ in range(2)], met
 
 
 def in_turn(given: list[Any]) -> list[Any]:
@@ -80,16 +58,9 @@ def in_one_call(given: list[Any]) -> list[Any]:
 
 def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
     schedule, calls = (run_ranks(drawn, 2, patch) for patch in (in_turn, in_one_call))
-    for (epochs, told, met), (expected, told_in_turn, met_in_turn) in zip(calls, schedule, strict=True):
+    for (epochs, met), (expected, met_in_turn) in zip(calls, schedule, strict=True):
         assert epochs == expected
-        assert met_in_turn == 11 + 2  # two of eleven loaders are drawn differently
-        assert met == 1 + 1  # once for all of these
-        assert len(told) == len(told_in_turn)
-    warned = calls[0][1]
-    assert calls[1][1] == []
-    assert [text.partition(": ")[0] for text in warned] == ["loaders[4]", "loaders[9]"]
-    for text, alone in zip(warned, schedule[0][1], strict=True):
-        assert text.partition(": ")[2] == alone
+        assert (met, met_in_turn) == (1, 9)
 
 
 def meeting_once(rank: int, world_size: int) -> tuple[int, int, bool]:
@@ -158,7 +129,7 @@ def test_ranks_that_differ_are_told_in_which_loader_and_nothing_is_patched() -> 
     assert contents[1].startswith("loaders[1]: ")
     assert_tells(contents[1], ("datasets of ranks 0, 2 and rank 1", "indices of a Subset"), "whole dataset")
     assert parts[1].startswith("loaders[1]: ")
-    assert_tells(parts[1], ("samplers of rank 0 and rank 1 and rank 2", "sharded already"), "one process")
+    assert_tells(parts[1], "rank 0 and rank 1 and rank 2 would draw different orders from range", "order='leader'")
     assert_tells(errors[0][9][1], "uneven: drop on rank 1; pad on ranks 0, 2", "same on every rank")
     (refused, why), others = errors[1][8], (errors[0][8], errors[2][8])
     assert refused == "NotALoaderError"

@@ -174,17 +174,17 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
         "tensors",
     }
     for name, sampler in (("by itself", "Padded"), ("by indices", "SubsetRandomSampler")):
-        remedy = (f"Build {sampler} for one process", f"is_ddp_aware = True in {sampler}")
-        assert_tells(raised[name], ("rank 0 and rank 1", "sharded already"), remedy)
-        assert "generator" not in raised[name]
+        remedy = (f"build {sampler} for one process", "is_ddp_aware = True")
+        assert_tells(raised[name], ("rank 0 and rank 1", f"different orders from {sampler}"), remedy)
     larger = ("not for these 2 ranks", "rank 0 of 4 on rank 0", "rank 1 of 4 on rank 1")
     assert_tells(raised["made for a larger one"], larger, ("own rank", "process_group="))
     assert_tells(raised["made for rank 0 everywhere"], "rank 0 of 2 on ranks 0, 1", "own rank")
-    seeds = ("DistributedSampler", "another seed: 117 on rank 0; 134 on rank 1", "do not fit together")
-    assert_tells(raised["of another seed"], seeds, "Make its seed the same on every rank")
+    seeds = "seed of its DistributedSampler: 117 on rank 0; 134 on rank 1"
+    assert_tells(raised["of another seed"], seeds, "the same on every rank")
     stored = ("sharded already by a Logging", "are also rank 1's", "stores its rank, as for a log", "shards nothing")
     assert_tells(raised["stored for a log"], stored, "is_ddp_aware = False")
-    assert_tells(raised["in unequal runs"], ("Runs", "12 batches on rank 0; 11 batches on rank 1"), "uneven='keep'")
+    runs = ("batches of its Runs (uneven='keep' lets them differ)", "11 on rank 1; 12 on rank 0")
+    assert_tells(raised["in unequal runs"], runs, "the same on every rank")
     assert_tells(raised["a list"], ("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]")
     part = raised["a DistributedSampler of a part"]
     assert_tells(part, "the elements of a list", ("leave out a DistributedSampler", "is_ddp_aware = True"))

@@ -3,10 +3,10 @@
 import logging
 import pickle
 import random
-from base64 import b64decode
 from collections.abc import Iterator
 from functools import partial
 from itertools import count, islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,9 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, _pieces
+from ddp_patch.ranks import leader
+from ddp_patch.ranks.exchange import joined
+from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, in_pieces
 
 
 def sample_order(sampler: Any, dataset: Any = None) -> str | None:
@@ -208,20 +210,24 @@ def test_a_dataset_that_is_its_own_sampler_is_not_drawn() -> None:
     assert torch.equal(both.generator.get_state(), before)
 
 
-def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part() -> None:
-    n, members = 100_000, [0, 1, 2, 3]
+def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, members, put = 100_000, [0, 1, 2, 3], list[Any]()
+    store = SimpleNamespace(multi_set=lambda *given: put.append(given))
+    monkeypatch.setattr(leader, "default_store", lambda: store)
     chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
-    pieces = _pieces(chunks, len(members), LARGEST_PIECE, LARGEST_PIECE)
-    answers = Leader(members, timeout=1)._next(
-        ((piece, "noted", is_last) for piece, is_last in pieces), {rank: {"epoch": 0} for rank in members}
-    )
+    pieces = in_pieces(chunks, lambda is_last: "noted", len(members), LARGEST_PIECE, LARGEST_PIECE)
+    base = Leader(members, timeout=1)._next(pieces, {rank: {"epoch": 0} for rank in members})
+    ((keys, values),) = put
+    assert keys == [f"{base}/{rank}" for rank in members]
     whole = len(pickle.dumps(list(range(n))))
-    for rank, sent in answers.items():
-        assert len(sent) < 1.35 * whole / len(members)
-        assert pickle.loads(b64decode(sent)) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
+    for rank, key, value in zip(members, keys, values, strict=True):
+        sent, _ = joined(store, key, value)
+        assert len(sent) < 1.01 * whole / len(members)
+        assert pickle.loads(sent) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
 
 
 def test_an_endless_stream_is_sent_in_pieces_that_grow_to_a_limit() -> None:
     chunks = ([range(2048), range(2048)] for _ in count())
-    sizes = [sum(map(len, piece)) for piece, _ in islice(_pieces(chunks, 2, FIRST_PIECE, LARGEST_PIECE), 12)]
+    pieces = in_pieces(chunks, lambda is_last: None, 2, FIRST_PIECE, LARGEST_PIECE)
+    sizes = [sum(map(len, piece)) for piece, *_ in islice(pieces, 12)]
     assert sizes == [min(FIRST_PIECE * 2**place, LARGEST_PIECE) for place in range(12)]

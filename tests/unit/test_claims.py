@@ -13,7 +13,7 @@ from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.facts import claim_of, look_at
-from ddp_patch.ranks.apart import require_apart
+from ddp_patch.ranks.agreement import require_apart
 
 
 class Stored(Sampler[Any]):
@@ -36,7 +36,7 @@ def judge(make: Callable[[int, int], DataLoader[Any]], ranks: int, *, even: bool
         share = rank // replicas
         claims[rank] = share, claim_of(look_at(make(share, ranks)), ranks)
     assert json.loads(json.dumps([claim for _, claim in claims.values()]))
-    require_apart("Agreeing", claims, even=even)
+    require_apart(claims, even=even)
 
 
 def over(draw: Callable[[int, int], Iterable[Any]], n: int, *, in_batches: bool = False, length: int = 8) -> Any:
@@ -151,9 +151,8 @@ def test_unequal_steps_are_told_unless_they_may_be() -> None:
         make_over = over(lambda r, w: range(20 * r, 20 * r + 10), 60, length=20 if rank == 0 else 10)
         return make_over(rank, ranks)  # type: ignore[no-any-return]  # it is a loader
 
-    with raises(
-        RankMismatchError, ("unequal parts", "3 batches on ranks 1, 2", "5 batches on rank 0"), "uneven='keep'"
-    ):
+    facts = ("batches of its Stored (uneven='keep' lets them differ)", "5 on rank 0; 3 on ranks 1, 2")
+    with raises(RankMismatchError, facts, "the same on every rank"):
         judge(make, 3)
     judge(make, 3, even=False)
 
@@ -174,7 +173,7 @@ class Lengths(IterableDataset[int]):
 
 
 def test_iterable_datasets_count_by_their_length_which_torch_forgets_again() -> None:
-    with raises(RankMismatchError, ("Lengths", "4 batches on rank 0; 6 batches on rank 1"), "equally many"):
+    with raises(RankMismatchError, ("batches of its Lengths", "4 on rank 0; 6 on rank 1"), "the same on every rank"):
         judge(lambda rank, ranks: DataLoader(Lengths(15 + 8 * rank), 4), 2)
     given = DataLoader(Lengths(15), 4)
     claim_of(look_at(given), 2)
@@ -185,11 +184,19 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed": (
         {"seed": 117},
         {"seed": 134},
-        "another seed: 117 on rank 0; 134 on rank 1, so the shards do not fit together",
+        "seed: 117 on rank 0; 134 on rank 1",
     ),
-    "shuffle": ({"shuffle": True}, {"shuffle": False}, "another shuffle: True on rank 0; False on rank 1"),
-    "drop_last": ({"drop_last": True}, {}, "another drop_last: True on rank 0; False on rank 1"),
-    "samples": ({"dataset": range(40)}, {"dataset": range(44)}, "number of samples: 40 on rank 0; 44 on rank 1"),
+    "shuffle": (
+        {"shuffle": True},
+        {"shuffle": False},
+        "shuffle: True on rank 0; False on rank 1",
+    ),
+    "drop_last": ({"drop_last": True}, {}, "drop_last: True on rank 0; False on rank 1"),
+    "samples": (
+        {"dataset": range(40)},
+        {"dataset": range(44)},
+        "number of samples: 40 on rank 0; 44 on rank 1",
+    ),
 }
 
 
@@ -202,7 +209,8 @@ def test_distributed_samplers_have_the_same_settings(name: str) -> None:
         sampler: Any = DistributedSampler(**given, num_replicas=ranks, rank=rank)
         return DataLoader(Indices(48), 4, sampler=sampler)
 
-    with raises(RankMismatchError, ("DistributedSampler", said), "on every rank"):
+    setting, _, values = said.partition(": ")
+    with raises(RankMismatchError, f"{setting} of its DistributedSampler: {values}", "on every rank"):
         judge(make, 2)
 
 

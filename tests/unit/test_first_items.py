@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddp_patch.loaders.overlap import row_hashes
-from ddp_patch.ranks.apart import bits_against_chance, common_items
+from ddp_patch.ranks.pass_monitor import bits_against_chance, common_items
 
 BITS = 10
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ddp_patch.ranks import pass_monitor
-from ddp_patch.ranks.pass_monitor import OpenEnd
+from ddp_patch.ranks.log import LoggedPass, Progress
+from ddp_patch.ranks.pass_monitor import PassMonitor
 
 
 @pytest.mark.parametrize(("batches", "step_s", "waits_s"), [(0, 0, 1), (1, 0.1, 1), (3, 2.0, 4), (3, 100.0, 60)])
@@ -22,13 +23,15 @@ def test_it_waits_a_second_or_for_two_steps(
         leave=lambda *_: None,
         count=lambda *_: 0,
         left=lambda _: None,
-        is_open=True,
-        peers=SimpleNamespace(members=[0, 1]),
+        is_open=False,
+        post=lambda *_: None,
+        members=[0, 1],
     )
-    end = OpenEnd(given)
+    monitor, begun = PassMonitor(given), LoggedPass(0, "0", lambda: Progress(0, 0))
+    given.is_open = True
     for number in range(1, batches + 1):
-        end.give("a pass", number)
+        monitor.give_step(begun, number)
         now_s += step_s
     now_s = 10_000.0 + max(0, batches - 1) * step_s
-    assert not end.is_longer("a pass", batches, 0)
+    monitor.end_steps(begun, batches)
     assert waits_s <= sum(slept) <= waits_s + 0.5

@@ -1,4 +1,4 @@
-"""Values as bytes for other ranks: what comes is what was sent, and what lies in memory is not copied."""
+"""Values as bytes for other ranks: what comes is what was sent."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_patch.ranks.packing import from_parts, in_parts, packed, unpacked
+from ddp_patch.ranks.packing import packed, unpacked
 
 
 def sent(value: Any) -> Any:
-    """A value as it comes at another rank, in memory of its own."""
-    return from_parts([part.clone() for part in in_parts(value)])
+    """A value as it comes at another rank, which receives it into memory of its own."""
+    return unpacked(np.frombuffer(bytearray(packed(value)), np.uint8).data)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,6 @@ def test_whatever_else_a_batch_holds() -> None:
     assert came[0] == batch[0]
     for one, other in zip(came[1], batch[1], strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_tensors_and_arrays_are_sent_from_where_they_lie() -> None:
-    tensor, array = torch.arange(1000), np.arange(1000)
-    pickled, *beside = in_parts([tensor, array, tensor[:10]])
-    assert [part.data_ptr() for part in beside] == [tensor.data_ptr(), array.ctypes.data, tensor.data_ptr()]
-    assert [part.numel() for part in beside] == [8000, 8000, 80]  # of a view, only what it shows
-    assert pickled.numel() < 1000
 
 
 def test_what_came_can_be_changed() -> None:
