@@ -7,14 +7,12 @@ generator, and its order follows from that number.
 
 from ddp_patch.samplers.classes import PKBatchSampler, WeightedClassSampler
 from ddp_patch.samplers.grouped import GroupedBatchSampler, LengthBucketBatchSampler
-from ddp_patch.samplers.keyed import IterationBatchSampler, ScalableRandomSampler, WindowSampler
+from ddp_patch.samplers.keyed import ScalableRandomSampler
 
 __all__ = [
     "GroupedBatchSampler",
-    "IterationBatchSampler",
     "LengthBucketBatchSampler",
     "PKBatchSampler",
     "ScalableRandomSampler",
     "WeightedClassSampler",
-    "WindowSampler",
 ]
