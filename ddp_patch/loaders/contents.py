@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from ddp_patch.compat.packages import is_hugging_face_table, is_pandas
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.digest import fingerprint
 from ddp_patch.walks import LOOKED_AT, stored
 
 __all__ = ["Content", "HeldData", "chosen_samples", "held_by"]

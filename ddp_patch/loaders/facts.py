@@ -20,7 +20,6 @@ from ddp_patch.compat.private_torch import (
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
-from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import (
     HeldWorld,
     may_ask_rank,
@@ -31,15 +30,17 @@ from ddp_patch.loaders.recognition import (
 )
 from ddp_patch.loaders.samples import (
     FirstOrder,
+    FirstSamples,
     first_order,
+    first_samples,
     is_one_shot,
     length_of,
     nested_samplers,
     or_unknown,
     steps_of,
 )
-from ddp_patch.orders.fingerprint import fingerprint
-from ddp_patch.orders.generators import torch_generators
+from ddp_patch.orders.digest import fingerprint
+from ddp_patch.orders.random_states import torch_generators
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
