@@ -20,6 +20,7 @@ from ddp_patch.compat.private_torch import (
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
+from ddp_patch.loaders.overlap import FirstSamples, first_samples
 from ddp_patch.loaders.recognition import (
     HeldWorld,
     may_ask_rank,
@@ -30,9 +31,7 @@ from ddp_patch.loaders.recognition import (
 )
 from ddp_patch.loaders.samples import (
     FirstOrder,
-    FirstSamples,
     first_order,
-    first_samples,
     is_one_shot,
     length_of,
     nested_samplers,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ddp_patch.errors import InvalidOptionError, LeaderWarning, RankMismatchError
 from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import Claim, StreamFacts
+from ddp_patch.loaders.overlap import FirstSamples, are_parts
 from ddp_patch.loaders.recognition import HeldWorld, error_context
-from ddp_patch.loaders.samples import FirstSamples, are_parts
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed

@@ -6,7 +6,7 @@ from math import log2
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.facts import Claim
-from ddp_patch.loaders.samples import FirstSamples, in_common
+from ddp_patch.loaders.overlap import FirstSamples, in_common
 from ddp_patch.ranks.exchange import by_value, parties_text, ranks_text, who_has_what
 from ddp_patch.ranks.mailbox import Mailbox
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, StreamLengthWarning
 from ddp_patch.loaders.contents import HeldData
-from ddp_patch.loaders.samples import row_hashes
+from ddp_patch.loaders.overlap import row_hashes
 from ddp_patch.ranks.apart import MOST, FirstItems
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.log import Log, LoggedPass, Marks, Progress, Record, State, record_of, text_of

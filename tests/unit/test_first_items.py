@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_patch.loaders.samples import row_hashes
+from ddp_patch.loaders.overlap import row_hashes
 from ddp_patch.ranks.apart import bits_against_chance, common_items
 
 BITS = 10

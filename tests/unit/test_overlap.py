@@ -12,7 +12,7 @@ from torch.utils.data import SubsetRandomSampler
 from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.samples import are_parts, first_samples
+from ddp_patch.loaders.overlap import are_parts, first_samples
 from ddp_patch.ranks.agreement import require_all_shares, why_orders_differ
 
 # Makes what a rank draws: of so many samples, for so many ranks, for this one.
