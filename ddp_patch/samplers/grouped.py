@@ -300,12 +300,12 @@ def _checked(lengths: Any) -> npt.NDArray[np.int64]:
         found = np.asarray(given, dtype=object)
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
         raise SamplerError(
-            f"lengths is an array of {found.dtype} of shape {found.shape}, and each value is a whole number of tokens. "
-            "Pass a flat list, array or tensor with one for each sample."
+            f"lengths is an array of {found.dtype} of shape {found.shape}, and each value is a whole number of tokens, "
+            "at least 1. Pass a flat list, array or tensor with one for each sample."
         )
     if len(odd := np.flatnonzero((found < 1) | (found > np.iinfo(np.int64).max))):
         raise SamplerError(
-            f"lengths[{odd[0]}]={found[odd[0]]} is not a whole number of tokens, at least 1 and of at most 64 bits. "
+            f"lengths[{odd[0]}]={found[odd[0]]} is not a whole number of tokens, at least 1, of at most 64 bits. "
             "Correct it or leave that sample out."
         )
     return found.astype(np.int64)
