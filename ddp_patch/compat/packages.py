@@ -105,11 +105,10 @@ def is_hugging_face_table(dataset: object) -> bool:
     return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
 
 
-# Its tables and columns; pandas 3 has shorter names.
-_PANDAS: Final = {
-    *("pandas.core.frame.DataFrame", "pandas.core.series.Series"),
-    *("pandas.DataFrame", "pandas.Series"),
-}
+# Tables and columns of pandas; those of pandas 3 have shorter names.
+_PANDAS: Final = frozenset(
+    {"pandas.core.frame.DataFrame", "pandas.core.series.Series", "pandas.DataFrame", "pandas.Series"}
+)
 
 
 def is_pandas(value: object) -> bool:

@@ -72,9 +72,8 @@ class _Column(NamedTuple):
     def told(self, *, in_a_pass: bool) -> list[Any]:
         """Describe some elements; none if they may well be no samples, or differ rightly.
 
-        An attribute counts at the patch if it has one element for each sample, and whatever these are. Where no two of
-        its names or whole numbers are alike, it counts in a pass, too, and at the patch for several samples each; and
-        in a pass, a mask.
+        An attribute counts at the patch if it has one element for each sample, and whatever these are. What is deeper
+        counts there, and all in a pass, where no two of its names or whole numbers are alike; and in a pass, a mask.
         """
         n, size = self.samples, len(self.values)
         if self.depth is None or (self.depth == 0 and size == n >= _FEW and not in_a_pass):
