@@ -3,16 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from itertools import combinations, islice
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
-from ddp_patch.orders.digest import number_of
 
 __all__ = ["Common", "FirstSamples", "are_parts", "first_samples", "in_common", "row_hashes"]
 
@@ -23,7 +22,7 @@ _MOST_HASHES, _BYTES = 512, 6
 # If streams are drawn independently, how many samples they must be expected to share before sharing none is evidence:
 # by chance that happens once in e**20 cases.
 _EXPECTED = 20.0
-# About so many numbers of a sample's array are looked at, evenly spread.
+# So many bytes of a sample's array are looked at, evenly spread.
 _LOOKED_AT = 1024
 _SCALARS = (str, bytes, int, float, bool, np.generic)
 
@@ -163,7 +162,7 @@ def row_hashes(batch: Any, most: int) -> list[int]:
     """Return a hash of 32 bits for each of the first samples in a batch, the same in every process.
 
     A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values. Its tensors count
-    by some of their numbers. Nothing is known of tensors on accelerators, nor of batches of other objects.
+    by their bytes. Nothing is known of tensors on accelerators, nor of batches of other objects.
 
     Args:
         batch: The batch, as a loader gives it.
@@ -182,8 +181,10 @@ def row_hashes(batch: Any, most: int) -> list[int]:
         return []
     # Most of what a batch holds has one value for each sample.
     size = Counter(map(len, columns)).most_common(1)[0][0]
-    of_all = [column for column in columns if len(column) == size]
-    return [number_of(map(partial(_looked_at, place), of_all)) % 2**32 for place in range(min(most, size))]
+    count = min(most, size)
+    bytes_of = [_bytes_of(column, count) for column in columns if len(column) == size]
+    rows = zip(*bytes_of, strict=True)
+    return [int.from_bytes(blake2b(b"\0".join(row), digest_size=4).digest(), "little") for row in rows]
 
 
 def _columns(value: Any) -> Iterator[Any]:
@@ -201,10 +202,13 @@ def _columns(value: Any) -> Iterator[Any]:
             yield from _columns(part)
 
 
-def _looked_at(place: int, column: Any) -> Any:
-    """Return some of what a column has at a place."""
-    value = column[place]
-    if not isinstance(value, torch.Tensor | np.ndarray):
-        return value
-    flat = value.reshape(-1)
-    return flat[:: max(1, len(flat) // _LOOKED_AT)]
+def _bytes_of(column: Any, count: int) -> Sequence[bytes]:
+    if isinstance(column, list | tuple):
+        return [repr(value).encode("utf-8", "surrogatepass") for value in column[:count]]
+    first = column[:count]
+    width = prod(first.shape[1:])
+    if isinstance(first, torch.Tensor):
+        plain = first.detach().resolve_conj().resolve_neg().reshape(count, width).contiguous().view(torch.uint8).numpy()
+    else:
+        plain = np.ascontiguousarray(first).reshape(count, width).view(np.uint8)
+    return [row.tobytes() for row in plain[:, :: max(1, plain.shape[1] // _LOOKED_AT)]]
