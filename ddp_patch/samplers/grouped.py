@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -81,6 +82,13 @@ class GroupedBatchSampler(Sampler[list[int]]):
         self._groups = Classes.of("group_ids", group_ids)
         self.batch_size: int = whole("batch_size", batch_size, 1, "it is the number of samples in a batch")
         self.drop_uneven: bool = flag("drop_uneven", drop_uneven)
+        groups = len(self._groups.codes)
+        if isinstance(sampler, RandomSampler | SequentialSampler) and len(sampler.data_source) != groups:
+            raise SamplerError(
+                f"group_ids has {groups} entries, and the {type(sampler).__name__} is of a dataset with "
+                f"{len(sampler.data_source)} samples: each is in one group. Pass one group for each sample of the "
+                "dataset."
+            )
         self._running: int | None = None  # how many batches the latest pass has, unless it has ended
         self._looked_up: tuple[int, _Batches] | None = None  # the latest epoch
 
@@ -270,12 +278,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
                 f"lengths[{found.argmax()}]={longest} is longer than max_tokens={self.max_tokens}, so no batch can "
                 "hold that sample. Pass a larger max_tokens, or shorten it or leave it out."
             )
-        if isinstance(max_padding, bool) or not 0 <= max_padding < 1:
-            raise SamplerError(
-                f"max_padding={max_padding!r} is not from 0 to less than 1: it is the part of a batch that may be "
-                "padding. Pass such a number, say 0.1."
-            )
-        self.max_padding: float = max_padding
+        self.max_padding: float = _part(max_padding)
         items, self._sizes, longest_of = _buckets(found, self.max_padding)
         batch_sizes = self.batch_size or min(self.max_tokens or 0, sys.maxsize) // longest_of
         self._items, self._bounds = items, _cut(self._sizes, batch_sizes)
@@ -309,6 +312,17 @@ def _checked(lengths: Any) -> npt.NDArray[np.int64]:
             "Correct it or leave that sample out."
         )
     return found.astype(np.int64)
+
+
+def _part(value: Any) -> float:
+    """Return a number from 0 to less than 1 as a float, or raise SamplerError."""
+    part = -1.0 if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not 0 <= part < 1:
+        raise SamplerError(
+            f"max_padding={value!r} is not a number from 0 to less than 1: it is the part of a batch that may be "
+            "padding. Pass one, say 0.1."
+        )
+    return part
 
 
 def _buckets(

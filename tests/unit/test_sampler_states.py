@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Sampler
 from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
@@ -25,6 +25,7 @@ from ddp_patch.orders.random_states import (
     set_native_state,
     was_seeded,
 )
+from ddp_patch.samplers import ScalableRandomSampler
 
 N = 48
 
@@ -419,10 +420,10 @@ def test_what_attributes_hold_directly_is_found_and_no_more() -> None:
 
 @pytest.mark.parametrize("epoch", [0, 5])
 def test_a_state_that_a_sampler_tells_is_that_of_the_passes(epoch: int) -> None:
-    """The state has the generator where the passes left it, which others may find elsewhere."""
+    """A sampler with a ``state_dict`` tells its generator's state, which others may find elsewhere."""
 
     def start() -> Any:
-        sampler = RandomSampler(range(N), generator=torch.Generator().manual_seed(3))
+        sampler = ScalableRandomSampler(N, generator=torch.Generator().manual_seed(3))
         return patch_dataloader_to_ddp(DataLoader(range(N), 4, sampler=sampler, collate_fn=as_it_is))  # type: ignore[arg-type]
 
     whole, running, again = start(), start(), start()

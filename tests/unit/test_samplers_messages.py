@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from messages import Words, raises
+from torch.utils.data import RandomSampler, SequentialSampler
 from zoo import LABELS
 
 from ddp_patch import DDPPatchError
@@ -77,6 +78,10 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: lengths([3], batch_size=1, max_padding=1), ("max_padding=1", "0", "1", "padding"), "0.1"),
     (lambda: lengths([3], batch_size=1, max_padding=True), ("max_padding=True", "0", "1", "padding"), "0.1"),
     (lambda: scalable(2**63), (f"n={2**63}", "2**63 - 1", "64 bits"), "at most"),
+    *(
+        (lambda kind=kind: grouped(kind(range(5)), [0] * 7, 2), ("group_ids", "7", kind.__name__, "5 samples"), "group")
+        for kind in (RandomSampler, SequentialSampler)
+    ),
     *(
         (
             lambda use=use: use(grouped(pk([0, 1], 1, 1, seed=0), [0, 1], 2)),
