@@ -262,6 +262,7 @@ INDICES: dict[str, Makes] = {
     "iterator": lambda p, own: {"sampler": iter(range(p.n))},
     "scalable": lambda p, own: {"sampler": samplers.ScalableRandomSampler(p.n, **p.seeded)},
     "classes": lambda p, own: {"sampler": samplers.WeightedClassSampler(_labels(p.n), [3, 2, 1], p.n, **p.seeded)},
+    "windows": lambda p, own: {"sampler": samplers.WindowSampler(p.n, 3, 2, **p.seeded)},
 }
 BATCHES: dict[str, Makes] = {
     "torch's batches": lambda p, own: {"batch_sampler": BatchSampler(own, p.size, p.drop_last)},
@@ -275,5 +276,6 @@ BATCHES: dict[str, Makes] = {
         "batch_sampler": samplers.LengthBucketBatchSampler([*range(1, p.n + 1)], max_tokens=p.n + 5, **p.seeded)
     },
     "grouped": lambda p, own: {"batch_sampler": samplers.GroupedBatchSampler(own, _labels(p.n), p.size)},
+    "iterations": lambda p, own: {"batch_sampler": samplers.IterationBatchSampler(KnownUneven(own, p.size, False), 9)},
 }
 KINDS: dict[str, Makes] = {**INDICES, **BATCHES, "stream": lambda p, own: {}}

@@ -15,12 +15,15 @@ from matplotlib import pyplot as plt
 from pages import show_and_put
 from torch.utils.data import BatchSampler, RandomSampler
 
+from ddp_patch import DDPSamplerWrapper
 from ddp_patch.samplers import (
     GroupedBatchSampler,
+    IterationBatchSampler,
     LengthBucketBatchSampler,
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowSampler,
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "samplers.md"
@@ -50,6 +53,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
         WeightedClassSampler(labels_of(n, 10), np.ones(10), n, seed=SEED), labels_of(n, 7), 64
     ),
     "LengthBucketBatchSampler": lambda n: LengthBucketBatchSampler(lengths_of(n), max_tokens=4096, seed=SEED),
+    "WindowSampler": lambda n: WindowSampler(10 * n, 10, seed=SEED),
     "ScalableRandomSampler": lambda n: ScalableRandomSampler(n, seed=SEED),
 }
 
@@ -168,6 +172,44 @@ def by_length() -> Any:
     return figure
 
 
+def by_iterations() -> Any:
+    """A training over several epochs."""
+    batches = BatchSampler(ScalableRandomSampler(30, seed=SEED), 6, drop_last=False)
+    figure, axes = plt.subplots(figsize=(9, 1.8), layout="constrained")
+    for iteration, batch in enumerate(IterationBatchSampler(batches, 17)):
+        axes.barh(0, 1, left=iteration, color=f"C{iteration // 5}", edgecolor="white")
+        axes.text(iteration + 0.5, 0, "\n".join(map(str, batch)), ha="center", va="center", fontsize=7)
+    axes.set(xlabel="iteration; the colour is the epoch, the numbers are the batch", xticks=range(0, 18, 5), yticks=[])
+    return figure
+
+
+def windows() -> Any:
+    """The windows of two epochs, by the rank that gets them."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+    for axis, shuffle in zip(axes, (True, False), strict=True):
+        for epoch in range(2):
+            for rank in range(2):
+                sampler = WindowSampler(100, 12, shuffle=shuffle, seed=SEED)
+                share: Any = DDPSamplerWrapper(sampler, False, num_replicas=2, rank=rank, uneven="keep")
+                share.set_epoch(epoch)
+                for step, start in enumerate(share):
+                    stops = [(start, min(start + 12, 100)), (0, start + 12 - 100)]
+                    for begin, stop in stops if start + 12 > 100 else stops[:1]:
+                        axis.barh(
+                            step + 7 * epoch, stop - begin, left=begin, height=0.8, color=f"C{rank}", edgecolor="white",
+                            label=f"rank {rank}" if (epoch, step) == (0, 0) else None,
+                        )  # fmt: skip
+        axis.axhline(5.5, color="black", linewidth=1)
+        axis.set(
+            title=f"shuffle={shuffle}", xlabel="time (the series is a ring of 100 points)", xlim=(0, 100), yticks=[2, 9]
+        )
+        axis.set_yticklabels(["epoch 0", "epoch 1"])
+    axes[0].set_ylabel("a row for each step")
+    axes[0].invert_yaxis()  # which both share
+    axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
 def scalable() -> Any:
     """What stands where in two epochs."""
     sampler = ScalableRandomSampler(100_000, seed=SEED)
@@ -182,7 +224,7 @@ def scalable() -> Any:
     return figure
 
 
-PICTURES = [class_balanced, p_x_k, grouped, by_length, scalable]
+PICTURES = [class_balanced, p_x_k, grouped, by_length, by_iterations, windows, scalable]
 
 
 def draw() -> None:

@@ -30,10 +30,12 @@ from torch.utils.data import (
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import (
     GroupedBatchSampler,
+    IterationBatchSampler,
     LengthBucketBatchSampler,
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowSampler,
 )
 
 N = 23  # a prime: no world size but 1 divides it
@@ -549,12 +551,19 @@ def grouped(sampler: Iterable[int]) -> DataLoader[Any]:
     return loader(batch_sampler=GroupedBatchSampler(sampler, GROUPS, 3))
 
 
+def by_iterations(batch_sampler: Iterable[list[int]]) -> DataLoader[Any]:
+    return loader(batch_sampler=IterationBatchSampler(batch_sampler, 11))
+
+
 # Samplers of ddp_patch.samplers, which docs/loaders.md does not compare with other libraries.
 OUR_KINDS = [
     Kind("class-weighted", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31))),
     Kind("class-weighted, seed", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31, seed=5))),
     Kind("scalable", lambda: loader(sampler=ScalableRandomSampler(N))),
     Kind("scalable, seed", lambda: loader(sampler=ScalableRandomSampler(N, seed=5))),
+    Kind("windows", lambda: loader(sampler=WindowSampler(N, 3))),
+    Kind("windows, seed", lambda: loader(sampler=WindowSampler(N, 3, seed=5))),
+    Kind("windows in their order", lambda: loader(sampler=WindowSampler(N, 4, 2, shuffle=False, seed=5))),
     Kind("PKBatchSampler", lambda: loader(batch_sampler=pk_batches()), batches=True),
     Kind("PKBatchSampler, seed", lambda: loader(batch_sampler=pk_batches(seed=5)), batches=True),
     Kind("PKBatchSampler, more batches", lambda: loader(batch_sampler=pk_batches(num_batches=9)), batches=True),
@@ -573,6 +582,9 @@ OUR_KINDS = [
         lambda: grouped(WeightedClassSampler(LABELS, [1, 1, 2], 13, seed=5)),
         batches=True,
     ),
+    Kind("iterations", lambda: by_iterations(BatchSampler(RandomSampler(Indices()), 4, False)), batches=True),
+    Kind("iterations, seed", lambda: by_iterations(pk_batches(seed=5)), batches=True),
+    Kind("iterations, set_epoch", lambda: by_iterations(BatchSampler(EpochSeeded(), 4, False)), batches=True),
 ]
 ALL_KINDS = [*KINDS, *OUR_KINDS]
 BY_NAME = {kind.name: kind for kind in ALL_KINDS}

@@ -71,8 +71,15 @@ def deep_copy(value: V, sharing: Iterable[object]) -> V:
 
 
 def _epoch_holders(sampler: object) -> Iterator[Any]:
-    """Yield those of the nested samplers that have a ``set_epoch``."""
-    return (nested for nested in nested_samplers(sampler) if callable(getattr(nested, "set_epoch", None)))
+    """Yield those of the nested samplers that have a ``set_epoch``, down to one that goes through epochs by itself.
+
+    Such a sampler says ``sets_nested_epochs = True``: the epochs of the samplers in it are not the user's choice.
+    """
+    for nested in nested_samplers(sampler):
+        if callable(getattr(nested, "set_epoch", None)):
+            yield nested
+        if getattr(nested, "sets_nested_epochs", False) is True:
+            return
 
 
 def tell_epoch(sampler: object, epoch: int) -> None:

@@ -7,12 +7,14 @@ generator, and its order follows from that number.
 
 from ddp_patch.samplers.classes import PKBatchSampler, WeightedClassSampler
 from ddp_patch.samplers.grouped import GroupedBatchSampler, LengthBucketBatchSampler
-from ddp_patch.samplers.keyed import ScalableRandomSampler
+from ddp_patch.samplers.keyed import IterationBatchSampler, ScalableRandomSampler, WindowSampler
 
 __all__ = [
     "GroupedBatchSampler",
+    "IterationBatchSampler",
     "LengthBucketBatchSampler",
     "PKBatchSampler",
     "ScalableRandomSampler",
     "WeightedClassSampler",
+    "WindowSampler",
 ]

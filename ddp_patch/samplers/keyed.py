@@ -1,7 +1,8 @@
-"""The base of samplers whose epochs follow from a key; checks of arguments; a scalable shuffle."""
+"""The base of samplers whose epochs follow from a key; checks of arguments; a shuffle, windows and iterations."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import chain
+from functools import partial
+from itertools import chain, count, islice
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -10,15 +11,18 @@ import torch
 from torch.utils.data import Sampler
 
 from ddp_patch.errors import SamplerError
+from ddp_patch.loaders.samples import tell_epoch
 from ddp_patch.orders.orders import Permutation, blocks
 from ddp_patch.orders.random_states import EpochCounter, shuffle_key
 from ddp_patch.validation import as_index
 
 __all__ = [
     "At",
+    "IterationBatchSampler",
     "KeyedSampler",
     "Positions",
     "ScalableRandomSampler",
+    "WindowSampler",
     "flag",
     "generator_of",
     "sequence",
@@ -97,8 +101,24 @@ def generator_of(key: np.random.SeedSequence) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(key))  # default_rng() may choose another bit generator one day
 
 
-class KeyedSampler(Sampler[T]):
-    """A sampler whose every epoch follows from one key, and which counts them: each pass that draws is the next one's.
+class CountingSampler(Sampler[T]):
+    """A sampler that counts its own epochs: each pass that draws an item is the next one's."""
+
+    def __init__(self) -> None:
+        self.epochs: EpochCounter = EpochCounter()
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch; before the first pass, the next one."""
+        return self.epochs.current
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one."""
+        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
+
+
+class KeyedSampler(CountingSampler[T]):
+    """A sampler whose every epoch follows from one key.
 
     The key is made of ``seed`` and the epoch. Without ``seed``, a pass draws one number from torch's global generator,
     as torch's ``RandomSampler`` does. A subclass implements ``_order`` and ``__len__``.
@@ -110,18 +130,9 @@ class KeyedSampler(Sampler[T]):
     _block = 4096  # how many items are looked up at once, at most
 
     def __init__(self, seed: int | None) -> None:
-        self.epochs: EpochCounter = EpochCounter()
+        super().__init__()
         self.seed: int | None = None if seed is None else whole("seed", seed, 0, "epochs' orders are derived from it")
         self._looked_up: tuple[int, At] | None = None  # the latest epoch
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch; before the first pass, the next one."""
-        return self.epochs.current
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one."""
-        self.epochs.set(whole("epoch", epoch, 0, "an epoch's order is derived from its number"))
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -205,3 +216,124 @@ class ScalableRandomSampler(KeyedSampler[int]):
 
     def _order(self, key: np.random.SeedSequence) -> At:
         return Permutation(self.n, key)
+
+
+class WindowSampler(KeyedSampler[int]):
+    """Yield the starts of windows over a time series, with another random offset in each epoch.
+
+    Windows follow each other at ``stride`` and wrap round at the end of the series. With the default stride an epoch
+    sees every point once, and a few points twice if the window does not divide the series. Every point is equally
+    likely to be one of these, and to be anywhere in its window.
+
+    Args:
+        size: How many points the series has, less than 2**62.
+        window: How many points a window has.
+        stride: How many points lie from one window's start to the next one's; by default ``window``.
+        shuffle: Whether the windows come in a random order. Otherwise they come in the order of the series.
+        seed: As for ``ScalableRandomSampler``.
+
+    Raises:
+        SamplerError: The window or the stride is longer than the series, or an argument is of another kind.
+
+    Examples:
+        >>> sampler = WindowSampler(size=10, window=3, shuffle=False, seed=0)
+        >>> starts = list(sampler)
+        >>> len(starts), [(start - starts[0]) % 10 for start in starts]
+        (4, [0, 3, 6, 9])
+    """
+
+    _block = 2**16  # as in ScalableRandomSampler
+
+    def __init__(
+        self,
+        size: int,
+        window: int,
+        stride: int | None = None,
+        *,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(seed)
+        self.size: int = whole("size", size, 1, "it is the number of points in the series", bits=62)
+        self.window: int = _of_at_most("window", window, self.size, "would hold points twice")
+        step = self.window if stride is None else stride
+        self.stride: int = _of_at_most("stride", step, self.size, "would leave the series behind")
+        self.shuffle: bool = flag("shuffle", shuffle)
+
+    def __len__(self) -> int:
+        return -(-self.size // self.stride)
+
+    def _order(self, key: np.random.SeedSequence) -> At:
+        offset_key, shuffle_key = key.spawn(2)
+        offset = int(generator_of(offset_key).integers(self.size))
+        numbers = Permutation(len(self), shuffle_key) if self.shuffle else None
+        return partial(self._starts, offset, numbers)
+
+    def _starts(self, offset: int, numbers: Permutation | None, positions: Positions) -> Positions:
+        windows = positions if numbers is None else numbers(positions)
+        return (offset + windows * self.stride) % self.size
+
+
+def _of_at_most(name: str, value: int, size: int, consequence: str) -> int:
+    """Return a number from 1 to the series' size, or raise SamplerError."""
+    number = whole(name, value, 1, "it counts points of the series")
+    if number > size:
+        raise SamplerError(
+            f"{name}={number} is longer than the series, which has {size} points, and {consequence}. Pass at most "
+            f"{size}."
+        )
+    return number
+
+
+class IterationBatchSampler(CountingSampler[list[int]]):
+    """Yield a fixed number of batches, from as many epochs of a batch sampler as that takes.
+
+    Before each epoch, the wrapped samplers that have a ``set_epoch`` get the epoch's number. One pass is one training,
+    and its number is this sampler's epoch. No two trainings share an epoch of the wrapped samplers.
+
+    In a patched loader, all ranks together get ``num_iterations`` batches. For as many steps on each rank, multiply by
+    the number of ranks.
+
+    Args:
+        batch_sampler: A batch sampler, or any iterable of batches that can be iterated again.
+        num_iterations: How many iterations the training has.
+
+    Raises:
+        SamplerError: ``num_iterations`` is no such number, or, while drawing, an epoch has no batch.
+
+    Examples:
+        >>> list(IterationBatchSampler([[0, 1], [2]], num_iterations=5))
+        [[0, 1], [2], [0, 1], [2], [0, 1]]
+
+    Source:
+        maskrcnn-benchmark's ``IterationBasedBatchSampler``.
+    """
+
+    sets_nested_epochs = True  # so that no wrapper sets the epochs of the wrapped samplers
+
+    def __init__(self, batch_sampler: Iterable[list[int]], num_iterations: int) -> None:
+        super().__init__()
+        self.batch_sampler = batch_sampler
+        self.num_iterations: int = whole("num_iterations", num_iterations, 1, "a training needs at least one")
+
+    def __len__(self) -> int:
+        return self.num_iterations
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epochs.begin(self.epochs.upcoming)
+        yield from islice(self._batches(self.epochs.current), self.num_iterations)
+
+    def _batches(self, training: int) -> Iterator[list[int]]:
+        """Yield a training's batches without end."""
+        # Every epoch has a batch at least, so a training needs at most `num_iterations` epochs.
+        for epoch in count(training * self.num_iterations):
+            tell_epoch(self.batch_sampler, epoch)
+            batch = None
+            for batch in self.batch_sampler:
+                yield batch
+            if batch is None:
+                raise SamplerError(
+                    f"Epoch {epoch} of {type(self.batch_sampler).__name__} has no batch, so {self.num_iterations} "
+                    "iterations are never reached. Pass a batch sampler that gives some each time it is iterated, not "
+                    "an iterator."
+                )

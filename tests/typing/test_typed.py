@@ -25,10 +25,12 @@ from ddp_patch import (
 )
 from ddp_patch.samplers import (
     GroupedBatchSampler,
+    IterationBatchSampler,
     LengthBucketBatchSampler,
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowSampler,
 )
 from ddp_patch.testing import run_ranks
 
@@ -190,8 +192,10 @@ def test_the_samplers_of_the_field() -> None:
     assert_type(list(WeightedClassSampler(labels, {"cat": 1, "dog": 2}, 6)), list[int])
     assert_type(WeightedClassSampler.n_per_class(labels, 3, seed=0), WeightedClassSampler)
     assert_type(list(ScalableRandomSampler(10, seed=0)), list[int])
+    assert_type(list(WindowSampler(10, window=3)), list[int])
     batches = PKBatchSampler(torch.tensor([0, 0, 1, 1]), p=2, k=2)
     assert_type(list(batches), list[list[int]])
+    assert_type(list(IterationBatchSampler(batches, 3)), list[list[int]])
     assert_type(list(LengthBucketBatchSampler(np.array([3, 4, 5]), max_tokens=8)), list[list[int]])
     assert_type(list(GroupedBatchSampler(range(3), ["a", "b", "a"], 2)), list[list[int]])
 

@@ -2,36 +2,40 @@
 
 import copy
 import pickle
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, loader, pk_batches
+from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, loader, pk_batches
 
 from ddp_patch import DDPBatchSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import StreamLengthWarning
 from ddp_patch.orders.orders import has_order
 from ddp_patch.samplers import (
     GroupedBatchSampler,
+    IterationBatchSampler,
     LengthBucketBatchSampler,
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowSampler,
     classes,
 )
 
@@ -62,6 +66,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "P x K": pk_batches,
     "P x K, more batches": partial(pk_batches, num_batches=9),
     "lengths": lambda **randomness: LengthBucketBatchSampler(LENGTHS, max_tokens=20, **randomness),
+    "windows": lambda **randomness: WindowSampler(N, 3, **randomness),
     "scalable": lambda **randomness: ScalableRandomSampler(N, **randomness),
     "grouped": lambda **randomness: GroupedBatchSampler(ScalableRandomSampler(N, **randomness), LABELS, 3),
 }
@@ -355,6 +360,113 @@ def test_batches_are_as_large_as_the_budget_allows_whatever_holds_the_lengths() 
     orders = [list(LengthBucketBatchSampler(given, max_tokens=100, seed=1)) for given in as_each_type(lengths)]
     assert Counter(map(len, orders[0])) == {10: 100, 20: 50}
     assert all(order == orders[0] for order in orders)
+
+
+# Iterations.
+
+
+def batches_of_epochs(make: Callable[[], Any], iterations: int) -> list[list[int]]:
+    """The batches of epochs 0, 1, 2 and so on, one epoch after the other."""
+    sampler, epoch = make(), 0
+    batches: list[list[int]] = []
+    while len(batches) < iterations:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        elif hasattr(getattr(sampler, "sampler", None), "set_epoch"):
+            sampler.sampler.set_epoch(epoch)
+        batches += list(sampler)
+        epoch += 1
+    return batches[:iterations]
+
+
+INNER: dict[str, Callable[[], Any]] = {
+    "a list": lambda: [[0, 1], [2], [3, 4]],
+    "set_epoch": lambda: BatchSampler(EpochSeeded(), 4, drop_last=False),
+    "seed": lambda: pk_batches(seed=5),
+    "torch's generator": lambda: BatchSampler(RandomSampler(Indices(), generator=generator()), 4, drop_last=True),
+    "other numbers of batches": lambda: GroupedBatchSampler(
+        WeightedClassSampler(LABELS, [1, 1, 2], 9, seed=4), GROUPS, 4
+    ),
+    "other numbers, drawn": lambda: BatchSampler(Varying(), 4, drop_last=False),
+}
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_a_training_goes_through_the_epochs(inner: Callable[[], Any]) -> None:
+    random.seed(4)
+    expected = batches_of_epochs(inner, 12)
+    random.seed(4)
+    sampler = IterationBatchSampler(inner(), 12)
+    assert len(sampler) == 12
+    assert list(sampler) == expected
+
+
+def test_a_second_training_has_epochs_of_its_own() -> None:
+    sampler = IterationBatchSampler(BatchSampler(EpochSeeded(), 4, drop_last=False), 13)
+    first, second = list(sampler), list(sampler)
+    assert not {tuple(batch) for batch in first} & {tuple(batch) for batch in second}
+    for epoch, expected in ((1, second), (0, first)):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == expected
+        assert sampler.epoch == epoch
+
+
+def test_the_epochs_that_it_tells_are_not_taken_for_the_users() -> None:
+    """A wrapper takes over epochs that the user sets on a nested sampler; here they are set while a pass runs."""
+
+    def wrapper() -> Any:
+        batches = BatchSampler(EpochSeeded(), 4, drop_last=False)
+        return DDPBatchSamplerWrapper(IterationBatchSampler(batches, 30), False, num_replicas=1, rank=0)
+
+    sampler = IterationBatchSampler(BatchSampler(EpochSeeded(), 4, drop_last=False), 30)
+    patched = wrapper()
+    assert [list(patched) for _ in range(3)] == [list(sampler) for _ in range(3)]
+    patched = wrapper()
+    patched.sampler.set_epoch(2)  # but its own is
+    sampler.set_epoch(2)
+    assert list(patched) == list(sampler)
+
+
+# Windows.
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("size", "window", "stride"), [(10, 3, None), (12, 3, None), (10, 10, None), (11, 4, 2), (7, 1, 1)]
+)
+def test_an_epoch_sees_every_point_alike(size: int, window: int, stride: int | None, shuffle: bool) -> None:
+    sampler = WindowSampler(size, window, stride, shuffle=shuffle, seed=0)
+    step = stride or window
+    total = np.zeros(size)
+    for _ in range(MANY):
+        starts = np.array(list(sampler))
+        assert len(starts) == len(sampler) == -(-size // step)
+        first = starts[0]
+        ring = [(start - first) % size for start in starts]
+        if not shuffle:
+            assert ring == [step * i for i in range(len(starts))]
+        seen = np.bincount(((starts[:, None] + np.arange(window)) % size).ravel(), minlength=size)
+        assert seen.min() >= window // step
+        assert seen.sum() == len(starts) * window
+        total += seen
+    expected = MANY * len(sampler) * window / size
+    assert (abs(total - expected) < BOUND * np.sqrt(MANY) * 2).all()
+
+
+def test_shuffled_windows_are_the_same_ones_in_another_order() -> None:
+    for epoch in range(20):
+        shuffled, ordered = (WindowSampler(103, 5, shuffle=shuffle, seed=3) for shuffle in (True, False))
+        positions = np.arange(len(ordered))
+        one, other = (sampler.items_at(positions, epoch) for sampler in (shuffled, ordered))
+        assert sorted(one) == sorted(other)
+        assert one.tolist() != other.tolist()
+
+
+def test_windows_of_the_longest_series_do_not_overflow() -> None:
+    size = 2**62 - 1
+    starts = list(WindowSampler(size, 2**59, shuffle=False, seed=1))
+    assert all(0 <= start < size for start in starts)
+    assert all((after - before) % size == 2**59 for before, after in pairwise(starts))
 
 
 # The scalable shuffle.

@@ -14,10 +14,12 @@ from ddp_patch import DDPPatchError
 from ddp_patch.errors import SamplerError
 from ddp_patch.samplers import (
     GroupedBatchSampler,
+    IterationBatchSampler,
     LengthBucketBatchSampler,
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowSampler,
 )
 
 NAN = float("nan")
@@ -26,7 +28,9 @@ Call = Callable[[], Any]
 weighted: Any = WeightedClassSampler
 pk: Any = PKBatchSampler
 lengths: Any = LengthBucketBatchSampler
+windows: Any = WindowSampler
 grouped: Any = GroupedBatchSampler
+iterations: Any = IterationBatchSampler
 scalable: Any = ScalableRandomSampler
 
 
@@ -77,6 +81,10 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: lengths([3, 9, 12], max_tokens=10), ("lengths[2]=12", "max_tokens=10"), ("larger max_tokens", "shorten")),
     (lambda: lengths([3], batch_size=1, max_padding=1), ("max_padding=1", "0", "1", "padding"), "0.1"),
     (lambda: lengths([3], batch_size=1, max_padding=True), ("max_padding=True", "0", "1", "padding"), "0.1"),
+    (lambda: windows(2**62, 1), (f"size={2**62}", "2**62 - 1", "64 bits"), "at most"),
+    (lambda: windows(10, 11), ("window=11", "10 points"), "10"),
+    (lambda: windows(10, 3, 11), ("stride=11", "10 points"), "10"),
+    (lambda: windows(10, 3, shuffle=1), ("shuffle=1", "True", "False"), "one"),
     (lambda: scalable(2**63), (f"n={2**63}", "2**63 - 1", "64 bits"), "at most"),
     *(
         (lambda kind=kind: grouped(kind(range(5)), [0] * 7, 2), ("group_ids", "7", kind.__name__, "5 samples"), "group")
@@ -100,6 +108,11 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
         )
         for odd in (2, -1)
     ),
+    (
+        lambda: list(iterations(iter([[0]]), 2)),
+        ("Epoch 1", "list_iterator", "2 iterations"),
+        ("batch sampler", "not an iterator"),
+    ),
 ]
 
 
@@ -114,8 +127,13 @@ WHOLES: list[tuple[Callable[[Any], Any], str, int, str]] = [
     (lambda value: pk(LABELS, 2, 2, num_batches=value), "num_batches", 1, "epoch"),
     (lambda value: lengths([3], max_tokens=value), "max_tokens", 1, "batch"),
     (lambda value: lengths([3], batch_size=value), "batch_size", 1, "batch"),
+    (lambda value: windows(value, 1), "size", 1, "points"),
+    (lambda value: windows(10, value), "window", 1, "points"),
+    (lambda value: windows(10, 3, value), "stride", 1, "points"),
     (lambda value: scalable(value), "n", 0, "samples"),
     (lambda value: grouped([0, 1], [0, 0], value), "batch_size", 1, "samples"),
+    (lambda value: iterations([[0]], value), "num_iterations", 1, "training"),
+    (lambda value: iterations([[0]], 5).set_epoch(value), "epoch", 0, "order"),
 ]
 
 
