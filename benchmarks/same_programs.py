@@ -137,7 +137,7 @@ class Program:
     @property
     def seeded(self) -> dict[str, Any]:
         """What a sampler of ours draws from."""
-        return {"seed": 3} if self.is_lazy else {}
+        return {"seed": 3} if self.is_lazy else {"generator": self.generator}
 
 
 # What a state has in every version that is compared.

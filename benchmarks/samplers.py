@@ -24,6 +24,7 @@ from ddp_patch.samplers import (
     ScalableRandomSampler,
     WeightedClassSampler,
     WindowSampler,
+    aspect_ratio_groups,
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "samplers.md"
@@ -121,9 +122,9 @@ def class_balanced() -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.2), layout="constrained")
     torch.manual_seed(SEED)
     plain = BatchSampler(RandomSampler(range(600)), 16, drop_last=False)
-    balanced = BatchSampler(WeightedClassSampler.n_per_class(labels, 100, seed=SEED), 16, drop_last=False)
+    balanced = BatchSampler(WeightedClassSampler.upsample(labels, seed=SEED), 16, drop_last=False)
     cells(axes[0], list(islice(plain, 12)), labels, "shuffle=True", 6)
-    cells(axes[1], list(islice(balanced, 12)), labels, "WeightedClassSampler.n_per_class", 6)
+    cells(axes[1], list(islice(balanced, 12)), labels, "WeightedClassSampler.upsample", 6)
     return figure
 
 
@@ -140,7 +141,7 @@ def p_x_k() -> Any:
 def grouped() -> Any:
     """A shuffled epoch, and the same one in groups."""
     rng = np.random.default_rng(SEED)
-    groups = np.digitize(rng.choice([480, 640, 1024], 88) / rng.choice([480, 640], 88), (0.9, 1.5))
+    groups = aspect_ratio_groups(rng.choice([480, 640, 1024], 88), rng.choice([480, 640], 88), edges=(0.9, 1.5))
     order = rng.permutation(88).tolist()
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.6), layout="constrained")
     cells(axes[0], [order[start : start + 8] for start in range(0, 88, 8)], groups, "the sampler's order", 3)
@@ -173,13 +174,17 @@ def by_length() -> Any:
 
 
 def by_iterations() -> Any:
-    """A training over several epochs."""
+    """A training over several epochs, and the same one begun later."""
     batches = BatchSampler(ScalableRandomSampler(30, seed=SEED), 6, drop_last=False)
-    figure, axes = plt.subplots(figsize=(9, 1.8), layout="constrained")
-    for iteration, batch in enumerate(IterationBatchSampler(batches, 17)):
-        axes.barh(0, 1, left=iteration, color=f"C{iteration // 5}", edgecolor="white")
-        axes.text(iteration + 0.5, 0, "\n".join(map(str, batch)), ha="center", va="center", fontsize=7)
-    axes.set(xlabel="iteration; the colour is the epoch, the numbers are the batch", xticks=range(0, 18, 5), yticks=[])
+    figure, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
+    for row, start in enumerate((0, 8)):
+        sampler = IterationBatchSampler(batches, 17, start_iteration=start)
+        for iteration, batch in enumerate(sampler, start=start):
+            axes.barh(row, 1, left=iteration, color=f"C{iteration // 5}", edgecolor="white")
+            axes.text(iteration + 0.5, row, "\n".join(map(str, batch)), ha="center", va="center", fontsize=7)
+    axes.set_yticks([0, 1], ["start_iteration=0", "start_iteration=8"])
+    axes.set(xlabel="iteration; the colour is the epoch, the numbers are the batch", xticks=range(0, 18, 5))
+    axes.invert_yaxis()
     return figure
 
 

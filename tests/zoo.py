@@ -551,16 +551,22 @@ def grouped(sampler: Iterable[int]) -> DataLoader[Any]:
     return loader(batch_sampler=GroupedBatchSampler(sampler, GROUPS, 3))
 
 
-def by_iterations(batch_sampler: Iterable[list[int]]) -> DataLoader[Any]:
-    return loader(batch_sampler=IterationBatchSampler(batch_sampler, 11))
+def by_iterations(batch_sampler: Iterable[list[int]], start_iteration: int = 0) -> DataLoader[Any]:
+    return loader(batch_sampler=IterationBatchSampler(batch_sampler, 11, start_iteration))
 
 
 # Samplers of ddp_patch.samplers, which docs/loaders.md does not compare with other libraries.
 OUR_KINDS = [
     Kind("class-weighted", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31))),
     Kind("class-weighted, seed", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31, seed=5))),
+    Kind(
+        "class-weighted, generator",
+        lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31, generator=seeded_generator())),
+        stateful=True,
+    ),
     Kind("scalable", lambda: loader(sampler=ScalableRandomSampler(N))),
     Kind("scalable, seed", lambda: loader(sampler=ScalableRandomSampler(N, seed=5))),
+    with_state("scalable, generator", lambda: loader(sampler=ScalableRandomSampler(N, generator=seeded_generator()))),
     Kind("windows", lambda: loader(sampler=WindowSampler(N, 3))),
     Kind("windows, seed", lambda: loader(sampler=WindowSampler(N, 3, seed=5))),
     Kind("windows in their order", lambda: loader(sampler=WindowSampler(N, 4, 2, shuffle=False, seed=5))),
@@ -582,7 +588,7 @@ OUR_KINDS = [
         lambda: grouped(WeightedClassSampler(LABELS, [1, 1, 2], 13, seed=5)),
         batches=True,
     ),
-    Kind("iterations", lambda: by_iterations(BatchSampler(RandomSampler(Indices()), 4, False)), batches=True),
+    Kind("iterations", lambda: by_iterations(BatchSampler(RandomSampler(Indices()), 4, False), 3), batches=True),
     Kind("iterations, seed", lambda: by_iterations(pk_batches(seed=5)), batches=True),
     Kind("iterations, set_epoch", lambda: by_iterations(BatchSampler(EpochSeeded(), 4, False)), batches=True),
 ]

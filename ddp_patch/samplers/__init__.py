@@ -1,13 +1,14 @@
 """Ready-made samplers for common cases, which ``patch_dataloader_to_ddp`` keeps intact.
 
 Write them as for one process: the patch shards what they yield. With ``seed``, an epoch's order follows from the seed
-and the epoch, and each rank looks up its share. Without ``seed``, a pass draws one number from torch's global
-generator, and its order follows from that number.
+and the epoch, and each rank looks up its share. Without ``seed``, a pass draws one number from ``generator``, or from
+torch's global generator, and its order follows from that number.
 """
 
 from ddp_patch.samplers.classes import PKBatchSampler, WeightedClassSampler
-from ddp_patch.samplers.grouped import GroupedBatchSampler, LengthBucketBatchSampler
-from ddp_patch.samplers.keyed import IterationBatchSampler, ScalableRandomSampler, WindowSampler
+from ddp_patch.samplers.grouped import GroupedBatchSampler, LengthBucketBatchSampler, aspect_ratio_groups
+from ddp_patch.samplers.keyed import IterationBatchSampler, ScalableRandomSampler
+from ddp_patch.samplers.windows import WindowDataset, WindowSampler
 
 __all__ = [
     "GroupedBatchSampler",
@@ -16,5 +17,7 @@ __all__ = [
     "PKBatchSampler",
     "ScalableRandomSampler",
     "WeightedClassSampler",
+    "WindowDataset",
     "WindowSampler",
+    "aspect_ratio_groups",
 ]

@@ -2,9 +2,11 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property, partial
 from math import gcd
+from numbers import Rational
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -132,8 +134,8 @@ class WeightedClassSampler(KeyedSampler[int]):
         labels: Each sample's label, of any hashable type: a list, array or tensor.
         weights: Each label's weight, on any scale: a mapping, or a sequence for the labels 0, 1, 2 and so on.
         length: How many indices an epoch has.
-        seed: Every epoch's order follows from it and the epoch's number. Default: each pass draws one number from
-            torch's global generator.
+        seed: Every epoch's order follows from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: A label has no weight or a weight no label, weights are negative, not finite or all zero, or
@@ -144,6 +146,8 @@ class WeightedClassSampler(KeyedSampler[int]):
         >>> drawn = list(sampler)
         >>> sum(index < 8 for index in drawn), sorted(index for index in drawn if index >= 8)
         (3, [8, 8, 8, 9, 9, 9])
+        >>> len(WeightedClassSampler.upsample([0, 0, 0, 1])), len(WeightedClassSampler.downsample([0, 0, 0, 1]))
+        (6, 2)
 
     Source:
         The rounding is Hamilton's method of largest remainders: Balinski and Young, "Fair Representation", 1982.
@@ -156,17 +160,18 @@ class WeightedClassSampler(KeyedSampler[int]):
         length: int,
         *,
         seed: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, generator)
         self._classes = Classes.of("labels", labels)
         self._length = whole("length", length, 1, "it is the number of indices in an epoch")
         self._counts = _largest_remainder(_checked(weights, self._classes.labels), self._length)
 
     @classmethod
-    def n_per_class(cls, labels: Labels, n: int, *, seed: int | None = None) -> Self:
+    def n_per_class(
+        cls, labels: Labels, n: int, *, seed: int | None = None, generator: torch.Generator | None = None
+    ) -> Self:
         """Return a sampler that draws n indices of every class.
-
-        If n is the size of the largest class, no sample is left out; if it is that of the smallest, none comes twice.
 
         Examples:
             >>> WeightedClassSampler.n_per_class(["cat", "cat", "dog"], n=5).counts
@@ -175,7 +180,33 @@ class WeightedClassSampler(KeyedSampler[int]):
         n = whole("n", n, 1, "it is the number of indices of every class in an epoch")
         classes: Any = Classes.of("labels", labels)  # which numbers them once
         weights = dict.fromkeys(classes.labels, 1)
-        return cls(classes, weights, n * len(weights), seed=seed)
+        return cls(classes, weights, n * len(weights), seed=seed, generator=generator)
+
+    @classmethod
+    def upsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
+        """Return a sampler that draws as many indices of every class as the largest class has.
+
+        No sample is left out.
+
+        Examples:
+            >>> WeightedClassSampler.upsample(["cat", "cat", "dog"]).counts
+            {'cat': 2, 'dog': 2}
+        """
+        classes: Any = Classes.of("labels", labels)
+        return cls.n_per_class(classes, int(classes.sizes.max()), seed=seed, generator=generator)
+
+    @classmethod
+    def downsample(cls, labels: Labels, *, seed: int | None = None, generator: torch.Generator | None = None) -> Self:
+        """Return a sampler that draws as many indices of every class as the smallest class has.
+
+        No sample comes twice.
+
+        Examples:
+            >>> WeightedClassSampler.downsample(["cat", "cat", "dog"]).counts
+            {'cat': 1, 'dog': 1}
+        """
+        classes: Any = Classes.of("labels", labels)
+        return cls.n_per_class(classes, int(classes.sizes.min()), seed=seed, generator=generator)
 
     def __len__(self) -> int:
         return self._length
@@ -204,30 +235,46 @@ def _evenly(rng: np.random.Generator, members: npt.NDArray[Any], count: int) -> 
 
 def _checked(weights: Any, labels: list[Hashable]) -> list[Fraction]:
     """Return each label's weight as an exact fraction, or raise SamplerError."""
-    listed = weights.tolist() if isinstance(weights, torch.Tensor | np.ndarray) else weights
-    try:
-        pairs = listed.items() if isinstance(listed, Mapping) else enumerate(listed)
-        by_label = {_plain(label): _plain(weight) for label, weight in pairs}
-    except TypeError:
-        raise SamplerError(
-            f"weights={weights!r} is a {type(weights).__name__}, and every label needs a weight. Pass a mapping from "
-            "label to weight, or a sequence for the labels 0, 1, 2 and so on."
-        ) from None
+    by_label = _by_label(weights)
     if differing := by_label.keys() ^ set(labels):
         label = next(label for label in (*labels, *by_label) if label in differing)
         raise SamplerError(
             f"weights and labels differ in {label!r}, which is in one of them alone. Give every label a weight, which "
             "may be 0, and leave out others; a sequence of weights is for the labels 0, 1, 2 and so on."
         )
-    try:
-        exact = [Fraction(by_label[label]) for label in labels]
-    except (TypeError, ValueError, OverflowError):  # no number, or not finite
-        exact = []
-    if not any(exact) or min(exact) < 0:
+    exact = [_exact(by_label[label]) for label in labels]
+    if None in exact or not any(exact):
         raise SamplerError(
             f"weights={by_label} are not finite numbers of at least 0, with one above 0. Pass such proportions."
         )
-    return exact
+    return [weight or Fraction(0) for weight in exact]
+
+
+def _exact(weight: Any) -> Fraction | None:
+    """Return a weight as a fraction, or None unless it is a finite number of at least 0."""
+    if isinstance(weight, bool) or not isinstance(weight, Rational | float | Decimal):
+        return None
+    try:
+        exact = Fraction(weight)
+    except (OverflowError, ValueError):  # not finite, or no number
+        return None
+    return exact if exact >= 0 else None
+
+
+def _by_label(weights: Any) -> dict[Hashable, Any]:
+    """Return the weights that were given, by label, or raise SamplerError."""
+    if isinstance(weights, Mapping):
+        pairs = list(weights.items())
+    elif isinstance(weights, torch.Tensor | np.ndarray) and weights.ndim:
+        pairs = list(enumerate(weights.tolist()))
+    elif isinstance(weights, Sequence) and not isinstance(weights, str):
+        pairs = list(enumerate(weights))
+    else:
+        raise SamplerError(
+            f"weights={weights!r} is a {type(weights).__name__}, and every label needs a weight. Pass a mapping from "
+            "label to weight, or a sequence for the labels 0, 1, 2 and so on."
+        )
+    return {_plain(label): _plain(weight) for label, weight in pairs}
 
 
 def _largest_remainder(weights: list[Fraction], length: int) -> list[int]:
@@ -264,7 +311,8 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         k: How many instances of each label a batch has.
         num_batches: How many batches an epoch has, such as ``len(labels) // (p * k)`` to draw as many samples as there
             are. Default: as many as have every label once.
-        seed: As for ``WeightedClassSampler``.
+        seed: Every epoch's batches follow from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: There are fewer than p labels, or an argument is of another kind.
@@ -291,8 +339,9 @@ class PKBatchSampler(KeyedSampler[list[int]]):
         *,
         num_batches: int | None = None,
         seed: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(seed)
+        super().__init__(seed, generator)
         self._classes = Classes.of("labels", labels)
         self.p: int = whole("p", p, 1, "it is the number of labels in a batch")
         self.k: int = whole("k", k, 1, "it is the number of instances of each label in a batch")

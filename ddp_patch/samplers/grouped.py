@@ -1,12 +1,12 @@
-"""Batches of samples that go together: of one group, or of similar lengths."""
+"""Batches of samples that go together: of one group, of alike aspect ratios, or of similar lengths."""
 
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,26 +25,37 @@ from ddp_patch.samplers.keyed import (
     ScalableRandomSampler,
     flag,
     generator_of,
-    sequence,
+    positive,
     smallest,
     whole,
 )
 
-__all__ = ["GroupedBatchSampler", "LengthBucketBatchSampler"]
+__all__ = ["GroupedBatchSampler", "LengthBucketBatchSampler", "aspect_ratio_groups"]
 
 
-# The samples of all batches of an epoch; where each batch begins among them and where it ends, (batches, 2).
-_Batches: TypeAlias = tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """An epoch of batches.
 
-
-def _batches_at(items: npt.NDArray[Any], bounds: npt.NDArray[np.int64], positions: Positions) -> list[list[int]]:
-    """Return the batches at some positions of an epoch.
+    Attributes:
+        items: The samples of all batches.
+        bounds: Where each batch begins among them and where it ends, in the shape ``(batches, 2)``.
 
     Examples:
-        >>> _batches_at(np.array([7, 8, 9]), _cut(np.array([3]), 2), np.array([1, 0]))
+        >>> batches = Batches(np.array([7, 8, 9]), _cut(np.array([3]), 2))
+        >>> batches(np.array([1, 0]))
         [[9], [7, 8]]
     """
-    return [items[start:stop].tolist() for start, stop in bounds[positions].tolist()]
+
+    items: npt.NDArray[np.integer[Any]]
+    bounds: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def __call__(self, positions: Positions) -> list[list[int]]:
+        """Return the batches at some positions."""
+        return [self.items[start:stop].tolist() for start, stop in self.bounds[positions].tolist()]
 
 
 class GroupedBatchSampler(Sampler[list[int]]):
@@ -89,8 +100,8 @@ class GroupedBatchSampler(Sampler[list[int]]):
                 f"{len(sampler.data_source)} samples: each is in one group. Pass one group for each sample of the "
                 "dataset."
             )
-        self._running: int | None = None  # how many batches the latest pass has, unless it has ended
-        self._looked_up: tuple[int, _Batches] | None = None  # the latest epoch
+        self._running: Batches | None = None  # the latest pass, unless it has ended
+        self._looked_up: tuple[int, Batches] | None = None  # the latest epoch
 
     @property
     def drop_last(self) -> bool:
@@ -106,7 +117,12 @@ class GroupedBatchSampler(Sampler[list[int]]):
     @property
     def has_random_access(self) -> bool:
         """Whether any part of any epoch can be looked up, which needs one of these samplers with a seed inside."""
-        return isinstance(self.sampler, KeyedSampler) and is_random_access(self.sampler)
+        return self._keyed is not None
+
+    @property
+    def _keyed(self) -> KeyedSampler[int] | None:
+        """The wrapped sampler, if epochs can be looked up in it."""
+        return self.sampler if is_random_access(self.sampler) and isinstance(self.sampler, KeyedSampler) else None
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the wrapped sampler's next one."""
@@ -115,9 +131,9 @@ class GroupedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         if self._running is not None:
-            return self._running
-        if isinstance(self.sampler, KeyedSampler) and self.has_random_access:
-            return len(self._epoch(self.sampler.epochs.upcoming)[1])
+            return len(self._running)
+        if self._keyed is not None:
+            return len(self._epoch(self._keyed, self._keyed.epochs.upcoming))
         if (indices := _fixed_indices(self.sampler)) is None:
             nested = (getattr(sampler, "__dict__", {}).values() for sampler in nested_samplers(self.sampler))
             datasets = [value for value in chain.from_iterable(nested) if isinstance(value, Dataset)]
@@ -129,30 +145,44 @@ class GroupedBatchSampler(Sampler[list[int]]):
         return chain.from_iterable(self._parts())
 
     def _parts(self) -> Iterator[list[list[int]]]:
-        items, bounds = self._batches(self.sampler)
-        self._running = len(bounds)
-        for run in blocks(range(len(bounds))):
-            yield _batches_at(items, bounds, np.arange(run.start, run.stop))
+        batches = self._running = self._batches(self.sampler)
+        for run in blocks(range(len(batches))):
+            yield batches(np.arange(run.start, run.stop))
         self._running = None
 
     def items_at(self, positions: Positions, epoch: int) -> list[list[int]]:
-        """Return the batches at some positions of an epoch, if ``has_random_access``; see ``RandomAccess``."""
-        return _batches_at(*self._epoch(epoch), positions)
+        """Return the batches at some positions of an epoch.
 
-    def _epoch(self, epoch: int) -> "_Batches":
+        Args:
+            positions: Positions of batches, in any order and number.
+            epoch: From 0.
+
+        Returns:
+            The indices of each batch, in the order of the positions.
+
+        Raises:
+            SamplerError: The wrapped sampler cannot be looked up.
+        """
+        if self._keyed is None:
+            raise SamplerError(
+                f"GroupedBatchSampler.items_at() was called over a {type(self.sampler).__name__}, which can only be "
+                "iterated. Give it a sampler of ddp_patch.samplers with seed=, or iterate it."
+            )
+        return self._epoch(self._keyed, epoch)(positions)
+
+    def _epoch(self, sampler: KeyedSampler[int], epoch: int) -> Batches:
         """Return an epoch, which is drawn once however often it is looked up."""
         if self._looked_up is None or self._looked_up[0] != epoch:
-            keyed: Any = self.sampler
-            self._looked_up = epoch, self._batches(keyed.items_at(np.arange(len(keyed)), epoch))
+            self._looked_up = epoch, self._batches(sampler.items_at(np.arange(len(sampler)), epoch))
         return self._looked_up[1]
 
-    def _batches(self, drawn: Iterable[int]) -> "_Batches":
+    def _batches(self, drawn: Iterable[int]) -> Batches:
         """Group the indices of an epoch into batches."""
         indices = _as_indices(drawn, type(self.sampler).__name__)
         group_of = self._group_of(indices)
         places = np.argsort(group_of, kind="stable")  # group by group, in the sampler's order
         bounds = self._bounds(group_of)
-        return indices[places], bounds[np.argsort(places[bounds[:, 0]])]
+        return Batches(indices[places], bounds[np.argsort(places[bounds[:, 0]])])
 
     def _group_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
         groups = self._groups.codes
@@ -239,8 +269,8 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         max_tokens: How many tokens a padded batch has at most.
         batch_size: How many samples a batch has, instead of ``max_tokens``.
         max_padding: How large a part of a batch may be padding, from 0 to less than 1. Less padding makes more batches.
-        seed: Every epoch's batches follow from it and the epoch's number. Default: each pass draws one number from
-            torch's global generator.
+        seed: Every epoch's batches follow from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
         SamplerError: A sample is longer than ``max_tokens``, both or neither of ``max_tokens`` and ``batch_size`` are
@@ -261,9 +291,10 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         batch_size: int | None = None,
         max_padding: float = 0.1,
         seed: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(seed)
-        found = _checked(lengths)
+        super().__init__(seed, generator)
+        found = positive("lengths", lengths, "iu", "a whole number of tokens, at least 1").astype(np.int64)
         name, given = ("batch_size", batch_size) if max_tokens is None else ("max_tokens", max_tokens)
         if (max_tokens is None) == (batch_size is None):
             raise SamplerError(
@@ -291,27 +322,7 @@ class LengthBucketBatchSampler(KeyedSampler[list[int]]):
         items = self._items.copy()
         for bucket in np.split(items, np.cumsum(self._sizes)[:-1]):  # views, so this shuffles `items`
             rng.shuffle(bucket)
-        return partial(_batches_at, items, self._bounds[rng.permutation(len(self))])
-
-
-def _checked(lengths: Any) -> npt.NDArray[np.int64]:
-    """Return lengths in the shape ``(samples,)``, or raise SamplerError if one is no whole number of at least 1."""
-    given = sequence("lengths", lengths)
-    try:
-        found = np.asarray(given)
-    except ValueError:  # values of several lengths
-        found = np.asarray(given, dtype=object)
-    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu":
-        raise SamplerError(
-            f"lengths is an array of {found.dtype} of shape {found.shape}, and each value is a whole number of tokens, "
-            "at least 1. Pass a flat list, array or tensor with one for each sample."
-        )
-    if len(odd := np.flatnonzero((found < 1) | (found > np.iinfo(np.int64).max))):
-        raise SamplerError(
-            f"lengths[{odd[0]}]={found[odd[0]]} is not a whole number of tokens, at least 1, of at most 64 bits. "
-            "Correct it or leave that sample out."
-        )
-    return found.astype(np.int64)
+        return Batches(items, self._bounds[rng.permutation(len(self))])
 
 
 def _part(value: Any) -> float:
@@ -342,3 +353,47 @@ def _buckets(
         if end == len(values):
             return longest_first, np.add.reduceat(counts, firsts), -values[firsts]
         firsts.append(end)
+
+
+def aspect_ratio_groups(
+    widths: Sequence[float] | npt.NDArray[Any] | torch.Tensor,
+    heights: Sequence[float] | npt.NDArray[Any] | torch.Tensor,
+    edges: Sequence[float] = (1.0,),
+) -> npt.NDArray[np.int64]:
+    """Group pictures by the interval that their aspect ratio, width / height, lies in.
+
+    Args:
+        widths: Each picture's width, in any unit, above 0.
+        heights: Each picture's height, in the same unit, above 0.
+        edges: The ratios between one interval and the next, in increasing order. An edge belongs to the upper interval.
+            With the default, upright pictures are in group 0, square and wide ones in group 1.
+
+    Returns:
+        Each picture's group, from 0 to ``len(edges)``, in the shape ``(pictures,)``.
+
+    Raises:
+        SamplerError: A size is not above 0, the edges do not increase, or widths and heights differ in number.
+
+    Examples:
+        >>> aspect_ratio_groups([640, 480, 500], [480, 640, 500]).tolist()
+        [1, 0, 1]
+        >>> aspect_ratio_groups([640, 480, 500], [480, 640, 500], edges=[0.8, 1.25]).tolist()
+        [2, 0, 1]
+
+    Source:
+        torchvision's detection references, ``group_by_aspect_ratio.py``.
+    """
+    given = {"widths": widths, "heights": heights, "edges": edges}
+    wide, high, bounds = (positive(name, values, "iuf", "a finite number above 0") for name, values in given.items())
+    if len(wide) != len(high):
+        raise SamplerError(
+            f"widths has {len(wide)} entries and heights {len(high)}: a picture has one of each. Pass sequences of one "
+            "length."
+        )
+    if (np.diff(bounds) <= 0).any():
+        raise SamplerError(
+            f"edges={bounds.tolist()} do not increase, so they bound no intervals. Pass aspect ratios in increasing "
+            "order."
+        )
+    groups: npt.NDArray[np.int64] = np.searchsorted(bounds, wide / high, side="right")
+    return groups

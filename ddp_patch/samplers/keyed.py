@@ -1,9 +1,8 @@
-"""The base of samplers whose epochs follow from a key; checks of arguments; a shuffle, windows and iterations."""
+"""The base of these samplers, whose epochs follow from a key; checks of arguments; a scalable shuffle; iterations."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
 from itertools import chain, count, islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ from torch.utils.data import Sampler
 
 from ddp_patch.errors import SamplerError
 from ddp_patch.loaders.samples import tell_epoch
-from ddp_patch.orders.orders import Permutation, blocks
+from ddp_patch.orders.orders import Permutation, blocks, is_random_access
 from ddp_patch.orders.random_states import EpochCounter, shuffle_key
 from ddp_patch.validation import as_index
 
@@ -22,9 +21,9 @@ __all__ = [
     "KeyedSampler",
     "Positions",
     "ScalableRandomSampler",
-    "WindowSampler",
     "flag",
     "generator_of",
+    "positive",
     "sequence",
     "smallest",
     "whole",
@@ -81,6 +80,36 @@ def sequence(name: str, values: Any) -> npt.NDArray[Any] | list[Any]:
     return list(values)
 
 
+def positive(name: str, values: Any, kinds: str, what: str) -> npt.NDArray[Any]:
+    """Return finite numbers above 0 as one array, in the shape ``(samples,)``, or raise SamplerError.
+
+    Args:
+        name: The argument's name.
+        values: The argument: a sequence, array or tensor.
+        kinds: numpy's letters of the types allowed: "iu" for whole numbers, "iuf" for any.
+        what: What a value is, for the error message.
+
+    Examples:
+        >>> positive("lengths", torch.tensor([3, 5]), "iu", "a whole number above 0")
+        array([3, 5])
+    """
+    given = sequence(name, values)
+    try:
+        found = np.asarray(given)
+    except ValueError:  # values of several lengths
+        found = np.asarray(given, dtype=object)
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in kinds:
+        raise SamplerError(
+            f"{name} is an array of {found.dtype} of shape {found.shape}, and each value is {what}. Pass a flat list, "
+            "array or tensor with one for each sample."
+        )
+    if len(odd := np.flatnonzero(~((found > 0) & (found <= np.iinfo(np.int64).max)))):
+        raise SamplerError(
+            f"{name}[{odd[0]}]={found[odd[0]]} is not {what}, of at most 64 bits. Correct it or leave that sample out."
+        )
+    return found
+
+
 def smallest(n: int) -> type[np.integer[Any]]:
     """Return the smallest type of integers that holds ``range(n)``, which is the fastest to sort and look up.
 
@@ -120,18 +149,29 @@ class CountingSampler(Sampler[T]):
 class KeyedSampler(CountingSampler[T]):
     """A sampler whose every epoch follows from one key.
 
-    The key is made of ``seed`` and the epoch. Without ``seed``, a pass draws one number from torch's global generator,
-    as torch's ``RandomSampler`` does. A subclass implements ``_order`` and ``__len__``.
+    The key is made of ``seed`` and the epoch. Without ``seed``, a pass draws one number from ``generator``, or from
+    torch's global generator, as torch's ``RandomSampler`` does. A subclass implements ``_order`` and ``__len__``.
 
     Attributes:
         seed: Every epoch's order follows from it; None if orders are drawn.
+        generator: A pass draws its key from it; None for torch's global generator.
     """
 
     _block = 4096  # how many items are looked up at once, at most
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, generator: torch.Generator | None) -> None:
         super().__init__()
+        if seed is not None and generator is not None:
+            raise SamplerError(
+                f"seed={seed!r} and generator={generator!r} were both given: an order follows from one of them. Pass "
+                "one, or neither to draw from torch's global generator."
+            )
+        if generator is not None and not isinstance(cast(object, generator), torch.Generator):
+            raise SamplerError(
+                f"generator={generator!r} is not a generator (type {type(generator).__name__}). Pass a torch.Generator."
+            )
         self.seed: int | None = None if seed is None else whole("seed", seed, 0, "epochs' orders are derived from it")
+        self.generator = generator
         self._looked_up: tuple[int, At] | None = None  # the latest epoch
 
     def __len__(self) -> int:
@@ -149,7 +189,8 @@ class KeyedSampler(CountingSampler[T]):
         if self.seed is not None:
             at = self._epoch(self.seed, self.epochs.current)
         else:
-            at = self._order(shuffle_key(int(torch.empty((), dtype=torch.int64).random_()), 0))
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            at = self._order(shuffle_key(int(drawn), 0))
         for run in blocks(range(len(self)), self._block):
             found = at(np.arange(run.start, run.stop))
             yield found.tolist() if isinstance(found, np.ndarray) else found
@@ -192,11 +233,11 @@ class ScalableRandomSampler(KeyedSampler[int]):
 
     Args:
         n: How many samples there are, from 0 to 2**63 - 1.
-        seed: Every epoch's order follows from it and the epoch's number. Default: each pass draws one number from
-            torch's global generator.
+        seed: Every epoch's order follows from it and the epoch's number.
+        generator: Used if there is no seed: each pass draws one number from it, or else from torch's global generator.
 
     Raises:
-        SamplerError: ``n`` is no such number.
+        SamplerError: ``n`` is no such number, or ``seed`` and ``generator`` are both given.
 
     Examples:
         >>> sampler = ScalableRandomSampler(10**12, seed=0)
@@ -207,8 +248,8 @@ class ScalableRandomSampler(KeyedSampler[int]):
 
     _block = 2**16  # the permutation takes some hundred numpy calls for however few positions
 
-    def __init__(self, n: int, *, seed: int | None = None) -> None:
-        super().__init__(seed)
+    def __init__(self, n: int, *, seed: int | None = None, generator: torch.Generator | None = None) -> None:
+        super().__init__(seed, generator)
         self.n: int = whole("n", n, 0, "it is the number of samples to shuffle", bits=63)
 
     def __len__(self) -> int:
@@ -218,92 +259,34 @@ class ScalableRandomSampler(KeyedSampler[int]):
         return Permutation(self.n, key)
 
 
-class WindowSampler(KeyedSampler[int]):
-    """Yield the starts of windows over a time series, with another random offset in each epoch.
-
-    Windows follow each other at ``stride`` and wrap round at the end of the series. With the default stride an epoch
-    sees every point once, and a few points twice if the window does not divide the series. Every point is equally
-    likely to be one of these, and to be anywhere in its window.
-
-    Args:
-        size: How many points the series has, less than 2**62.
-        window: How many points a window has.
-        stride: How many points lie from one window's start to the next one's; by default ``window``.
-        shuffle: Whether the windows come in a random order. Otherwise they come in the order of the series.
-        seed: As for ``ScalableRandomSampler``.
-
-    Raises:
-        SamplerError: The window or the stride is longer than the series, or an argument is of another kind.
-
-    Examples:
-        >>> sampler = WindowSampler(size=10, window=3, shuffle=False, seed=0)
-        >>> starts = list(sampler)
-        >>> len(starts), [(start - starts[0]) % 10 for start in starts]
-        (4, [0, 3, 6, 9])
-    """
-
-    _block = 2**16  # as in ScalableRandomSampler
-
-    def __init__(
-        self,
-        size: int,
-        window: int,
-        stride: int | None = None,
-        *,
-        shuffle: bool = True,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(seed)
-        self.size: int = whole("size", size, 1, "it is the number of points in the series", bits=62)
-        self.window: int = _of_at_most("window", window, self.size, "would hold points twice")
-        step = self.window if stride is None else stride
-        self.stride: int = _of_at_most("stride", step, self.size, "would leave the series behind")
-        self.shuffle: bool = flag("shuffle", shuffle)
-
-    def __len__(self) -> int:
-        return -(-self.size // self.stride)
-
-    def _order(self, key: np.random.SeedSequence) -> At:
-        offset_key, shuffle_key = key.spawn(2)
-        offset = int(generator_of(offset_key).integers(self.size))
-        numbers = Permutation(len(self), shuffle_key) if self.shuffle else None
-        return partial(self._starts, offset, numbers)
-
-    def _starts(self, offset: int, numbers: Permutation | None, positions: Positions) -> Positions:
-        windows = positions if numbers is None else numbers(positions)
-        return (offset + windows * self.stride) % self.size
-
-
-def _of_at_most(name: str, value: int, size: int, consequence: str) -> int:
-    """Return a number from 1 to the series' size, or raise SamplerError."""
-    number = whole(name, value, 1, "it counts points of the series")
-    if number > size:
-        raise SamplerError(
-            f"{name}={number} is longer than the series, which has {size} points, and {consequence}. Pass at most "
-            f"{size}."
-        )
-    return number
-
-
 class IterationBatchSampler(CountingSampler[list[int]]):
     """Yield a fixed number of batches, from as many epochs of a batch sampler as that takes.
 
-    Before each epoch, the wrapped samplers that have a ``set_epoch`` get the epoch's number. One pass is one training,
-    and its number is this sampler's epoch. No two trainings share an epoch of the wrapped samplers.
+    Before each epoch, the wrapped samplers that have a ``set_epoch`` get the epoch's number. A stopped training resumes
+    at the batch that would have come next. If the wrapped batch sampler can be looked up, as those of
+    ``ddp_patch.samplers`` with a seed can, the epochs before are skipped. Otherwise they are drawn again, so the
+    generators they are drawn from must be in the states in which the training began.
+
+    One pass is one training, and its number is this sampler's epoch. No two trainings share an epoch of the wrapped
+    samplers.
 
     In a patched loader, all ranks together get ``num_iterations`` batches. For as many steps on each rank, multiply by
     the number of ranks.
 
     Args:
         batch_sampler: A batch sampler, or any iterable of batches that can be iterated again.
-        num_iterations: How many iterations the training has.
+        num_iterations: How many iterations the training has, those before ``start_iteration`` included.
+        start_iteration: The first iteration, from 0.
 
     Raises:
-        SamplerError: ``num_iterations`` is no such number, or, while drawing, an epoch has no batch.
+        SamplerError: ``start_iteration`` is past ``num_iterations``, an argument is of another kind, or, while drawing,
+            an epoch has no batch.
 
     Examples:
         >>> list(IterationBatchSampler([[0, 1], [2]], num_iterations=5))
         [[0, 1], [2], [0, 1], [2], [0, 1]]
+        >>> list(IterationBatchSampler([[0, 1], [2]], num_iterations=5, start_iteration=3))
+        [[2], [0, 1]]
 
     Source:
         maskrcnn-benchmark's ``IterationBasedBatchSampler``.
@@ -311,29 +294,40 @@ class IterationBatchSampler(CountingSampler[list[int]]):
 
     sets_nested_epochs = True  # so that no wrapper sets the epochs of the wrapped samplers
 
-    def __init__(self, batch_sampler: Iterable[list[int]], num_iterations: int) -> None:
+    def __init__(self, batch_sampler: Iterable[list[int]], num_iterations: int, start_iteration: int = 0) -> None:
         super().__init__()
         self.batch_sampler = batch_sampler
         self.num_iterations: int = whole("num_iterations", num_iterations, 1, "a training needs at least one")
+        self.start_iteration: int = whole("start_iteration", start_iteration, 0, "the training begins there")
+        if self.start_iteration > self.num_iterations:
+            raise SamplerError(
+                f"start_iteration={start_iteration} is past num_iterations={num_iterations}: nothing would be left. "
+                "Pass a later end, or an earlier start."
+            )
 
     def __len__(self) -> int:
-        return self.num_iterations
+        return self.num_iterations - self.start_iteration
 
     def __iter__(self) -> Iterator[list[int]]:
         self.epochs.begin(self.epochs.upcoming)
-        yield from islice(self._batches(self.epochs.current), self.num_iterations)
+        yield from islice(self._batches(self.epochs.current, self.start_iteration), len(self))
 
-    def _batches(self, training: int) -> Iterator[list[int]]:
-        """Yield a training's batches without end."""
+    def _batches(self, training: int, left_out: int) -> Iterator[list[int]]:
+        """Yield a training's batches without end, and leave out the first ones."""
+        sampler: Any = self.batch_sampler
         # Every epoch has a batch at least, so a training needs at most `num_iterations` epochs.
         for epoch in count(training * self.num_iterations):
-            tell_epoch(self.batch_sampler, epoch)
-            batch = None
-            for batch in self.batch_sampler:
-                yield batch
-            if batch is None:
+            tell_epoch(sampler, epoch)
+            if is_random_access(sampler) and 0 < len(sampler) <= left_out:
+                left_out -= len(sampler)
+                continue
+            given = 0
+            for given, batch in enumerate(sampler, start=1):
+                if given > left_out:
+                    yield batch
+            if not given:
                 raise SamplerError(
-                    f"Epoch {epoch} of {type(self.batch_sampler).__name__} has no batch, so {self.num_iterations} "
-                    "iterations are never reached. Pass a batch sampler that gives some each time it is iterated, not "
-                    "an iterator."
+                    f"Epoch {epoch} of {type(sampler).__name__} has no batch, so {self.num_iterations} iterations are "
+                    "never reached. Pass a batch sampler that gives some each time it is iterated, not an iterator."
                 )
+            left_out = max(0, left_out - given)

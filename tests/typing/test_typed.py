@@ -30,7 +30,9 @@ from ddp_patch.samplers import (
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowDataset,
     WindowSampler,
+    aspect_ratio_groups,
 )
 from ddp_patch.testing import run_ranks
 
@@ -190,14 +192,17 @@ def test_samplers_yield_what_they_are_given() -> None:
 def test_the_samplers_of_the_field() -> None:
     labels = ["cat", "dog"] * 3
     assert_type(list(WeightedClassSampler(labels, {"cat": 1, "dog": 2}, 6)), list[int])
-    assert_type(WeightedClassSampler.n_per_class(labels, 3, seed=0), WeightedClassSampler)
+    assert_type(WeightedClassSampler.upsample(labels, seed=0), WeightedClassSampler)
     assert_type(list(ScalableRandomSampler(10, seed=0)), list[int])
     assert_type(list(WindowSampler(10, window=3)), list[int])
     batches = PKBatchSampler(torch.tensor([0, 0, 1, 1]), p=2, k=2)
     assert_type(list(batches), list[list[int]])
     assert_type(list(IterationBatchSampler(batches, 3)), list[list[int]])
     assert_type(list(LengthBucketBatchSampler(np.array([3, 4, 5]), max_tokens=8)), list[list[int]])
-    assert_type(list(GroupedBatchSampler(range(3), ["a", "b", "a"], 2)), list[list[int]])
+    groups = aspect_ratio_groups([1.0, 3.0, 4.0], [2.0, 2.0, 2.0])
+    assert_type(list(GroupedBatchSampler(range(3), groups, 2)), list[list[int]])
+    windows = DataLoader(WindowDataset(torch.arange(10), window=3), sampler=WindowSampler(10, window=3))
+    assert len(windows) == 4
 
 
 def add(rank: int, world_size: int, offset: int, scale: float) -> float:

@@ -1,5 +1,6 @@
 """The ready-made samplers: exact counts, uniform draws, any epoch looked up, any kind of labels and lengths."""
 
+import array
 import copy
 import pickle
 import random
@@ -35,7 +36,9 @@ from ddp_patch.samplers import (
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowDataset,
     WindowSampler,
+    aspect_ratio_groups,
     classes,
 )
 
@@ -60,7 +63,7 @@ def keys_drawn(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return drawn
 
 
-# Each takes seed=, or nothing.
+# Each takes seed= or generator=, or neither.
 MAKE: dict[str, Callable[..., Any]] = {
     "weighted": lambda **randomness: WeightedClassSampler(LABELS, [1, 1, 2], 31, **randomness),
     "P x K": pk_batches,
@@ -77,10 +80,10 @@ every_sampler = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 
 
 @every_sampler
-@pytest.mark.parametrize("given", [{}, {"seed": 5}])
-def test_each_pass_has_the_length_that_was_told_and_draws_anew(make: Callable[..., Any], given: Any) -> None:
+@pytest.mark.parametrize("randomness", [dict, lambda: {"seed": 5}, lambda: {"generator": generator()}])
+def test_each_pass_has_the_length_that_was_told_and_draws_anew(make: Callable[..., Any], randomness: Any) -> None:
     torch.manual_seed(3)
-    ambient = torch.get_rng_state()
+    ambient, given = torch.get_rng_state(), randomness()
     sampler = make(**given)
     assert has_order(sampler) == ("seed" in given)
     iter(sampler)  # which is no pass: nothing is asked for
@@ -92,7 +95,7 @@ def test_each_pass_has_the_length_that_was_told_and_draws_anew(make: Callable[..
     assert passes[0] != passes[1] != passes[2] != passes[0]
     after = torch.get_rng_state()
     torch.set_rng_state(ambient)
-    assert list(make(**given)) == passes[0]
+    assert list(make(**randomness())) == passes[0]
     # torch's RandomSampler draws a number for each pass, too, so whoever draws next draws the same numbers.
     assert torch.equal(torch.get_rng_state(), ambient) == bool(given)
     for _ in range(0 if given else 2):
@@ -210,10 +213,12 @@ def test_which_samples_come_more_often_and_where_is_left_to_chance() -> None:
         assert (abs(at_position - MANY / 3) < BOUND * np.sqrt(MANY * 2 / 9)).all()
 
 
-def test_so_many_of_every_class() -> None:
+def test_named_balances() -> None:
+    assert WeightedClassSampler.upsample(LABELS).counts == {0: 12, 1: 12, 2: 12}
+    assert set(WeightedClassSampler.upsample(LABELS)) == set(range(N))
+    assert WeightedClassSampler.downsample(LABELS).counts == {0: 4, 1: 4, 2: 4}
+    assert max(Counter(WeightedClassSampler.downsample(LABELS)).values()) == 1
     assert WeightedClassSampler.n_per_class(LABELS, 5).counts == {0: 5, 1: 5, 2: 5}
-    assert set(WeightedClassSampler.n_per_class(LABELS, 12)) == set(range(N))
-    assert max(Counter(WeightedClassSampler.n_per_class(LABELS, 4)).values()) == 1
     seeded = WeightedClassSampler.n_per_class(torch.tensor(LABELS), 5, seed=3)
     assert list(seeded) == list(WeightedClassSampler(LABELS, [1, 1, 1], 15, seed=3))
 
@@ -268,7 +273,7 @@ def test_batches_may_be_larger_than_any_group(large: int) -> None:
     assert list(GroupedBatchSampler(range(7), "aabbaba", large)) == [[0, 1, 4, 6], [2, 3, 5]]
     assert list(GroupedBatchSampler(range(7), "aabbaba", large, drop_uneven=True)) == []
     for how in ("batch_size", "max_tokens"):
-        batches: Any = LengthBucketBatchSampler([5, 1, 1], **{how: large}, seed=0)
+        batches: Any = LengthBucketBatchSampler([5, 1, 1], **{how: large}, seed=0)  # type: ignore[arg-type]  # either
         assert sorted(map(sorted, batches)) == [[0], [1, 2]]
 
 
@@ -335,6 +340,13 @@ def test_the_wrapped_samplers_epoch_is_set_through_it() -> None:
     assert GroupedBatchSampler(range(3), "abc", 1).epoch == 0
 
 
+@pytest.mark.parametrize("given", [list, np.array, torch.tensor])
+def test_aspect_ratios_are_told_apart_at_the_edges(given: Any) -> None:
+    widths, heights = given([1, 2, 3, 4, 5]), given([2, 2, 2, 2, 2])
+    assert aspect_ratio_groups(widths, heights).tolist() == [0, 1, 1, 1, 1]
+    assert aspect_ratio_groups(widths, heights, [0.5, 1.5, 2.5]).tolist() == [1, 1, 2, 2, 3]
+
+
 # Lengths.
 
 
@@ -383,6 +395,7 @@ INNER: dict[str, Callable[[], Any]] = {
     "a list": lambda: [[0, 1], [2], [3, 4]],
     "set_epoch": lambda: BatchSampler(EpochSeeded(), 4, drop_last=False),
     "seed": lambda: pk_batches(seed=5),
+    "generator": lambda: pk_batches(generator=generator()),
     "torch's generator": lambda: BatchSampler(RandomSampler(Indices(), generator=generator()), 4, drop_last=True),
     "other numbers of batches": lambda: GroupedBatchSampler(
         WeightedClassSampler(LABELS, [1, 1, 2], 9, seed=4), GROUPS, 4
@@ -392,13 +405,14 @@ INNER: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-def test_a_training_goes_through_the_epochs(inner: Callable[[], Any]) -> None:
+def test_a_training_begins_at_any_iteration(inner: Callable[[], Any]) -> None:
     random.seed(4)
     expected = batches_of_epochs(inner, 12)
-    random.seed(4)
-    sampler = IterationBatchSampler(inner(), 12)
-    assert len(sampler) == 12
-    assert list(sampler) == expected
+    for start in (0, 1, 5, 7, 11, 12):
+        random.seed(4)
+        sampler = IterationBatchSampler(inner(), 12, start)
+        assert len(sampler) == 12 - start
+        assert list(sampler) == expected[start:]
 
 
 def test_a_second_training_has_epochs_of_its_own() -> None:
@@ -409,6 +423,13 @@ def test_a_second_training_has_epochs_of_its_own() -> None:
         sampler.set_epoch(epoch)
         assert list(sampler) == expected
         assert sampler.epoch == epoch
+
+
+def test_what_comes_before_is_looked_up_where_there_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = IterationBatchSampler(inner := pk_batches(seed=5), 10**9, start_iteration=10**4)
+    drawn = keys_drawn(inner, monkeypatch)
+    assert next(iter(sampler)) == inner.items_at(np.array([10**4 % 3]), 10**4 // 3).tolist()[0]
+    assert len(drawn) == 1
 
 
 def test_the_epochs_that_it_tells_are_not_taken_for_the_users() -> None:
@@ -428,6 +449,16 @@ def test_the_epochs_that_it_tells_are_not_taken_for_the_users() -> None:
 
 
 # Windows.
+
+
+def test_the_windows_of_the_docs() -> None:
+    data = list(range(1, 11))
+    sampler = WindowSampler(10, 3, shuffle=False, seed=0)
+    windows = WindowDataset(data, 3)
+    by_offset = {starts[0]: [windows[start] for start in starts] for starts in (list(sampler) for _ in range(100))}
+    assert by_offset[0] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 1, 2]]
+    assert by_offset[1] == [[2, 3, 4], [5, 6, 7], [8, 9, 10], [1, 2, 3]]
+    assert set(by_offset) == set(range(10))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -460,6 +491,35 @@ def test_shuffled_windows_are_the_same_ones_in_another_order() -> None:
         one, other = (sampler.items_at(positions, epoch) for sampler in (shuffled, ordered))
         assert sorted(one) == sorted(other)
         assert one.tolist() != other.tolist()
+
+
+WINDOWS: list[tuple[Any, int, int, Any]] = [
+    (np.arange(20).reshape(10, 2), 3, 8, [[16, 17], [18, 19], [0, 1]]),
+    (torch.arange(20).reshape(10, 2), 3, 8, [[16, 17], [18, 19], [0, 1]]),
+    ("abcde", 2, 4, "ea"),
+    (b"abcde", 2, 4, b"ea"),
+    ((1, 2, 3), 2, 2, (3, 1)),
+    (array.array("i", range(5)), 2, 4, array.array("i", [4, 0])),
+    (range(5), 2, 4, [4, 0]),
+    (np.ma.array([1, 2, 3], mask=[True, False, False]), 2, 2, [3, None]),
+]
+
+
+@pytest.mark.parametrize(("data", "window", "start", "expected"), WINDOWS)
+def test_windows_have_the_type_of_the_data(data: Any, window: int, start: int, expected: Any) -> None:
+    found = WindowDataset(data, window)[start]
+    assert (found.tolist() if isinstance(found, np.ndarray | torch.Tensor) else found) == expected
+    whole = WindowDataset(data, window)[0]
+    assert type(whole) is type(found)
+    if isinstance(data, np.ndarray):
+        assert np.shares_memory(whole, data)  # no copy
+    if isinstance(data, torch.Tensor):
+        assert whole.data_ptr() == data.data_ptr()
+
+
+def test_a_loop_over_windows_ends() -> None:
+    every: Any = WindowDataset(np.arange(3), 2)  # by its IndexError
+    assert [window.tolist() for window in every] == [[0, 1], [1, 2], [2, 0]]
 
 
 def test_windows_of_the_longest_series_do_not_overflow() -> None:
@@ -514,6 +574,8 @@ def test_subclasses_with_an_order_of_their_own_are_iterated() -> None:
     batches = list(sampler())
     assert sorted(chain.from_iterable(batches)) == list(range(1, 20, 2))
     assert list(DDPBatchSamplerWrapper(sampler(), False, num_replicas=1, rank=0)) == batches
+    whole = list(IterationBatchSampler(FirstTwo(range(12), 2, 1, seed=1), 12))
+    assert list(IterationBatchSampler(FirstTwo(range(12), 2, 1, seed=1), 12, 7)) == whole[7:]
 
 
 @pytest.mark.filterwarnings(f"error::{StreamLengthWarning.__module__}.{StreamLengthWarning.__name__}")

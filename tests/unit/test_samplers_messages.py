@@ -19,7 +19,9 @@ from ddp_patch.samplers import (
     PKBatchSampler,
     ScalableRandomSampler,
     WeightedClassSampler,
+    WindowDataset,
     WindowSampler,
+    aspect_ratio_groups,
 )
 
 NAN = float("nan")
@@ -32,6 +34,7 @@ windows: Any = WindowSampler
 grouped: Any = GroupedBatchSampler
 iterations: Any = IterationBatchSampler
 scalable: Any = ScalableRandomSampler
+ratios: Any = aspect_ratio_groups
 
 
 LISTED = ("list", "array", "tensor")
@@ -50,11 +53,13 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: weighted([0, 2], {0: 1, 2: 1, 7: 0}, 3), ("weights", "labels", "7"), ("leave out", "0, 1, 2")),
     *(
         (lambda odd=odd: weighted([0, 1], [1, odd], 3), ("weights", repr(odd), "finite", "0"), "proportions")
-        for odd in (-0.5, NAN, float("inf"), "a", [1.0, 1.0], 1j)
+        for odd in (-0.5, NAN, float("inf"), "2", True, [1.0, 1.0], 1j)
     ),
     (lambda: weighted([0, 1], [0, 0], 3), ("weights={0: 0, 1: 0}", "above 0"), "proportions"),
     (lambda: weighted([0, 1], 1.5, 3), ("weights=1.5", "float"), ("mapping", "0, 1, 2")),
     (lambda: weighted([0, 1], torch.tensor(1.0), 3), ("weights=tensor(1.)", "Tensor"), ("mapping", "0, 1, 2")),
+    (lambda: weighted([0, 1], [1, 1], 3, generator=7), ("generator=7", "type int"), "torch.Generator"),
+    (lambda: weighted([0, 1], [1, 1], 3, seed=1, generator=torch.Generator()), ("seed=1", "generator="), "one"),
     (
         lambda: weighted([0, 1], [1, 1], 3).items_at(np.arange(2), 4),
         ("WeightedClassSampler.items_at()", "seed", "epoch 4"),
@@ -85,6 +90,7 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: windows(10, 11), ("window=11", "10 points"), "10"),
     (lambda: windows(10, 3, 11), ("stride=11", "10 points"), "10"),
     (lambda: windows(10, 3, shuffle=1), ("shuffle=1", "True", "False"), "one"),
+    (lambda: WindowDataset([1, 2], 3), ("window=3", "2 points"), "2"),
     (lambda: scalable(2**63), (f"n={2**63}", "2**63 - 1", "64 bits"), "at most"),
     *(
         (lambda kind=kind: grouped(kind(range(5)), [0] * 7, 2), ("group_ids", "7", kind.__name__, "5 samples"), "group")
@@ -108,6 +114,17 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
         )
         for odd in (2, -1)
     ),
+    (
+        lambda: grouped([0, 1], [0, 0], 2).items_at(np.arange(1), 0),
+        ("GroupedBatchSampler.items_at()", "a list"),
+        ("ddp_patch.samplers", "seed=", "iterate"),
+    ),
+    (lambda: ratios([1, 2], [1]), ("widths", "2", "heights", "1"), "one length"),
+    (lambda: ratios([1, 0], [1, 1]), ("widths[1]=0", "finite", "0"), "out"),
+    (lambda: ratios([1, 2], [1, NAN]), ("heights[1]=nan", "finite", "0"), "out"),
+    (lambda: ratios(["1"], ["2"]), ("widths", "(1,)", "<U1"), LISTED),
+    (lambda: ratios([1], [1], [1, 1]), "edges=[1, 1]", "increasing order"),
+    (lambda: iterations([[0]], 5, 6), ("start_iteration=6", "num_iterations=5"), ("later end", "earlier start")),
     (
         lambda: list(iterations(iter([[0]]), 2)),
         ("Epoch 1", "list_iterator", "2 iterations"),
@@ -133,6 +150,7 @@ WHOLES: list[tuple[Callable[[Any], Any], str, int, str]] = [
     (lambda value: scalable(value), "n", 0, "samples"),
     (lambda value: grouped([0, 1], [0, 0], value), "batch_size", 1, "samples"),
     (lambda value: iterations([[0]], value), "num_iterations", 1, "training"),
+    (lambda value: iterations([[0]], 5, value), "start_iteration", 0, "training"),
     (lambda value: iterations([[0]], 5).set_epoch(value), "epoch", 0, "order"),
 ]
 
@@ -150,3 +168,10 @@ def test_messages(call: Call, facts: Words, remedy: Words) -> None:
         call()
     assert isinstance(caught.value, DDPPatchError)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("start", [-1, 10])
+def test_a_window_outside_of_the_series_is_an_index_error(start: int) -> None:
+    """By which loops over a sequence end."""
+    with raises(IndexError, (f"window {start}", "10 points", "0"), "WindowSampler(size=10, window=3)"):
+        WindowDataset(range(10), 3)[start]
