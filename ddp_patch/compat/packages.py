@@ -44,10 +44,10 @@ __all__ = [
     "is_any_of",
     "is_hugging_face_table",
     "is_of_energon",
-    "is_pandas",
     "is_repeater",
     "is_single_node_only",
     "is_split_by_node",
+    "is_table",
     "keep_lightning_states",
     "lightning_fetcher",
     "lightning_place",
@@ -56,7 +56,9 @@ __all__ = [
     "loses_items_when_loaded",
     "may_hold_a_normal",
     "order_remedy",
+    "remedy_for_loader",
     "repeats_over_ranks",
+    "rows_at",
     "set_lightning_steps",
     "shards_in_accelerate",
     "splits_by_node",
@@ -105,15 +107,36 @@ def is_hugging_face_table(dataset: object) -> bool:
     return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
 
 
-# Tables and columns of pandas; those of pandas 3 have shorter names.
-_PANDAS: Final = frozenset(
-    {"pandas.core.frame.DataFrame", "pandas.core.series.Series", "pandas.DataFrame", "pandas.Series"}
-)
+_COLUMNS: Final = 8  # as many of a table's are looked at
+# What gives some rows of a table or column as plain values, by its class's name; pandas 3 has shorter ones.
+_ROWS_AT: Final[Mapping[str, Callable[[Any, Sequence[int]], Any]]] = {
+    **dict.fromkeys(
+        ("pandas.core.frame.DataFrame", "pandas.DataFrame"),
+        lambda table, places: table.iloc[places, :_COLUMNS].to_numpy().tolist(),
+    ),
+    **dict.fromkeys(
+        ("pandas.core.series.Series", "pandas.Series"), lambda column, places: column.iloc[places].tolist()
+    ),
+    "polars.dataframe.frame.DataFrame": lambda table, places: table[places, :_COLUMNS].rows(),
+    "polars.series.series.Series": lambda column, places: column[places].to_list(),
+    "pyarrow.lib.Table": lambda table, places: table.select(table.column_names[:_COLUMNS]).take(places).to_pylist(),
+    **dict.fromkeys(
+        ("pyarrow.lib.ChunkedArray", "pyarrow.lib.Array"), lambda column, places: column.take(places).to_pylist()
+    ),
+}
 
 
-def is_pandas(value: object) -> bool:
-    """Return whether it is a table or a column of pandas, which is not imported."""
-    return is_any_of(type(value), _PANDAS)
+def is_table(value: object) -> bool:
+    """Return whether it is a table or a column of pandas, polars or pyarrow, which are not imported."""
+    return is_any_of(type(value), _ROWS_AT)
+
+
+def rows_at(table: Any, places: Sequence[int]) -> list[Any]:
+    """Return some rows of a table, or elements of a column, as plain values."""
+    rows: list[Any] = next(_ROWS_AT[name] for name in map(full_name, type(table).__mro__) if name in _ROWS_AT)(
+        table, places
+    )
+    return rows
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"
@@ -322,6 +345,23 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
             return name, getattr(wrapper, name)
     stages = getattr(wrapper, _STAGES, None)
     return (f"{_STAGES}[0]", stages[0]) if isinstance(stages, list) and stages else None
+
+
+# ---- loaders that are no subclass of torch's: fastai's, seen in 2.8.12, and those of torchdata's nodes, in 0.11.0 ----
+
+_LOADER_REMEDIES: Final[Mapping[str, str]] = {
+    "fastai.data.load.DataLoader": "Use fastai's learn.distrib_ctx(), which shards it; or build torch's over the same "
+    "data, which skips after_item and after_batch: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
+    "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch).",
+    "torchdata.nodes.": "Wrap it in an IterableDataset whose __iter__ returns iter(loader), and pass "
+    "DataLoader(dataset, batch_size=None): each rank then keeps its share of the batches.",
+}
+
+
+def remedy_for_loader(kind: type) -> str | None:
+    """Return what to do with a loader of another package whose class is none of torch's."""
+    names = [full_name(parent) for parent in kind.__mro__]
+    return next((do for of, do in _LOADER_REMEDIES.items() if any(name.startswith(of) for name in names)), None)
 
 
 # ---- Megatron-Energon, seen in 7.4.1 ----

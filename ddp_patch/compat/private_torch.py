@@ -474,11 +474,22 @@ def is_torchs_collating(collate_fn: object) -> bool:
 
     There is no public name for where these are kept. For a torch that keeps them elsewhere, return False.
     """
-    if not (collate_fn is default_collate or collate_fn is default_convert):
-        return False
-    torchs = default_collate.__module__
-    by_class: Mapping[Any, Any] = getattr(sys.modules[torchs], "default_collate_fn_map", {None: None})
-    return all(getattr(function, "__module__", None) == torchs for function in by_class.values())
+    is_torchs = collate_fn is default_collate or collate_fn is default_convert
+    return is_torchs and _collates() == _TORCHS_COLLATES
+
+
+def _collates() -> Mapping[Any, Any]:
+    """Return the functions that torch's ``default_collate`` calls, by the classes of samples that they are for."""
+    kept: Mapping[Any, Any] = getattr(sys.modules[default_collate.__module__], "default_collate_fn_map", {None: None})
+    return kept
+
+
+# Those of torch's own.
+_TORCHS_COLLATES: Final = {
+    kind: function
+    for kind, function in _collates().items()
+    if getattr(function, "__module__", None) == default_collate.__module__
+}
 
 
 def replace_worker_seed(seed: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from ddp_patch.compat.packages import is_hugging_face_table, is_pandas
+from ddp_patch.compat.packages import is_hugging_face_table, is_table, rows_at
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.orders.digest import fingerprint
@@ -78,7 +78,7 @@ class _Column(NamedTuple):
         n, size = self.samples, len(self.values)
         if self.depth is None or (self.depth == 0 and size == n >= _FEW and not in_a_pass):
             return self.elements(_WHOLLY)
-        if size < _FEW or not (in_a_pass or n == size):
+        if size < _FEW or not (in_a_pass or (n >= _FEW and n % size == 0)):
             return []
         elements = self.elements(_BY_NAME if in_a_pass else _WHOLLY, by_name=True)
         is_mask = in_a_pass and {*map(type, elements)} == {bool}
@@ -88,8 +88,7 @@ class _Column(NamedTuple):
         """Describe some elements, evenly spread; none of a cache that fills, nor if one has no name."""
         with suppress(Exception):  # the user's elements
             places = _spread(len(self.values), most)
-            values = self.values
-            rows = values.iloc[places].to_numpy().tolist() if is_pandas(values) else [values[at] for at in places]
+            rows = rows_at(self.values, places) if is_table(self.values) else [self.values[place] for place in places]
             parts = [stored(row)[self.field] for row in rows] if self.field else rows
             # As few parts of paths as tell them apart.
             tried = ([_told(one, length, by_name=by_name) for one in parts] for length in (1, 2, 3))
@@ -113,10 +112,11 @@ def chosen_samples(dataset: Any) -> tuple[Content, ...]:
     """Return fingerprints of the samples that a dataset holds or was cut down to, as far as they can be told.
 
     A torch ``Subset`` counts by its indices. A map-style Hugging Face dataset counts by its first and its last row, as
-    they are stored: ``split_dataset_by_node()`` leaves no other mark on one. Plain lists, tuples, arrays, tensors and
-    tables of pandas, those of a ``TensorDataset``, and attributes with one value for each sample count by a few
-    elements; what is in other attributes, within two levels of lists and dicts, and what the objects in a list store,
-    by names and whole numbers. A path counts by its last parts. ``__getitem__`` of a dataset is never called.
+    they are stored: ``split_dataset_by_node()`` leaves no other mark on one. Plain lists, tuples, arrays and tensors,
+    tables of pandas, polars and pyarrow, those of a ``TensorDataset``, and attributes with one value for each sample
+    count by a few elements; what is in other attributes, within two levels of lists and dicts, and what the objects in
+    a list store, by names and whole numbers. A path counts by its last part. ``__getitem__`` of a dataset is never
+    called.
 
     Examples:
         >>> halves = [Subset(range(10), range(start, start + 5)) for start in (0, 5)]
@@ -289,7 +289,7 @@ def _sequence(value: Any) -> Any:
         rows = copy.copy(value)
         rows.set_format("arrow")  # as they are stored, with nothing decoded
         return [rows[place].to_pylist() for place in (0, len(value) - 1)] if len(value) else []
-    if is_pandas(value):
+    if is_table(value):
         return value
     if type(value) is dict:  # of samples by their numbers
         return [*value.values()] if 0 in value else None

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import polars as pl
+import pyarrow as pa
 import pytest
 from torch.utils.data import Dataset
 
@@ -31,6 +33,11 @@ TABLES: dict[str, Callable[[Any], Any]] = {
     "pandas.DataFrame, numbers alone": lambda order: pd.DataFrame({"x": np.arange(N)[order]}),
     "pandas.DataFrame, by its index": lambda order: pd.DataFrame({"path": NAMES}).iloc[order],
     "pandas.Series": lambda order: pd.Series(NAMES[order]),
+    "polars.DataFrame": lambda order: pl.DataFrame({"label": 0, "path": NAMES[order]}),
+    "polars.Series": lambda order: pl.Series(NAMES[order]),
+    "pyarrow.Table": lambda order: pa.table({"path": NAMES[order]}),
+    "pyarrow.ChunkedArray": lambda order: pa.table({"path": NAMES[order]})["path"],
+    "pyarrow.Array": lambda order: pa.array(NAMES[order]),
 }
 
 

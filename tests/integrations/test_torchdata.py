@@ -257,7 +257,7 @@ def test_a_stream_by_worker_on_real_ranks() -> None:
 
 
 class OfNodes(IterableDataset[Any]):
-    """How the batches of a loader of nodes are shared."""
+    """The remedy that the error of a loader of nodes names."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -266,9 +266,10 @@ class OfNodes(IterableDataset[Any]):
         return iter(self.loader)
 
 
-def test_a_loader_of_nodes_is_refused_and_shared_as_an_iterable_dataset() -> None:
+def test_a_loader_of_nodes_is_refused_and_the_remedy_works() -> None:
     made: Any = nodes.Loader(nodes.Batcher(nodes.IterableWrapper(range(20)), 3, drop_last=False))
-    with raises(NotALoaderError, ("patch_dataloader_to_ddp", "Loader"), "build torch's over the same data"):
+    remedy = ("IterableDataset", "iter(loader)", "DataLoader(dataset, batch_size=None)")
+    with raises(NotALoaderError, ("torchdata's Loader",), remedy):
         patch_dataloader_to_ddp(made, rank=0, num_replicas=2)
     for rank in range(2):
         patched = patch_dataloader_to_ddp(DataLoader(OfNodes(made), batch_size=None), rank=rank, num_replicas=2)

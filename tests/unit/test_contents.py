@@ -132,6 +132,7 @@ BY_HAND: dict[str, Make] = {
     "a list of objects": part([*map(Sample, names())]),
     "a dataset of objects": hold(samples=[*map(Numbered, range(2 * N))]),
     "a dict of lists": lambda rank: Holding(index={"paths": names()[rank::2]}),
+    "two samples of each": lambda rank: Holding(n=2 * N, paths=names()[rank::2]),
     "made by another seed": lambda rank: TensorDataset(torch.tensor(noise(rank))),
 }
 ALIKE: dict[str, Make] = {

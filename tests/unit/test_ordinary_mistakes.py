@@ -221,12 +221,13 @@ def test_a_state_that_is_none(junk: Any) -> None:
 
 
 def test_a_loader_of_torchdatas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tests/integrations/test_torchdata.py`` tries the remedy."""
     module = ModuleType("torchdata.nodes.loader")
     exec("class Loader: pass", vars(module))  # noqa: S102 - a class of that module
     given: Any = module.Loader()
     message = told(NotALoaderError, lambda: patch_dataloader_to_ddp(given, **HERE))
-    assert "needs a torch.utils.data.DataLoader and got" in message
-    assert "build torch's over the same data" in message
+    assert "torchdata's Loader is another class" in message
+    assert "Wrap it in an IterableDataset whose __iter__ returns iter(loader)" in message
 
 
 def test_a_dataset_of_energon_by_worker() -> None:
