@@ -30,9 +30,8 @@ from zoo import BY_NAME, KINDS, STEPS, Kind, comparable, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RanksFailedError
-from ddp_patch.orders.generators import random_generators
 from ddp_patch.orders.orders import EpochOrder, order_of
-from ddp_patch.orders.random_states import look
+from ddp_patch.orders.random_states import look, random_generators
 from ddp_patch.sharding import item_sources
 from ddp_patch.testing import run_ranks
 

@@ -50,7 +50,7 @@ from users import SHUFFLERS, SIZE, N
 
 from ddp_patch import loader_state, restore_loader
 from ddp_patch.errors import RanksFailedError
-from ddp_patch.orders.generators import random_generators
+from ddp_patch.orders.random_states import random_generators
 
 PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
 WRITTEN_FROM = 100  # programs

@@ -22,7 +22,7 @@ from ddp_patch.evaluation import iter_with_weights
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.options import Options
-from ddp_patch.orders.fingerprint import number_of
+from ddp_patch.orders.digest import number_of
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.resume import loader_state, restore_loader

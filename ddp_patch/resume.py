@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_torch import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.digest import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
 from ddp_patch.sharding.batches import Batches, batches_delivered, batches_of, patched_sampler
 from ddp_patch.sharding.saved_state import Position, position_in, state_after

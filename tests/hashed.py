@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.digest import Digest, fingerprint
 from ddp_patch.streams.stream_marks import name_of
 
 __all__ = ["KINDS", "digest_of", "told"]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.digest import fingerprint
 
 __all__ = [
     "Coding",

@@ -20,8 +20,7 @@ from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
 from ddp_patch.loaders.copying import OWN_METHODS, change_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.samples import steps_of, tell_epoch
-from ddp_patch.orders.generators import generator_state, random_generators, set_generator_state
-from ddp_patch.orders.random_states import PrivateRNG, look
+from ddp_patch.orders.random_states import PrivateRNG, generator_state, look, random_generators, set_generator_state
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.testing import run_ranks

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from ddp_patch.compat.packages import is_hugging_face_table, is_table, rows_at
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.digest import fingerprint
 from ddp_patch.walks import LOOKED_AT, stored
 
 __all__ = ["Content", "HeldData", "chosen_samples", "held_by"]
@@ -72,9 +72,8 @@ class _Column(NamedTuple):
     def told(self, *, in_a_pass: bool) -> list[Any]:
         """Describe some elements; none if they may well be no samples, or differ rightly.
 
-        An attribute counts at the patch if it has one element for each sample, and whatever these are. Where no two of
-        its names or whole numbers are alike, it counts in a pass, too, and at the patch for several samples each; and
-        in a pass, a mask.
+        An attribute counts at the patch if it has one element for each sample, and whatever these are. What is deeper
+        counts there, and all in a pass, where no two of its names or whole numbers are alike; and in a pass, a mask.
         """
         n, size = self.samples, len(self.values)
         if self.depth is None or (self.depth == 0 and size == n >= _FEW and not in_a_pass):

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler, length_not_noted
 from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
-from ddp_patch.orders.fingerprint import COMPARED, fingerprint
-from ddp_patch.orders.generators import (
+from ddp_patch.orders.digest import COMPARED, fingerprint
+from ddp_patch.orders.orders import has_order, order_of, order_parameters
+from ddp_patch.orders.random_states import (
     changed_attributes,
+    look,
     plain_attributes,
     random_generators,
     torch_generators,
 )
-from ddp_patch.orders.orders import has_order, order_of, order_parameters
-from ddp_patch.orders.random_states import look
 from ddp_patch.walks import held, walk
 
 __all__ = [

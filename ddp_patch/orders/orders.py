@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError, StreamLengthError
-from ddp_patch.orders.fingerprint import evenly_spread
+from ddp_patch.orders.digest import evenly_spread
 from ddp_patch.orders.random_states import Seed, shuffle_key
 
 if TYPE_CHECKING:

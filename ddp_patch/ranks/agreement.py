@@ -17,7 +17,7 @@ from ddp_patch.loaders.facts import Claim, StreamFacts
 from ddp_patch.loaders.overlap import FirstSamples, in_common
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
-from ddp_patch.orders.fingerprint import fingerprint
+from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import Seed, loader_seed
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what

@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import ReadAhead, draw, split_chunks
-from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.fingerprint import evenly_spread, number_of, number_or_zero
+from ddp_patch.orders.digest import Digest, evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
 from ddp_patch.ranks.leader import Leader, in_pieces

@@ -14,7 +14,6 @@ from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import epochs_in, tell_epoch
 from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.generators import RandomGenerator, random_generators
 from ddp_patch.orders.orders import (
     EpochOrder,
     has_computed_order,
@@ -22,7 +21,14 @@ from ddp_patch.orders.orders import (
     is_always_alike,
     order_of,
 )
-from ddp_patch.orders.random_states import PrivateRNG, distributed_permutation, epoch_seed, look
+from ddp_patch.orders.random_states import (
+    PrivateRNG,
+    RandomGenerator,
+    distributed_permutation,
+    epoch_seed,
+    look,
+    random_generators,
+)
 from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE

@@ -6,12 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from ddp_patch.errors import DDPPatchError, StateError
-from ddp_patch.orders.generators import (
+from ddp_patch.orders.random_states import (
     RandomGenerator,
     changed_attributes,
     generator_states,
     is_stateful,
     native_state,
+    one_at_a_time,
     plain_attributes,
     random_generators,
     same_state,
@@ -20,7 +21,6 @@ from ddp_patch.orders.generators import (
     set_native_state,
     was_seeded,
 )
-from ddp_patch.orders.random_states import one_at_a_time
 from ddp_patch.sharding.saved_state import States
 from ddp_patch.validation import shown
 

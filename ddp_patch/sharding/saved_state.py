@@ -6,8 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.orders.generators import is_stateful, random_generators, set_generator_state
-from ddp_patch.orders.random_states import Seed, look
+from ddp_patch.orders.random_states import Seed, is_stateful, look, random_generators, set_generator_state
 from ddp_patch.plan import Batching, Consumed
 from ddp_patch.validation import shown
 

@@ -19,8 +19,7 @@ from ddp_patch.compat.private_torch import (
 )
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.orders.generators import random_generators, set_generator_states
-from ddp_patch.orders.random_states import EpochCounter, Seed, reader_seed
+from ddp_patch.orders.random_states import EpochCounter, Seed, random_generators, reader_seed, set_generator_states
 from ddp_patch.plan import Batching, Consumed, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.sampler import AttributeProxy

@@ -10,9 +10,8 @@ from torch.utils.data import get_worker_info
 from ddp_patch.compat.packages import loses_items_when_loaded
 from ddp_patch.errors import StateError
 from ddp_patch.options import Options
-from ddp_patch.orders.fingerprint import fingerprint, number_of
-from ddp_patch.orders.generators import is_stateful
-from ddp_patch.orders.random_states import look
+from ddp_patch.orders.digest import fingerprint, number_of
+from ddp_patch.orders.random_states import is_stateful, look
 from ddp_patch.sharding.saved_state import StreamStart
 
 __all__ = ["begun_anew", "begun_at", "can_snapshot", "is_again", "start_of", "tell_epoch", "this_worker"]

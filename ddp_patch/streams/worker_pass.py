@@ -14,9 +14,8 @@ from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, draw, split_chunks
-from ddp_patch.orders.fingerprint import number_or_zero
-from ddp_patch.orders.generators import generator_states, is_stateful
-from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.orders.digest import number_or_zero
+from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
 from ddp_patch.plan import Consumed, Plan, require_steps
 from ddp_patch.sharding.balancing import part_of_batch
 from ddp_patch.sharding.saved_state import (

@@ -17,7 +17,7 @@ from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
-from ddp_patch.orders.generators import (
+from ddp_patch.orders.random_states import (
     native_state,
     random_generators,
     same_state,
