@@ -19,8 +19,7 @@ import torch
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import copied_items
-from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.fingerprint import number_of
+from ddp_patch.orders.digest import Digest, number_of
 from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
 from ddp_patch.plan import Batching, Consumed, Plan
