@@ -19,9 +19,7 @@ from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
 from ddp_patch.running.gradients import MEAN, SUM, WEIGHED, StepWeight, reductions_of
 from ddp_patch.running.launch import backend_here
-from ddp_patch.running.lockstep import Act
-from ddp_patch.running.random_numbers import RandomNumbers, seed_all
-from ddp_patch.running.replicas import Replicas, models_of
+from ddp_patch.running.lockstep import RandomNumbers, Replicas, models_of, seed_all
 
 TRAIN, TEST = "train", "test"
 BACKWARD, END = "backward", "end"
@@ -128,10 +126,10 @@ class Meeting:
     def __init__(self, of_ranks: list[list[int]]) -> None:
         self.of_ranks = of_ranks
 
-    def meet(self, act: Act, usual: object) -> bool:
+    def meet(self, doing: str, usual: object) -> bool:
         return not self.of_ranks
 
-    def meet_alike(self, act: Act, facts: object) -> None:
+    def meet_alike(self, doing: str, found: object) -> None:
         pass
 
     def broadcast(self, tensors: object) -> None:
@@ -152,9 +150,9 @@ def test_parameters_that_differ_are_named() -> None:
         replicas.add(optimizer, sync_batchnorm=False)
         if told:
             with pytest.raises(RankMismatchError, match=told):
-                replicas.meet(Act.END)
+                replicas.meet("ends")
         else:  # they are the same; or a rank that has not collected all garbage yet has more
-            replicas.meet(Act.END)
+            replicas.meet("ends")
 
 
 def test_models_are_found_by_their_parameters_and_evaluated_if_all_are_in_evaluation_mode() -> None:
