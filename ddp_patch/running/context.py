@@ -70,12 +70,10 @@ class EachRank(Summary):
         """Patch a loader that is about to be used for the first time, or leave it as it is."""
         if self._is_off():
             return
-        record = self._known.get(loader)
-        if record is None:
-            with self._lock:
-                record = self._known.get(loader) or self._decided(loader, use)
-        if record is not None and use is Use.ITERATED:
-            record.passes += 1
+        with self._lock:
+            record = self._known.get(loader) or self._decided(loader, use)
+            if record is not None and use is Use.ITERATED:
+                record.passes += 1
 
     def wrapped(self, name: str) -> None:
         """Note a model that averages gradients by itself."""

@@ -292,7 +292,7 @@ class Summary:
             user: What uses it and shards it itself, if anything does.
         """
         facts = look_at(loader)
-        record, by = UsedLoader(shown(loader), _what_it_is(facts)), user or facts.sharded_by
+        record, by = UsedLoader(shown(loader), _what_it_is(facts)), facts.sharded_by if user is None else user
         # Both are asked, so that each pattern is seen to be used.
         is_excepted, is_chosen = self._excepted.match(loader), self._only.match(loader)
         # A wrapper, which is a loader too, takes its batches from the loader in an attribute.

@@ -161,16 +161,17 @@ class OneProcess(Summary):
                 self._finish()
 
     def _refuse_unless_alone(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Refuse a function that is for ranks of the script's own, if there are ranks already."""
-        if (self._ranks > 1 or is_hidden()) and os.getpid() == self._process:
+        """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
+        sees_none = is_hidden() and name == "init_process_group"
+        if (self._ranks > 1 or sees_none) and os.getpid() == self._process:
             self._refuse(f"calls {name}()")
         return function(*args, **options)
 
     def _refuse(self, does: str) -> NoReturn:
         raise WorldError(
-            f"The script {does}, and {counted(self._ranks, 'rank')} run it as one process, which needs no ranks, "
+            f"The script {does}, and it runs on {counted(self._ranks, 'rank')} as one process, which needs no ranks, "
             "process group or averaging of its own. Leave that out; or pass --mode ranks, where each rank sees which "
-            "one it is, and trains on its shard."
+            "one it is, and trains on its shard. A script that starts its ranks itself is started without this command."
         )
 
     def wrapped(self, name: str) -> None:
@@ -206,10 +207,10 @@ class OneProcess(Summary):
                 self._replicas.share_buffers()
                 if known.is_divided:
                     _go_on_after(loader, known.whole)
-            passes: list[weakref.ref[_Pass]] = []
+            passes: list[weakref.ref[AroundIterator]] = []
             may_go_on = may_train and not known.is_stream
             batches = self._batches(known, loader, passes, is_divided=is_divided, may_go_on=may_go_on)
-            found = _Pass(next(batches), lambda _: batches)
+            found = AroundIterator(next(batches), lambda _: batches)
             passes.append(weakref.ref(found))
             return found
 
@@ -312,7 +313,7 @@ class OneProcess(Summary):
         self,
         known: _Loader,
         loader: DataLoader[Any],
-        passes: "list[weakref.ref[_Pass]]",
+        passes: list[weakref.ref[AroundIterator]],
         *,
         is_divided: bool,
         may_go_on: bool,
@@ -355,7 +356,7 @@ class OneProcess(Summary):
         return not why
 
     def _go_on_divided(
-        self, known: _Loader, loader: DataLoader[Any], passes: "list[weakref.ref[_Pass]]"
+        self, known: _Loader, loader: DataLoader[Any], passes: list[weakref.ref[AroundIterator]]
     ) -> Iterator[Any]:
         """Return an iterator of this rank's part of each batch but the first, which was whole."""
         with unpatched():
@@ -418,10 +419,3 @@ def _go_on_after(one: DataLoader[Any], other: DataLoader[Any]) -> None:
     before, after = (patched_sampler("autopatch", each) for each in (one, other))
     if before.rank_passes.epochs.upcoming > after.rank_passes.epochs.upcoming:
         after.set_epoch(before.rank_passes.epochs.upcoming)
-
-
-class _Pass(AroundIterator):
-    """The iterator of a pass over a loader: of whole batches, and from some batch on of this rank's part of each."""
-
-    def stop(self, reason: BaseException) -> None:
-        """Do nothing: what gives the batches sees the end itself."""

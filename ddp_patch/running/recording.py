@@ -68,8 +68,13 @@ class Recording:
         return told and cls(**{**told, "folder": Path(told["folder"])})
 
 
+_ATTEND, _AUTOCAST = functional.scaled_dot_product_attention, torch.autocast.__init__
+
+
 class _Recorder:
-    """Records the first steps of a script, and ends it then.
+    """Records the first steps of a script, with all still that ranks draw for themselves, and ends it then.
+
+    What it stands in the place of, it writes down: what is random, and what sees the whole batch.
 
     Args:
         what: What to record.
@@ -115,52 +120,8 @@ class _Recorder:
         if len(self.steps) >= self._what.steps:
             sys.exit()
 
-
-@torch.no_grad()
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return numbers of a tensor, which differ where it does."""
-    dense = tensor.to_dense() if tensor.is_sparse else tensor
-    flat = dense.detach().reshape(-1).to("cpu", torch.float64)
-    if len(flat) <= _MOST_NUMBERS:
-        return flat.clone()
-    return torch.cat([flat[:: -(-len(flat) // _MOST_NUMBERS)], flat.mean().view(1)])
-
-
-@contextmanager
-def recorded(what: Recording, rank: int) -> Iterator[None]:
-    """Record a script while entered, and end it by ``sys.exit()`` after its first steps."""
-    recorder = _Recorder(what)
-    what.folder.mkdir(exist_ok=True)
-    with ExitStack() as stack:
-        _Still(what).put_on(stack)
-        if what.double:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-        noting = partial(recorder.note_losses, torch.autograd.backward)
-        stack.enter_context(patch.object(torch.autograd, "backward", noting))
-        stack.callback(register_optimizer_step_pre_hook(recorder.before_step).remove)
-        stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
-        try:
-            yield
-        finally:
-            _save(recorder.steps, what.folder / f"rank-{rank}.pt")
-
-
-_ATTEND, _AUTOCAST = functional.scaled_dot_product_attention, torch.autocast.__init__
-
-
-class _Still:
-    """Stands in the place of what is random, or sees the whole batch; and writes down what it stood for.
-
-    Args:
-        what: What is recorded.
-    """
-
-    def __init__(self, what: Recording) -> None:
-        self._what = what
-
-    def put_on(self, stack: ExitStack) -> None:
-        """Put it there until the stack closes."""
+    def hold_still(self, stack: ExitStack) -> None:
+        """Stand in the place of what is random, until the stack closes."""
 
         def in_one_precision(context: Any, device_type: str, *args: Any, **options: Any) -> None:
             if options.get("enabled", True):
@@ -223,6 +184,36 @@ class _Still:
             if GlobalState.capture().values() != seeded:
                 self._off("random transforms")
             before.install()
+
+
+@contextmanager
+def recorded(what: Recording, rank: int) -> Iterator[None]:
+    """Record a script while entered, and end it by ``sys.exit()`` after its first steps."""
+    recorder = _Recorder(what)
+    what.folder.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        recorder.hold_still(stack)
+        if what.double:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        noting = partial(recorder.note_losses, torch.autograd.backward)
+        stack.enter_context(patch.object(torch.autograd, "backward", noting))
+        stack.callback(register_optimizer_step_pre_hook(recorder.before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
+        try:
+            yield
+        finally:
+            _save(recorder.steps, what.folder / f"rank-{rank}.pt")
+
+
+@torch.no_grad()
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers of a tensor, which differ where it does."""
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    flat = dense.detach().reshape(-1).to("cpu", torch.float64)
+    if len(flat) <= _MOST_NUMBERS:
+        return flat.clone()
+    return torch.cat([flat[:: -(-len(flat) // _MOST_NUMBERS)], flat.mean().view(1)])
 
 
 def _double(item: Any) -> Any:

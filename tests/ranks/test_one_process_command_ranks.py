@@ -379,6 +379,21 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.soak
+def test_torchrun_restarts_ranks_that_see_what_the_first_one_left(tmp_path: Path) -> None:
+    body = """
+        epoch()
+        if not os.path.exists("tried"):
+            open("tried", "w").close()
+            sys.exit(7)
+        epoch()
+    """
+    done = launch(tmp_path, body, "--max-restarts", "1")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 5
+    assert "10 optimizer steps" in done.stderr
+
+
+@pytest.mark.soak
 def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING) + "epoch()\n")
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddp_patch", "run"]

@@ -115,7 +115,8 @@ def test_wrong_usage_exits_with_2(
 def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, str]] = []
 
-    def started(*_arguments: Any) -> int:
+    def started(given: Any, arguments: list[str]) -> int:
+        assert (given.nproc_per_node, given.nnodes, arguments[-1]) == ("2", "3", "script.py")  # torchrun reads them
         assert Path(os.environ["DDP_PATCH_SHADOWS"]).is_dir()
         seen.append(dict(os.environ))
         return 0
@@ -126,7 +127,7 @@ def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: py
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught:
-        run(["-n", "2", "script.py"])
+        run(["-n", "2", "--nnodes", "3", "script.py"])
     assert caught.value.code == 0
     (environment,) = seen
     assert environment["PYTHONHASHSEED"] == "0"
