@@ -263,6 +263,8 @@ class Summary:
         records: The loaders that were used when there were several ranks, or one process of several; in that order.
     """
 
+    _if_they_differ = ""  # what an error says more that says that the ranks' loaders differ
+
     def __init__(self, options: Options, only: Patterns, excepted: Patterns) -> None:
         self.records: list[UsedLoader] = []
         self._options, self._only, self._excepted = options, only, excepted
@@ -309,26 +311,10 @@ class Summary:
             record.note = f"its batches come from another loader, in {name!r}"
         return record, facts
 
-    def _shard(
-        self,
-        loader: DataLoader[Any],
-        record: UsedLoader,
-        world: World,
-        options: Options,
-        use: Use,
-        if_they_differ: str = "",
-    ) -> None:
+    def _shard(self, loader: DataLoader[Any], record: UsedLoader, world: World, options: Options, use: Use) -> None:
         """Put a rank's share into a loader itself, so that all references to it have that.
 
         If that fails, the loader stays as it was, and the error says which one it is, and how to leave it out.
-
-        Args:
-            loader: The loader.
-            record: What is reported of it.
-            world: Which rank of how many.
-            options: How to shard.
-            use: What the script does with it.
-            if_they_differ: A sentence for an error that says that the ranks' loaders differ.
         """
         before = dict(vars(loader))
         try:
@@ -339,7 +325,7 @@ class Summary:
             if isinstance(error, DDPPatchError):
                 is_known = record.place != _UNKNOWN
                 pattern = f", or start with python -m ddp_patch run --except '{record.place}'" if is_known else ""
-                more = f" {if_they_differ}" if if_they_differ and isinstance(error, RankMismatchError) else ""
+                more = self._if_they_differ if isinstance(error, RankMismatchError) else ""
                 error.args = (
                     f"The loader{f' made at {record.place}' if is_known else ''} ({record.what}) is {use.value}, and "
                     f"autopatch patches it now, on all ranks: {message_of(error)} If it is not to be sharded, because "

@@ -58,10 +58,6 @@ _OF_RANKS: list[tuple[Any, str]] = [
     *((torch.multiprocessing, name) for name in ("spawn", "start_processes")),
     (dist, "init_process_group"),
 ]
-_DATA_MADE_ALIKE = (
-    "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
-    "random data outside of such loops, or with a generator of its own."
-)
 
 
 @dataclass
@@ -101,6 +97,11 @@ class OneProcess(Summary):
         sync_batchnorm: Whether batch normalisation sees the whole batch.
         on_error: Called with what ends the script on this rank, before the others are told.
     """
+
+    _if_they_differ = (
+        " In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: "
+        "make random data outside of such loops, or with a generator of its own."
+    )
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class OneProcess(Summary):
             options = replace(options, order="auto", cost=None)
             if known.is_stream or loader.batch_sampler is None:
                 options = replace(options, share="auto", uneven="pad")
-        self._shard(loader, known.record, world, options, Use.ITERATED, _DATA_MADE_ALIKE)
+        self._shard(loader, known.record, world, options, Use.ITERATED)
         return loader
 
     def _divide(self, known: _Loader, loader: DataLoader[Any]) -> None:

@@ -302,32 +302,37 @@ class Overlay:
                 if _is_folder(self.lies(os.path.dirname(seen)), follow=True):
                     _make_folders(os.path.dirname(given[at]))
                 if how in {"replaced", "emptied"}:
-                    stubs += self._stubs(seen)
+                    stubs += self._stubs(seen, makes=function.__name__ == "mkdir")
                 else:
                     self._copy_up(seen)
                 replaced += [seen] if how in {"replaced", "moved"} else []
         try:
             result = function(*given, **options)
         except OSError:
-            for stub in reversed(stubs):
-                (real.rmdir if _is_folder(stub) else real.unlink)(stub)
+            for stub in stubs:
+                real.unlink(stub)
             raise
         self._gone.update(seen for seen in replaced if _mode(self._past.lies(seen)))
         return result
 
-    def _stubs(self, seen: str) -> Iterator[str]:
-        """Make what is as much in a call's way as what is seen at a path, and yield it: all but what it holds."""
+    def _stubs(self, seen: str, *, makes: bool) -> Iterator[str]:
+        """Make what is as much in a call's way as what is seen at a path; yield what has to go if the call fails.
+
+        Args:
+            seen: The path.
+            makes: Whether the call makes a folder, so that it is no matter what a folder there holds.
+        """
         above, lies = self._folder + seen, self.lies(seen)
+        stub = above
         if _is_folder(lies):
-            if lies != above:
-                real.mkdir(above)
-                yield above
-            if not real.listdir(above) and self.names(seen):
-                real.mkdir(inner := os.path.join(above, "stub"))
-                yield inner
-        elif lies != above and _mode(lies):
-            with open_file(above, "w"):
-                yield above
+            _make_folders(above)
+            stub = os.path.join(above, "stub")
+            is_needed = not makes and not real.listdir(above) and bool(self.names(seen))
+        else:
+            is_needed = lies != above and _mode(lies) != 0
+        if is_needed:
+            with open_file(stub, "w"):
+                yield stub
 
     def _copy_up(self, seen: str) -> None:
         """Copy what is seen at a path, and all that is in it, to where it will lie."""
