@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> None:
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
         session: EachRank | OneProcess = EachRank({}, options, only, excepted, dry_run=given.dry_run)
         if is_one:
-            show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows, at_once=is_started()))
+            show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
             session = OneProcess(options, only, excepted, whole, sync_batchnorm=given.sync_batchnorm, on_error=show)
             _begin(given, recording, seed, stack)
         stack.enter_context(_told_on_stderr())

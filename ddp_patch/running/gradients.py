@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.running.lockstep import Lockstep, Replicas
+from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas
 from ddp_patch.walks import nested
 
 __all__ = ["MEAN", "SUM", "WEIGHED", "Gradients", "PassWeights", "StepWeight", "reductions_of"]
@@ -229,9 +229,8 @@ class Gradients:
     Args:
         lockstep: The ranks; the calls and steps are counted there.
         replicas: The script's optimizers.
+        numbers: Which random numbers it draws: this rank's own from the first step on.
         tell: Tells the user something, once.
-        on_step: Called after each step of an optimizer.
-        on_unused: Called with the name of a divided loader of which a pass was over without a ``backward()``.
 
     Attributes:
         weight: Knows the weight of a ``backward()``.
@@ -239,18 +238,13 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        lockstep: Lockstep,
-        replicas: Replicas,
-        tell: Callable[[str], object],
-        on_step: Callable[[], object],
-        on_unused: Callable[[str], object],
+        self, lockstep: Lockstep, replicas: Replicas, numbers: RandomNumbers, tell: Callable[[str], object]
     ) -> None:
-        self.weight: StepWeight = StepWeight(on_unused)
+        self.weight: StepWeight = StepWeight(self._tell_unused)
         self.why_whole: str = ""
         # By the operation that computed a part's loss: that, and the whole batch's; of this step.
         self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._lockstep, self._replicas, self._tell, self._on_step = lockstep, replicas, tell, on_step
+        self._lockstep, self._replicas, self._numbers, self._tell = lockstep, replicas, numbers, tell
         self._is_in_backward = backward_in_progress()
 
     @contextmanager
@@ -312,6 +306,13 @@ class Gradients:
         if is_error:
             raise UnsupportedLoaderError(text)
         self._tell(text)
+
+    def _tell_unused(self, name: str) -> None:
+        self._tell(
+            f"The loader made at {name} was divided, and backward() was not called in its pass: each rank computed "
+            f"with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
+            f"{name}: then every rank gets all of it."
+        )
 
     def _backward(self, run: Callable[[Any], None], tensors: Any, *, create_graph: bool) -> None:
         self._lockstep.backwards += 1
@@ -389,4 +390,4 @@ class Gradients:
 
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._lockstep.steps += 1
-        self._on_step()
+        self._numbers.begin_own()

@@ -235,7 +235,7 @@ def made_equal(kept: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def rank_zero_speaks(rank: int, folder: Path | None, *, at_once: bool) -> Iterator[Callable[[BaseException], None]]:
+def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseException], None]]:
     """Silence every other rank while entered; show what ends this one, and end it with the exit code of Python.
 
     The files themselves are changed, so that the workers of loaders and libraries in C are silent, too.
@@ -243,7 +243,6 @@ def rank_zero_speaks(rank: int, folder: Path | None, *, at_once: bool) -> Iterat
     Args:
         rank: This rank.
         folder: The folder for what the others write, ``rank-1.log`` and so on; None to forget it.
-        at_once: Whether Ctrl-C ends the process here, with the workers of its loaders, for which torch would wait.
 
     Yields:
         What shows an error that ends this rank before all is left, with the rank before each line.
@@ -266,8 +265,8 @@ def rank_zero_speaks(rank: int, folder: Path | None, *, at_once: bool) -> Iterat
     try:
         yield show
     except KeyboardInterrupt:
-        if at_once:
-            _end_with_workers()
+        if is_started():
+            _end_with_workers()  # for which torch would wait
         sys.exit(INTERRUPTED)
     except SystemExit as ended:
         if isinstance(ended.code, str):

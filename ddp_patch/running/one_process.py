@@ -47,7 +47,7 @@ from ddp_patch.running.loader_reports import (
     user_of,
 )
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas, seed_all
-from ddp_patch.running.overlay import is_shadowed, shadowed
+from ddp_patch.running.overlay import shadowed
 from ddp_patch.sharding.batches import batches_of, patched_sampler
 
 __all__ = ["OneProcess"]
@@ -125,9 +125,7 @@ class OneProcess(Summary):
         self._lockstep = Lockstep()
         self._replicas = Replicas(self._lockstep, self._tell)
         self._numbers = RandomNumbers()
-        self._gradients = Gradients(
-            self._lockstep, self._replicas, self._tell, self._numbers.begin_own, self._tell_unused
-        )
+        self._gradients = Gradients(self._lockstep, self._replicas, self._numbers, self._tell)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -259,7 +257,7 @@ class OneProcess(Summary):
                 "The ranks hash strings differently, so a set of strings has another order on each. Set "
                 "PYTHONHASHSEED=0 before they start."
             )
-        if not is_shadowed():
+        if not is_started():  # else the command has done so
             home = "" if self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
             self._stack.enter_context(shadowed(self._lockstep.rank, self._lockstep.gathered(home)[0]))
 
@@ -385,13 +383,6 @@ class OneProcess(Summary):
             step.take(weights, ranks * part / whole, (part, whole), batch)
             yield batch
         step.end(weights)
-
-    def _tell_unused(self, name: str) -> None:
-        self._tell(
-            f"The loader made at {name} was divided, and backward() was not called in its pass: each rank computed "
-            f"with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
-            f"{name}: then every rank gets all of it."
-        )
 
     # ---- the end ----
 

@@ -27,7 +27,7 @@ import torch
 
 from ddp_patch.compat.files import files_opened_by
 
-__all__ = ["Past", "is_shadowed", "open_file", "shadowed"]
+__all__ = ["Past", "open_file", "shadowed"]
 
 _PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 # What a call does to a path. By it the first rank keeps what was there, and another one lifts what is seen there:
@@ -415,9 +415,6 @@ class _Entry:
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self.path, follow_symlinks=follow_symlinks)
 
-    def inode(self) -> int:
-        return self.stat(follow_symlinks=False).st_ino
-
     def is_symlink(self) -> bool:
         return os.path.islink(self.path)
 
@@ -444,13 +441,6 @@ class _Entries(ExitStack, Iterator[_Entry]):
 
 # ---- to let a rank see its world ----
 
-_entered = False  # whether this process is in such a world
-
-
-def is_shadowed() -> bool:
-    """Return whether this process is in such a world, or keeps what was for others."""
-    return _entered
-
 
 @contextmanager
 def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True) -> Iterator[None]:
@@ -462,7 +452,6 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
         keep: Whether the folder stays.
         writes: Whether the first rank writes where the script says.
     """
-    global _entered
     home = os.path.realpath(folder)
     own = os.path.join(home, f"rank-{rank}")
     _make_folders(own)
@@ -471,10 +460,8 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
     try:
         with ExitStack() as stack:
             _put_over_os(past if rank == 0 and writes else Overlay(own, past), stack)
-            _entered = True
             yield
     finally:
-        _entered = False
         if not keep:
             shutil.rmtree(own, ignore_errors=True)
             with suppress(FileNotFoundError):  # another rank has removed it
@@ -494,16 +481,14 @@ def _put_over_os(world: Past | Overlay, stack: ExitStack) -> None:
     """Let all that opens, finds, changes and removes files go through a world, until the stack closes."""
     functions: dict[str, Callable[..., Any]] = {"open": world.os_open}
     functions |= {name: partial(world.change, getattr(real, name), hows) for name, hows in _CHANGES.items()}
-    load = None
     if isinstance(world, Overlay):
         functions |= {"chdir": world.chdir, "listdir": world.listdir, "scandir": world.scandir}
         functions |= {name: partial(world.look, getattr(real, name)) for name in _LOOKS}
         stack.enter_context(patch.object(os, "getcwd", world.getcwd))
         stack.enter_context(patch.object(os, "getcwdb", lambda: os.fsencode(world.getcwd())))
-        load = world.load
     for name, ours in functions.items():
         stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))
-    stack.enter_context(files_opened_by(world.open, world.save, load))
+    stack.enter_context(files_opened_by(world.open, world.save, getattr(world, "load", _load)))
 
 
 def _of_paths(of_os: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
