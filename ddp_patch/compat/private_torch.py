@@ -323,6 +323,7 @@ class AroundIterator(Iterator[Any]):
 
     def stop(self, reason: BaseException) -> None:
         """Record that no batch is given, because of the end or of an error; see ``is_end``."""
+        raise NotImplementedError
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin the next pass with the same workers, as torch asks for where these are persistent."""

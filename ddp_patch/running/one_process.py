@@ -8,7 +8,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -206,10 +206,9 @@ class OneProcess(Summary):
                 self._replicas.share_buffers()
                 if known.is_divided:
                     _go_on_after(loader, known.whole)
-            passes: list[weakref.ref[AroundIterator]] = []
+            passes: list[weakref.ref[_Pass]] = []
             may_go_on = may_train and not known.is_stream
-            batches = self._batches(known, loader, passes, is_divided=is_divided, may_go_on=may_go_on)
-            found = AroundIterator(next(batches), lambda _: batches)
+            found = _Pass(self._sources(known, loader, passes, is_divided=is_divided, may_go_on=may_go_on))
             passes.append(weakref.ref(found))
             return found
 
@@ -308,16 +307,16 @@ class OneProcess(Summary):
             known.record.note_fate("divided", loader, self._lockstep.ranks)
             self._tell(known.record.line, logging.INFO)
 
-    def _batches(
+    def _sources(
         self,
         known: _Loader,
         loader: DataLoader[Any],
-        passes: list[weakref.ref[AroundIterator]],
+        passes: "list[weakref.ref[_Pass]]",
         *,
         is_divided: bool,
         may_go_on: bool,
-    ) -> Iterator[Any]:
-        """Yield the loader's own iterator; then the batches of a pass, until it ends or is dropped.
+    ) -> Generator[Iterator[Any]]:
+        """Yield the loader's own iterator; then what gives the next batch of a pass, until it ends or is dropped.
 
         Whether a loader trains shows in its loop: some set the mode of their models in each step.
 
@@ -328,22 +327,23 @@ class OneProcess(Summary):
             is_divided: Whether its batches are divided from the first one on.
             may_go_on: Whether the others are if the script calls ``backward()`` for the first.
         """
-        key, before = self._numbers.enter(own=False), self._lockstep.backwards
+        key, before, asked = self._numbers.enter(own=False), self._lockstep.backwards, 0
         try:
             iterator = iter(loader if is_divided else known.whole)
             yield iterator
-            for given, batch in enumerate(() if is_divided else iterator, 1):
+            while not is_divided:
                 self._gradients.weight.take_whole()
-                yield batch
+                yield iterator
+                asked += 1
                 if may_go_on and not known.is_whole and self._lockstep.backwards > before:
-                    if given > 1:
+                    if asked > 1:
                         known.is_whole, known.record.note = True, "several batches before one backward()"
                     elif self._may_divide(known):
                         iterator, is_divided = self._go_on_divided(known, loader, passes), True
-                        break
-            if is_divided:
-                self._numbers.change(key, own=True)
-                yield from self._weighed(known, loader, iterator)
+            self._numbers.change(key, own=True)
+            parts = iterator if self._lockstep.ranks == 1 else self._weighed(known, loader, iterator)
+            while True:
+                yield parts
         finally:
             self._numbers.leave(key)
             self._tell(known.record.line, logging.INFO)
@@ -355,7 +355,7 @@ class OneProcess(Summary):
         return not why
 
     def _go_on_divided(
-        self, known: _Loader, loader: DataLoader[Any], passes: list[weakref.ref[AroundIterator]]
+        self, known: _Loader, loader: DataLoader[Any], passes: "list[weakref.ref[_Pass]]"
     ) -> Iterator[Any]:
         """Return an iterator of this rank's part of each batch but the first, which was whole."""
         with unpatched():
@@ -374,9 +374,6 @@ class OneProcess(Summary):
     def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
         step, ranks = self._gradients.weight, self._lockstep.ranks
-        if ranks == 1:
-            yield from iterator
-            return
         weights = step.begin(known.record.place, length_of(iterator, ()))
         for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
@@ -411,3 +408,21 @@ def _go_on_after(one: DataLoader[Any], other: DataLoader[Any]) -> None:
     before, after = (patched_sampler("autopatch", each) for each in (one, other))
     if before.rank_passes.epochs.upcoming > after.rank_passes.epochs.upcoming:
         after.set_epoch(before.rank_passes.epochs.upcoming)
+
+
+class _Pass(AroundIterator):
+    """The iterator of a pass over a loader: of whole batches, and from some batch on of this rank's part of each.
+
+    Args:
+        sources: Gives the loader's own iterator, and then, before each batch, what gives that.
+    """
+
+    def __init__(self, sources: Generator[Iterator[Any]]) -> None:
+        self._sources = sources
+        # A map goes on after an error that the script has caught; a generator would be over.
+        super().__init__(next(sources), lambda _: map(next, sources))
+
+    def stop(self, reason: BaseException) -> None:
+        """Leave the pass at its end."""
+        if isinstance(reason, StopIteration):
+            self._sources.close()

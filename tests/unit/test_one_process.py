@@ -1,5 +1,6 @@
 """Parts of a script that runs as one process, without other ranks."""
 
+import contextlib
 import copy
 import gc
 import random
@@ -13,7 +14,7 @@ import torch
 from messages import raises
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
@@ -240,6 +241,34 @@ def test_a_rank_takes_its_own_gpu_and_does_not_guess_which_that_is(
         return
     assert backend_here() == ("cpu:gloo,cuda:nccl" if count else "gloo")
     assert chosen == taken
+
+
+class Broken(Dataset[float]):
+    """One of its samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> float:
+        if index == 2:
+            raise LookupError("of a sample")
+        return float(index)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_pass_goes_on_after_an_error_that_the_script_catches(is_training: bool) -> None:
+    model, found = nn.Linear(1, 1, dtype=torch.float64), []
+    with autopatch(as_one_process=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = iter(DataLoader(Broken()))
+        for _ in range(6):
+            with contextlib.suppress(LookupError):
+                found.append(next(batches))
+                if is_training:
+                    model(found[-1].reshape(1, 1)).mean().backward()
+                    optimizer.step()
+        assert next(batches, None) is None
+    assert [int(batch) for batch in found] == [0, 1, 3, 4, 5]
 
 
 def test_one_rank_runs_without_a_process_group() -> None:
