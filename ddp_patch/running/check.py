@@ -75,7 +75,7 @@ def check(ranks: int, steps: int, target: str, arguments: Sequence[str]) -> int:
         for failed, of in ((one, "1 rank"), (again, "1 rank"), (many, f"{ranks} ranks")):
             if failed.code:
                 return _told([f"It fails on {of}, by exit code {failed.code}:", *failed.errors], 1)
-        return _judged(ranks, one, again, many, double=double)
+        return _judged(ranks, one, again, many)
 
 
 def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
@@ -99,10 +99,11 @@ def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
     return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
 
 
-def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran, *, double: bool) -> int:
+def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:
     """Print what was found, and return the exit code."""
     if not one.steps or not one.steps[0]:
         return _told(["No optimizer of torch.optim made a step on several ranks as one, so nothing was compared."], 1)
+    double = all(step["is_double"] for step in one.steps[0])  # a script may ask for another one itself
     differs_at, steps = _difference(one, many, _CLOSE[double])
     lines = _texts_apart(one.lines, again.lines, many.lines)
     files = _texts_apart(one.files, again.files, many.files)
@@ -118,7 +119,8 @@ def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran, *, double: bool) -> 
     why = _why_not(ranks, differs_at, one, many, lines, files)
     if not why and BATCH_NORM in off:
         why = "Batch normalisation sees a part of each batch. --sync-batchnorm helps on accelerators."
-    same = f"The same but for {', '.join(off)}." if off else "The same."
+    within = "" if double else f", within {_CLOSE[double]:g} in single precision"
+    same = f"The same{' but for ' if off else ''}{', '.join(off)}{within}."
     verdict = f"Not the same. {why}" if why else same
     return _told([*rows, verdict], int(bool(why)))
 

@@ -82,7 +82,8 @@ class _Recorder:
     Attributes:
         steps: What each step of an optimizer did: ``losses`` (the roots of the calls of ``backward()`` before it, as
             they were weighed), ``has_drawn`` (whether the global generator moved since the step before),
-            ``gradients`` that the optimizer got, by the parameters' names, and ``parameters``: what it made of them.
+            ``is_double`` (whether all parameters are of double precision), ``gradients`` that the optimizer got, by the
+            parameters' names, and ``parameters``: what it made of them.
     """
 
     def __init__(self, what: Recording) -> None:
@@ -107,6 +108,7 @@ class _Recorder:
         self.steps.append(
             {
                 "losses": self._losses,
+                "is_double": all(each.dtype == torch.float64 for each in parameters),
                 "has_drawn": bool(self.steps) and not torch.equal(torch.get_rng_state(), self._random),
                 "gradients": {name: _sample(each) for name, each in given.items()},
             }

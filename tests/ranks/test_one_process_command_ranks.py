@@ -276,6 +276,17 @@ def test_what_goes_wrong_is_told(tmp_path: Path, body: str, told: list[str]) -> 
             1,
             ["without batch normalisation: the same in 5 steps", "Batch normalisation sees a part of each batch."],
         ),
+        soaked(
+            """
+            model = model.float()
+            for batch in train:
+                optimizer.zero_grad()
+                model(batch.float()).pow(2).mean().backward()
+                optimizer.step()
+            """,
+            0,
+            ["apart at most, in single precision", "The same, within 0.001 in single precision."],
+        ),
         soaked("epoch()", 0, ["steps: the same in 5 steps", "printed lines: the same, 2", "\nThe same."]),
         soaked(
             """
