@@ -1,8 +1,7 @@
 """Run a script's first steps on one rank and on several, and say whether they do the same: ``ddp-patch run --check``.
 
-It runs five times: on one rank; again, with gradients that differ by about a rounding, which shows what varies by
-itself; on several ranks; and on one and on several with all standing still that ranks draw for themselves. No run
-writes into the user's folders.
+It runs three times, with all switched off that ranks draw for themselves: on one rank; again, which shows what it
+prints and writes otherwise by itself; and on several ranks. No run writes into the user's folders.
 """
 
 import math
@@ -15,9 +14,8 @@ import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -28,13 +26,8 @@ __all__ = ["check"]
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _CLOSE_TEXT = 1e-3  # of a number that is printed, and rounded for that
-# How far apart steps may be: in double precision; else, and as many times as far as a rounding takes one rank.
-_CLOSE_DOUBLE, _CLOSE, _ROUNDINGS = 1e-8, 1e-5, 30
-_LOST = 1e-2  # where a rounding makes as much, nothing can be compared
+_CLOSE = {True: 1e-8, False: 1e-3}  # how far apart steps may be, in double precision and in single
 _LAST_LINES = 12
-_Files: TypeAlias = dict[str, str]
-# How far apart each parameter is, as a part of the largest one.
-_Sizes: TypeAlias = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class _Ran:
 
     Attributes:
         code: The exit code.
-        lines: What it printed.
+        lines: What it printed, by the line's number.
         errors: The end of what it wrote to stderr.
         steps: What each rank recorded of each step.
         files: What the first rank wrote, by its path.
@@ -51,10 +44,10 @@ class _Ran:
     """
 
     code: int
-    lines: list[str]
+    lines: dict[int, str]
     errors: list[str]
     steps: list[list[dict[str, Any]]]
-    files: _Files
+    files: dict[str, str]
     off: list[str]
 
 
@@ -70,25 +63,25 @@ def check(ranks: int, steps: int, target: str, arguments: Sequence[str]) -> int:
     os.environ.setdefault(SEED, str(secrets.randbelow(2**31)))
     with tempfile.TemporaryDirectory(prefix="ddp_patch-") as folder:
 
-        def run(number: int, on: int, **how: bool) -> _Ran:
-            text = f"{on} rank{'s' * (on > 1)}{''.join(f', {name}' for name, is_so in how.items() if is_so)}"
-            sys.stderr.write(f"ddp_patch: checking {target}, run {number} of 5: {text}\n")
-            return _ran(Recording(Path(folder, f"{number}-{how.get('double')}"), on, steps, **how), arguments)
+        def run(number: int, on: int, *, double: bool) -> _Ran:
+            precision = "double" if double else "single"
+            sys.stderr.write(f"ddp_patch: checking {target}, run {number} of 3, in {precision} precision\n")
+            return _ran(Recording(Path(folder, f"{number}-{precision}"), on, steps, double), arguments)
 
-        one, again, many = run(1, 1), run(2, 1, nudged=True), run(3, ranks)
-        for failed, of in ((one, 1), (again, 1), (many, ranks)):
+        double, one = True, run(1, 1, double=True)
+        if one.code:  # it has numbers of single precision of its own
+            double, one = False, run(1, 1, double=False)
+        again, many = (one, one) if one.code else (run(2, 1, double=double), run(3, ranks, double=double))
+        for failed, of in ((one, "1 rank"), (again, "1 rank"), (many, f"{ranks} ranks")):
             if failed.code:
-                return _told([f"It fails on {of} rank{'s' * (of > 1)}, by exit code {failed.code}:", *failed.errors], 1)
-        still = run(4, 1, still=True, double=True)
-        double = not still.code
-        still = still if double else run(4, 1, still=True)
-        return _judged(ranks, (one, again, many), (still, run(5, ranks, still=True, double=double)), double=double)
+                return _told([f"It fails on {of}, by exit code {failed.code}:", *failed.errors], 1)
+        return _judged(ranks, one, again, many)
 
 
 def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
     """Run the script once."""
     command, alone = [sys.executable, "-m", "ddp_patch", "run", *arguments], ALONE if what.ranks == 1 else {}
-    with made_equal(what.folder / "files"):  # so that a single rank needs no launcher
+    with made_equal(what.files):  # so that a single rank needs no launcher
         done = subprocess.run(  # noqa: S603 - this very command
             command,
             env={**os.environ, **what.environment, **alone},
@@ -99,54 +92,46 @@ def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
         )
     recorded = [what.folder / f"rank-{rank}.pt" for rank in range(what.ranks)]
     steps = [torch.load(each, weights_only=True) for each in recorded if each.exists()]
-    home = what.folder / "files" / "rank-0"
+    home = what.files / "rank-0"
     found = {str(path.relative_to(home)): _text_of(path) for path in sorted(home.rglob("*")) if path.is_file()}
     off = sorted(each.name.removeprefix("off ") for each in what.folder.glob("off *"))
-    return _Ran(done.returncode, done.stdout.splitlines(), done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
+    lines = dict(enumerate(done.stdout.splitlines()))
+    return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
 
 
-def _judged(ranks: int, as_it_is: tuple[_Ran, _Ran, _Ran], still: tuple[_Ran, _Ran], *, double: bool) -> int:
+def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:
     """Print what was found, and return the exit code."""
-    one, again, many = as_it_is
-    if still[0].code or still[1].code:
-        errors = still[0].errors if still[0].code else still[1].errors
-        return _told(["It cannot be run with what is random switched off:", *errors], 1)
     if not one.steps or not one.steps[0]:
         return _told(["No optimizer of torch.optim made a step on several ranks as one, so nothing was compared."], 1)
-    allowed = _allowed(_apart(one, again))
-    seen, seen_text = _difference(one, many, allowed, _CLOSE)
-    exactly: list[_Sizes] = [{} for _ in still[0].steps[0]]
-    quiet, quiet_text = _difference(*still, *((exactly, _CLOSE_DOUBLE) if double else (allowed, _CLOSE)))
-    lines = _lines_apart(one.lines, again.lines, still[0].lines, still[1].lines)
-    files = _files_apart(one.files, again.files, still[0].files, still[1].files)
-    off, precision = still[1].off, "double" if double else "single"
-    rows = {
-        "as it is": seen_text,
-        f"without {', '.join(off)}" if off else "once more": f"{quiet_text}, in {precision} precision",
-        "printed lines": f"differ, first {lines[0]}" if lines else f"the same, {len(still[0].lines)} in these steps",
-        "files": f"differ, first {files[0]}" if files else f"the same, {len(still[0].files)} in these steps",
-    }
-    why = _why_not(ranks, quiet, still, lines, files)
-    if not why and seen and BATCH_NORM in off:
+    double = all(step["is_double"] for step in one.steps[0])  # a script may ask for another one itself
+    differs_at, steps = _difference(one, many, _CLOSE[double])
+    lines = _texts_apart(one.lines, again.lines, many.lines)
+    files = _texts_apart(one.files, again.files, many.files)
+    off, precision = many.off, "double" if double else "single"
+    without = f"without {', '.join(off)}" if off else "steps"
+    printed = f"differ, first {lines[0][1]!r} and {lines[0][2]!r}" if lines else f"the same, {len(one.lines)}"
+    written = f"differ, first /{files[0][0]}" if files else f"the same, {len(one.files)}"
+    rows = [
+        f"{without}: {steps}, in {precision} precision",
+        f"printed lines: {printed}{'' if lines else ' in these steps'}",
+        f"files: {written}{'' if files else ' in these steps'}",
+    ]
+    why = _why_not(ranks, differs_at, one, many, lines, files)
+    if not why and BATCH_NORM in off:
         why = "Batch normalisation sees a part of each batch. --sync-batchnorm helps on accelerators."
-    last, compared, more = allowed[-1], _compared(allowed), ""
-    if compared < len(allowed):
-        more = f" From step {compared + 1} on, roundings alone are larger."
-    elif lost := sum(size > _LOST for size in last.values()):
-        more = f" Roundings alone move {lost} of {len(last)} parameters by more, which were not compared."
-    verdict = f"Not the same. {why}" if why else f"The same.{more}"
-    if not why and seen:
-        verdict = f"The same but for {', '.join(off) or 'roundings in single precision'}.{more}"
-    return _told([*(f"{name}: {found}" for name, found in rows.items()), verdict], int(bool(why)))
+    within = "" if double else f", within {_CLOSE[double]:g} in single precision"
+    same = f"The same{' but for ' if off else ''}{', '.join(off)}{within}."
+    verdict = f"Not the same. {why}" if why else same
+    return _told([*rows, verdict], int(bool(why)))
 
 
-def _why_not(ranks: int, quiet: int, still: tuple[_Ran, _Ran], lines: list[str], files: list[str]) -> str:
-    """Return the likely reason why the ranks do not do the same, with what is random switched off; or nothing."""
-    of_one, of_many = still[0].steps[0], still[1].steps
-    if quiet > min(len(of_one), len(of_many[0])):
+def _why_not(ranks: int, differs_at: int, one: _Ran, many: _Ran, lines: object, files: object) -> str:
+    """Return the likely reason why the ranks do not do the same, or nothing."""
+    of_one, of_many = one.steps[0], many.steps
+    if differs_at > min(len(of_one), len(of_many[0])):
         return f"One rank made {len(of_one)} steps, and {ranks} ranks {len(of_many[0])}: they went different ways."
-    if quiet:
-        at = quiet - 1
+    if differs_at:
+        at = differs_at - 1
         loss = torch.tensor([sum(of_one[at]["losses"]), sum(sum(each[at]["losses"]) for each in of_many) / ranks])
         later = [step["has_drawn"] for step in of_one[2:]]  # a rank begins to draw its own after the first
         if 2 * sum(later) > len(later):
@@ -163,27 +148,26 @@ def _why_not(ranks: int, quiet: int, still: tuple[_Ran, _Ran], lines: list[str],
     return "It writes other files." if files else ""
 
 
-def _apart(one: _Ran, other: _Ran) -> list[_Sizes]:
-    """Return for each step that both made how far apart each parameter, or its gradient, is."""
-    found = []
-    for a, b in zip(one.steps[0], other.steps[0], strict=False):
-        sizes: _Sizes = {}
+def _difference(one: _Ran, many: _Ran, close: float) -> tuple[int, str]:
+    """Compare the parameters and gradients of two runs, as parts of the largest one.
+
+    Returns:
+        The step from which on they are further apart than is close, from 1, or 0 if there is none; and what was found.
+    """
+    first, largest, worst = 0, 0.0, "the number of steps"
+    for step, (a, b) in enumerate(zip(one.steps[0], many.steps[0], strict=False), 1):
         for kind in ("gradients", "parameters"):
             scale = max([float(each.abs().max()) for each in a[kind].values() if each.numel()], default=1.0) or 1.0
-            for name in a[kind].keys() | b[kind].keys():
+            for name in sorted(a[kind].keys() | b[kind].keys()):
                 size = _size(a[kind].get(name), b[kind].get(name)) / scale
-                sizes[name] = max(sizes.get(name, 0.0), size)
-        found.append(sizes)
-    return found
-
-
-def _allowed(rounding: Sequence[_Sizes]) -> list[_Sizes]:
-    """Return how far apart each parameter may be in each step, by how far a rounding has moved it until then."""
-    allowed: list[_Sizes] = []
-    for sizes in rounding:
-        before = allowed[-1] if allowed else {}
-        allowed.append({name: max(_CLOSE, _ROUNDINGS * size, before.get(name, 0.0)) for name, size in sizes.items()})
-    return allowed
+                largest = max(largest, size)
+                if size > close and not first:
+                    first, worst = step, name
+    if not first and len(one.steps[0]) != len(many.steps[0]):
+        first = min(len(one.steps[0]), len(many.steps[0])) + 1
+    if not first:
+        return 0, f"the same in {len(one.steps[0])} steps; {largest:.1e} apart at most"
+    return first, f"differs from step {first} on, first in {worst}; by {largest:.1e} at most"
 
 
 def _size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
@@ -193,51 +177,11 @@ def _size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float((a - b)[a.isfinite()].abs().max()) if a.isfinite().any() else 0.0
 
 
-def _difference(one: _Ran, many: _Ran, allowed: Sequence[_Sizes], otherwise: float) -> tuple[int, str]:
-    """Compare two runs, each parameter as long as a rounding moves it by less than what is looked for.
-
-    Args:
-        one: One run.
-        many: The other.
-        allowed: How far apart parameters may be in each step.
-        otherwise: How far those may be that are not in it.
-
-    Returns:
-        The step from which on more than rounding differs, from 1, or 0 if there is none; and what was found, in words.
-    """
-    compared = _compared(allowed)
-    first, largest, worst = None, 0.0, "the number of steps"
-    apart = _apart(one, many)[:compared]
-    for at, (sizes, most) in enumerate(zip(apart, allowed, strict=False)):
-        known = {name: size for name, size in sizes.items() if most.get(name, otherwise) <= _LOST}
-        largest = max([largest, *known.values()])
-        wrong = {name: size for name, size in known.items() if size > most.get(name, otherwise)}
-        if first is None and wrong:
-            first, worst = at, max(wrong, key=lambda name: wrong[name])
-    if first is None and len(one.steps[0]) != len(many.steps[0]) and len(apart) < compared:
-        first = len(apart)
-    if first is None:
-        return 0, f"the same in {compared} steps; {largest:.1e} apart at most"
-    return first + 1, f"differs from step {first + 1} on, first in {worst}; by {largest:.1e} at most"
-
-
-def _compared(allowed: Sequence[_Sizes]) -> int:
-    """Return how many steps can be compared, before roundings alone move each parameter too far."""
-    is_lost = (bool(sizes) and min(sizes.values()) > _LOST for sizes in allowed)
-    return next((at for at, each in enumerate(is_lost) if each), len(allowed))
-
-
-def _lines_apart(one: list[str], again: list[str], a: list[str], b: list[str]) -> list[str]:
-    """Return the lines that differ, but for those that differ between two runs on one rank, such as times."""
-    varying = {number for number, pair in enumerate(zip_longest(one, again)) if not _alike(*pair)}
-    pairs = enumerate(zip_longest(a, b))
-    return [f"{mine!r} and {other!r}" for n, (mine, other) in pairs if n not in varying and not _alike(mine, other)]
-
-
-def _files_apart(one: _Files, again: _Files, a: _Files, b: _Files) -> list[str]:
-    """Return the files that differ, but for those that differ between two runs on one rank; of bytes, the lengths."""
-    varying = {name for name in one.keys() | again.keys() if not _alike(one.get(name), again.get(name))}
-    return sorted(f"/{name}" for name in (a.keys() | b.keys()) - varying if not _alike(a.get(name), b.get(name)))
+def _texts_apart(one: Any, again: Any, many: Any) -> list[tuple[Any, str | None, str | None]]:
+    """Return what differs of the texts of one rank and of several, but for what differs by itself, such as times."""
+    varying = {each for each in {*one, *again} if not _alike(one.get(each), again.get(each))}
+    pairs = [(each, one.get(each), many.get(each)) for each in sorted({*one, *many} - varying)]
+    return [(each, mine, other) for each, mine, other in pairs if not _alike(mine, other)]
 
 
 def _alike(a: str | None, b: str | None) -> bool:

@@ -5,39 +5,40 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
-from ddp_patch.patching import PatchOptions
-from ddp_patch.running.context import running
+from ddp_patch.running.context import EachRank, running
 from ddp_patch.running.launch import (
+    ONE_NODE,
     drawn_seed,
     end_with_launcher,
     hidden,
     is_rank,
     is_started,
     made_equal,
+    rank_zero_speaks,
     shadows,
     started,
     told,
 )
 from ddp_patch.running.loader_reports import Patterns, logger
-from ddp_patch.running.one_process import OneProcessOptions
-from ddp_patch.running.random_numbers import seed_all
+from ddp_patch.running.lockstep import seed_all
+from ddp_patch.running.one_process import OneProcess
+from ddp_patch.running.overlay import shadowed
 from ddp_patch.running.recording import Recording, recorded
-from ddp_patch.running.shadow import Voice, errors_reported, shadowed
 
 __all__ = ["DESCRIPTION", "run"]
 
 
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
 _EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine."
+_OF_ONE = ("whole", "sync_batchnorm", "keep_shadows")  # options for ranks that train as one process
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -48,47 +49,41 @@ def run(arguments: Sequence[str]) -> None:
     """
     parser = _parser()
     given = parser.parse_args(arguments)
-    recording = Recording.here()
-    starts = not is_started() and (given.ranks is not None or given.check)
+    starts = not is_started() and (given.nproc_per_node is not None or given.check)
     try:
-        if not given.is_module and not Path(given.target).exists():
-            raise InvalidOptionError(f"there is no {given.target}. Pass a script's path, or -m and a module's name.")
-        Options(seed=given.seed)
-        drawn_seed()
-        only, excepted, whole = Patterns("--only", given.only), Patterns("--except", given.excepted), given.whole
-        default = "one" if is_started() or starts else ""
-        is_one = not given.dry_run and (given.mode or default or _mode_of_ranks()) == "one"
-        one_process = OneProcessOptions(Patterns("--whole", whole), given.sync_batchnorm) if is_one else None
+        mode = given.mode or ("one" if starts or is_started() else _mode_of_ranks())
+        is_one = mode == "one" and not given.dry_run
         _require_sense(given, starts=starts, is_one=is_one)
+        options, seed = Options(seed=given.seed), drawn_seed()
+        only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
+        whole = Patterns("--whole", given.whole)
     except (InvalidOptionError, WorldError) as error:
         parser.error(str(error))
+    recording = Recording.here()
     if starts and given.check and recording is None:
         from ddp_patch.running.check import check
 
-        sys.exit(check(int(given.ranks), given.steps, given.target, arguments))
+        sys.exit(check(int(given.nproc_per_node), given.steps, given.training_script, arguments))
     if starts:
-        ranks, kept = given.ranks, given.keep_shadows
-        if recording is not None:
-            ranks, kept = str(recording.ranks), recording.folder / "files"
-        with made_equal(kept):
-            sys.exit(started(ranks, arguments))
+        with made_equal(given.keep_shadows if recording is None else recording.files):
+            sys.exit(started(given, arguments))
+    rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
     with ExitStack() as stack:
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
-        if one_process is not None:
-            voice = _begin(given, recording, stack)
-            one_process = replace(one_process, on_error=voice.report_error)
+        session: EachRank | OneProcess = EachRank({}, options, only, excepted, dry_run=given.dry_run)
+        if is_one:
+            show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
+            session = OneProcess(options, only, excepted, whole, sync_batchnorm=given.sync_batchnorm, on_error=show)
+            _begin(given, recording, seed, stack)
         stack.enter_context(_told_on_stderr())
-        is_first = told("RANK", "0") == "0"
-        if is_first and one_process is not None and int(told("WORLD_SIZE", "1")) > 1 and recording is None:
-            ranks = told("WORLD_SIZE")
+        if rank == 0 and is_one and ranks > 1 and recording is None:
             logger.info("Nobody has compared this script's %s ranks with one: add --check to do that.", ranks)
-        seed: PatchOptions = {} if given.seed is None else {"seed": given.seed}
-        summary = stack.enter_context(running(only, excepted, seed, one_process, dry_run=given.dry_run))
+        summary = stack.enter_context(running(session))
         try:
-            names = _run_target(given.target, given.arguments, given.is_module)
+            names = _run_target(given.training_script, given.training_script_args, given.module)
         finally:
-            if is_first:  # now, while the script's loaders, which count their passes, still exist
+            if rank == 0:  # now, while the script's loaders, which count their passes, still exist
                 told_last.append(f"ddp_patch:\n{summary}\n")
         del names
 
@@ -114,6 +109,9 @@ def _require_sense(given: argparse.Namespace, *, starts: bool, is_one: bool) -> 
         InvalidOptionError: Some do not.
         WorldError: Ranks were to be started where a launcher has started some, or several tasks know of no other.
     """
+    script, ranks = given.training_script, given.nproc_per_node
+    if not given.module and not Path(script).exists():
+        raise InvalidOptionError(f"there is no {script}. Pass a script's path, or -m and a module's name.")
     if not is_rank() and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
         raise WorldError(
             f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
@@ -121,37 +119,35 @@ def _require_sense(given: argparse.Namespace, *, starts: bool, is_one: bool) -> 
         )
     if starts and is_rank() and told("WORLD_SIZE") != "1":
         raise WorldError(
-            f"-n {given.ranks}: a launcher has started this process as rank {told('RANK')} of {told('WORLD_SIZE')}. "
-            "Leave -n out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
+            f"-n {ranks}: a launcher has started this process as rank {told('RANK')} of {told('WORLD_SIZE')}. Leave -n "
+            "out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
         )
-    if given.check and (not (given.ranks or "").isdecimal() or int(given.ranks) < 2 or not is_one):
+    is_several = (ranks or "").isdecimal() and int(ranks) > 1
+    if given.check and not (is_several and is_one and given.nnodes in ONE_NODE):
         raise InvalidOptionError(
-            "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone."
+            "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine."
         )
     path: Path | None = given.keep_shadows
     if path is not None and (file := next((each for each in (path, *path.parents) if each.is_file()), None)):
         raise InvalidOptionError(f"--keep-shadows {path}: {file} is a file. Pass the path of a folder.")
-    if unused := [name for name in ("whole", "sync_batchnorm", "keep_shadows") if getattr(given, name) and not is_one]:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-        raise InvalidOptionError(f"{listed}: only where ranks train as one process, which -n or --mode one asks for.")
+    if not is_one and (unused := [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(given, name)]):
+        raise InvalidOptionError(
+            f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for."
+        )
 
 
-def _begin(given: argparse.Namespace, recording: Recording | None, stack: ExitStack) -> Voice:
-    """Let ranks start alike, the first one speak, and the others write elsewhere, until the stack closes."""
-    rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
-    voice = Voice(rank, given.keep_shadows, sees_rank=not is_started())
-    stack.enter_context(errors_reported(voice, at_once=is_started()))
+def _begin(given: argparse.Namespace, recording: Recording | None, seed: int, stack: ExitStack) -> None:
+    """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
+    rank = int(told("RANK", "0"))
     if is_started():
         end_with_launcher()
-        folder = shadows()
+        folder, kept = shadows(), given.keep_shadows is not None or recording is not None
         stack.enter_context(hidden())
-        if ranks > 1 or recording is not None:
-            kept = given.keep_shadows is not None or recording is not None
+        if told("WORLD_SIZE") != "1" or recording is not None:
             stack.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
-    seed_all(drawn_seed() if given.seed is None else given.seed)
+    seed_all(seed if given.seed is None else given.seed)
     if recording is not None:
         stack.enter_context(recorded(recording, rank))
-    return voice
 
 
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
@@ -172,40 +168,47 @@ def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ddp-patch run", description=DESCRIPTION, epilog=_EPILOG, allow_abbrev=False)
-    parser.add_argument(
-        "-n",
-        "--nproc-per-node",
-        dest="ranks",
-        metavar="N",
-        help="Start so many ranks on this machine (as torchrun takes it). On several machines, start it by torchrun.",
+    """Return torchrun's parser with more options: what starts ranks is torchrun's own."""
+    from torch.distributed.run import get_args_parser
+
+    parser = argparse.ArgumentParser(
+        "ddp-patch run",
+        usage="ddp-patch run [options] [torchrun's options] [-m] training_script ...",
+        description=DESCRIPTION,
+        epilog=_EPILOG,
+        parents=[get_args_parser()],
+        add_help=False,  # torchrun's parser has it
+        allow_abbrev=False,
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="TARGET is a module, as python -m has it.")
-    parser.add_argument(
+    parser.set_defaults(nproc_per_node=None)
+    ours = parser.add_argument_group("options of ddp-patch run")
+    add: Callable[..., Any] = ours.add_argument
+    add("-n", dest="nproc_per_node", metavar="N", help="Start so many ranks on this machine: --nproc-per-node.")
+    add(
         "--check",
         action="store_true",
         help="Run the script's first steps on one rank and on N, say whether they are the same, and exit with 0 or 1.",
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="INT", help="How many steps to check (20).")
-    parser.add_argument(
+    add("--steps", type=int, default=20, metavar="INT", help="How many steps to check (20).")
+    add(
         "--mode",
         choices=["one", "ranks"],
         help="Train as one process (one), the default with -n; or each rank on its shard (ranks), of a script that "
         "makes a process group.",
     )
     place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
-    parser.add_argument("--only", **place, help="Patch only loaders that are made there; may be repeated.")
-    parser.add_argument("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
-    parser.add_argument("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
-    parser.add_argument("--seed", type=int, metavar="INT", help="What orders follow from; as one process, all numbers.")
-    one = parser.add_argument_group("as one process")
-    one.add_argument("--whole", **place, help="Never divide loaders that are made there; may be repeated.")
-    one.add_argument("--sync-batchnorm", action="store_true", help="Put SyncBatchNorm in the place of BatchNorm.")
-    one.add_argument(
-        "--keep-shadows", type=Path, metavar="FOLDER", help="Keep there what ranks other than 0 print and write."
+    add("--only", **place, help="Patch only loaders that are made there; may be repeated.")
+    add("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
+    add("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
+    add("--seed", type=int, metavar="INT", help="What orders follow from; as one process, all numbers.")
+    add("--whole", **place, help="As one process: never divide loaders that are made there; may be repeated.")
+    add("--sync-batchnorm", action="store_true", help="As one process: put SyncBatchNorm in BatchNorm's place.")
+    add(
+        "--keep-shadows",
+        type=Path,
+        metavar="FOLDER",
+        help="As one process: keep there what ranks other than 0 print and write.",
     )
-    parser.add_argument("target", metavar="TARGET", help="The script's path, or with -m the module's name.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="The script's own arguments.")
     return parser
 
 

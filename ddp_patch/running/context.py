@@ -1,11 +1,8 @@
 """Patch every loader that code within a context makes, as frameworks do too; and sum up what was done."""
 
 import functools
-import os
 import sys
-import textwrap
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS, accelerate_is_on
 from ddp_patch.compat.private_torch import imported_fsdp
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, message_of
-from ddp_patch.loaders.copying import change_loader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.loaders.recognition import sharded_by
@@ -32,10 +28,8 @@ from ddp_patch.patching import PatchOptions, patch_each
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.loader_reports import (
     Patterns,
+    Summary,
     UsedLoader,
-    as_it_was_if_refused,
-    compared,
-    counted,
     is_off,
     is_too_soon,
     logger,
@@ -43,16 +37,15 @@ from ddp_patch.running.loader_reports import (
     shown,
     unpatched,
     user_of,
-    why_left,
 )
-from ddp_patch.running.one_process import OneProcess, OneProcessOptions
+from ddp_patch.running.one_process import OneProcess
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.wrappers import split_options
 
-__all__ = ["Summary", "autopatch", "running"]
+__all__ = ["EachRank", "autopatch", "running"]
 
 
-class Session:
+class EachRank(Summary):
     """Patches each loader when it is first used in a process group of several ranks.
 
     Args:
@@ -61,34 +54,26 @@ class Session:
         only: Which loaders alone to patch.
         excepted: Which loaders to leave alone.
         dry_run: Only report what would be done.
-
-    Attributes:
-        records: What was done with each loader that was used, in that order.
     """
 
     def __init__(
         self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool
     ) -> None:
-        self.records: list[UsedLoader] = []
-        self._where, self._options, self._only, self._excepted = where, options, only, excepted
-        self._dry_run = dry_run
+        super().__init__(options, only, excepted)
+        self._where, self._dry_run = where, dry_run
         self._early: set[str] = set()  # the loaders that were iterated when there was no process group yet
         self._had_world = self._has_wrapper = False
         self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
         self._lock = threading.RLock()
-        self._process = os.getpid()
 
     def used(self, loader: DataLoader[Any], use: Use) -> None:
         """Patch a loader that is about to be used for the first time, or leave it as it is."""
-        # A process that the script has forked has these hooks, too, but no part in the group.
-        if is_off() or os.getpid() != self._process:
+        if self._is_off():
             return
-        record = self._known.get(loader)
-        if record is None:
-            with self._lock:
-                record = self._known.get(loader) or self._decided(loader, use)
-        if record is not None and use is Use.ITERATED:
-            record.passes += 1
+        with self._lock:
+            record = self._known.get(loader) or self._decided(loader, use)
+            if record is not None and use is Use.ITERATED:
+                record.passes += 1
 
     def wrapped(self, name: str) -> None:
         """Note a model that averages gradients by itself."""
@@ -106,7 +91,7 @@ class Session:
             f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
             for place in sorted(self._early)
         ]
-        found += [*self._only.notes, *self._excepted.notes]
+        found += super().notes
         # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
         derived = getattr(imported_fsdp(), "FSDPModule", None)
         if not self._has_wrapper and (derived is None or not derived.__subclasses__()):
@@ -128,7 +113,9 @@ class Session:
             if is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
                 return None
             self._had_world = True
-            record = self._done(loader, world, use, user)
+            record, _facts = self._looked_at(loader, user)
+            if not record.note:
+                self._patch(loader, record, world, use)
         self._known[loader] = record
         self.records.append(record)
         if world.rank == 0:
@@ -142,31 +129,20 @@ class Session:
         world = find_world(**self._where)
         return world if world is not None and world.num_replicas > 1 else None
 
-    def _done(self, loader: DataLoader[Any], world: World, use: Use, user: object | None) -> UsedLoader:
-        facts = look_at(loader)
-        record, by = UsedLoader.of(facts), facts.sharded_by
-        if user is not None:
-            return replace(record, fate="shards itself", note=f"{type(user).__name__}, which holds it")
-        if by is not None:
-            what = "the script has patched it" if isinstance(by, EpochSampler) else f"{type(by).__name__}"
-            return replace(record, fate="shards itself", note=what)
-        if why := why_left(facts, self._only, self._excepted):
-            return replace(record, note=why)
-        options, ranks = self._options, world.num_replicas
-        if self._dry_run:  # a copy is patched, without the other ranks
-            world = replace(world, share_of_rank=None)
-            options = replace(options, order="auto" if options.order == "leader" else options.order)
-            try:
-                (patched,) = patch_each("autopatch", {"": loader}, world, lambda: options)
-            except DDPPatchError as error:
-                return replace(record, fate="would be refused", note=message_of(error))
-            record.note_fate("would be patched", patched, ranks)
-            return record
-        with as_it_was_if_refused(loader, record, use):
-            # Its share is put into the loader itself, so that all references to it have the patched one.
-            patch_each("autopatch", {"": loader}, world, lambda: options, compared(loader), change_loader)
-        record.note_fate("patched", loader, ranks)
-        return record
+    def _patch(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
+        """Patch a loader, and note it; in a dry run a copy of it, without the other ranks."""
+        if not self._dry_run:
+            self._shard(loader, record, world, self._options, use)
+            record.note_fate("patched", loader, world.num_replicas)
+            return
+        order: Any = "auto" if self._options.order == "leader" else self._options.order
+        alone, options = replace(world, share_of_rank=None), replace(self._options, order=order)
+        try:
+            (patched,) = patch_each("autopatch", {"": loader}, alone, lambda: options)
+        except DDPPatchError as error:
+            record.fate, record.note = "would be refused", message_of(error)
+        else:
+            record.note_fate("would be patched", patched, world.num_replicas)
 
 
 def _frameworks_found(used: Callable[[DataLoader[Any], Use], object], stack: ExitStack) -> Callable[[object], None]:
@@ -223,37 +199,8 @@ def _for_accelerate(take: Any, used: Callable[[DataLoader[Any], Use], object]) -
     return taking
 
 
-_WIDTH = 100
 # What follows from training as one process.
 _DECIDED = {"share", "uneven", "rank", "num_replicas", "process_group", "device_mesh"}
-
-
-class Summary:
-    """What was done with the loaders while autopatch is, or was, on.
-
-    Args:
-        session: What decided on them.
-    """
-
-    def __init__(self, session: Session | OneProcess) -> None:
-        self._session = session
-
-    @property
-    def records(self) -> Sequence[UsedLoader]:
-        """The loaders that were used when there were several ranks, or one process of several; in that order."""
-        return tuple(self._session.records)
-
-    @property
-    def notes(self) -> list[str]:
-        """What else was noticed."""
-        return self._session.notes
-
-    def __str__(self) -> str:
-        passes = Counter[str]()  # of loaders that a script makes alike in each epoch
-        for record in self.records:
-            passes[record.line] += record.passes
-        lines = [f"{text}, {counted(n, 'pass')}" for text, n in passes.items()]
-        return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="    ") for line in [*lines, *self.notes])
 
 
 @contextmanager
@@ -307,35 +254,18 @@ def autopatch(
             f"autopatch was given as_one_process=True and {', '.join(sorted(given))}: as one process, all ranks of the "
             "launcher divide each batch, and nothing is left out. Leave these options out, or as_one_process."
         )
-    one = OneProcessOptions() if as_one_process else None
-    with running(Patterns("only", only), Patterns("excepted", excepted), options, one, dry_run=dry_run) as summary:
-        yield summary
+    where, chosen = split_options("autopatch", options, PatchOptions)
+    shards, chosen_lines = Options(**chosen), (Patterns("only", only), Patterns("excepted", excepted))
+    session = (
+        OneProcess(shards, *chosen_lines) if as_one_process else EachRank(where, shards, *chosen_lines, dry_run=dry_run)
+    )
+    with running(session):
+        yield session
 
 
 @contextmanager
-def running(
-    only: Patterns,
-    excepted: Patterns,
-    options: PatchOptions,
-    one_process: OneProcessOptions | None,
-    *,
-    dry_run: bool = False,
-) -> Iterator[Summary]:
-    """Patch loaders when they are first used, or run as one process; see ``autopatch``.
-
-    Args:
-        only: Which loaders alone.
-        excepted: Which not.
-        options: The keywords of ``patch_dataloader_to_ddp``.
-        one_process: How to train as one process; None to patch loaders only.
-        dry_run: Patch none.
-    """
-    where, chosen = split_options("autopatch", options, PatchOptions)
-    session: Session | OneProcess = (
-        Session(where, Options(**chosen), only, excepted, dry_run=dry_run)
-        if one_process is None
-        else OneProcess(Options(**chosen), only, excepted, one_process)
-    )
+def running(session: EachRank | OneProcess) -> Iterator[Summary]:
+    """Patch loaders when they are first used, or run as one process, and yield what is done; see ``autopatch``."""
 
     def registered(model: nn.Module, name: str, part: nn.Module | None) -> None:
         """Tell of a ``DistributedDataParallel`` or an FSDP model that is made: it registers the one it wraps."""
@@ -354,4 +284,4 @@ def running(
         stack.enter_context(called_before("__iter__", partial(about_to_use, use=Use.ITERATED)))
         stack.enter_context(called_before("__len__", partial(about_to_use, use=Use.MEASURED)))
         stack.enter_context(session.hooked() if isinstance(session, OneProcess) else nullcontext())
-        yield Summary(session)
+        yield session

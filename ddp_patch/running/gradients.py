@@ -16,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.running.lockstep import Act, Lockstep
-from ddp_patch.running.replicas import Replicas
+from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas
 from ddp_patch.walks import nested
 
 __all__ = ["MEAN", "SUM", "WEIGHED", "Gradients", "PassWeights", "StepWeight", "reductions_of"]
@@ -230,9 +229,8 @@ class Gradients:
     Args:
         lockstep: The ranks; the calls and steps are counted there.
         replicas: The script's optimizers.
+        numbers: Which random numbers it draws: this rank's own from the first step on.
         tell: Tells the user something, once.
-        on_step: Called after each step of an optimizer.
-        on_unused: Called with the name of a divided loader of which a pass was over without a ``backward()``.
 
     Attributes:
         weight: Knows the weight of a ``backward()``.
@@ -240,18 +238,13 @@ class Gradients:
     """
 
     def __init__(
-        self,
-        lockstep: Lockstep,
-        replicas: Replicas,
-        tell: Callable[[str], object],
-        on_step: Callable[[], object],
-        on_unused: Callable[[str], object],
+        self, lockstep: Lockstep, replicas: Replicas, numbers: RandomNumbers, tell: Callable[[str], object]
     ) -> None:
-        self.weight: StepWeight = StepWeight(on_unused)
+        self.weight: StepWeight = StepWeight(self._tell_unused)
         self.why_whole: str = ""
         # By the operation that computed a part's loss: that, and the whole batch's; of this step.
         self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._lockstep, self._replicas, self._tell, self._on_step = lockstep, replicas, tell, on_step
+        self._lockstep, self._replicas, self._numbers, self._tell = lockstep, replicas, numbers, tell
         self._is_in_backward = backward_in_progress()
 
     @contextmanager
@@ -260,21 +253,12 @@ class Gradients:
         before, grad = torch.autograd.backward, torch.autograd.grad
         as_it_is: Callable[[Any], Any] = torch.compiler.disable  # a compiled step would trace what communicates
 
-        def backward(
-            tensors: Any,
-            grad_tensors: Any = None,
-            retain_graph: bool | None = None,
-            create_graph: bool = False,
-            grad_variables: Any = None,
-            inputs: Any = None,
-        ) -> None:
-            def run(roots: Any) -> None:
-                before(roots, grad_tensors, retain_graph, create_graph, grad_variables, inputs=inputs)
-
+        def backward(tensors: Any, *args: Any, **options: Any) -> None:
             if self._is_in_backward():  # as checkpointing calls it
-                run(tensors)
+                before(tensors, *args, **options)
             else:
-                self._backward(run, tensors, create_graph=create_graph)
+                create_graph = options.get("create_graph", args[2] if len(args) > 2 else False)
+                self._backward(lambda roots: before(roots, *args, **options), tensors, create_graph=create_graph)
 
         def telling_grad(*args: Any, **options: Any) -> Any:
             if not self._is_in_backward():
@@ -323,6 +307,13 @@ class Gradients:
             raise UnsupportedLoaderError(text)
         self._tell(text)
 
+    def _tell_unused(self, name: str) -> None:
+        self._tell(
+            f"The loader made at {name} was divided, and backward() was not called in its pass: each rank computed "
+            f"with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
+            f"{name}: then every rank gets all of it."
+        )
+
     def _backward(self, run: Callable[[Any], None], tensors: Any, *, create_graph: bool) -> None:
         self._lockstep.backwards += 1
         if self._lockstep.ranks == 1:
@@ -370,23 +361,20 @@ class Gradients:
     def _average(self, more: Sequence[torch.Tensor]) -> None:
         parameters = self._replicas.parameters
         have = [each.grad is not None for each in parameters]
-        if not self._lockstep.meet(Act.BACKWARD, usual=tuple(have)):
-            self._lockstep.meet_alike(Act.BACKWARD, lambda: {"parameters": len(self._replicas.parameters)})
+        if not self._lockstep.meet("calls backward()", tuple(have)):
+            self._lockstep.meet_alike("calls backward()", lambda: self._replicas.parameters)
             parameters = self._replicas.parameters
-            have = [
-                *map(any, zip(*self._lockstep.gathered([each.grad is not None for each in parameters]), strict=True))
-            ]
+            of_ranks = self._lockstep.gathered([each.grad is not None for each in parameters])
+            have = list(map(any, zip(*of_ranks, strict=True)))
         if any(map(has_gradient_hooks, parameters)):
             self._want_whole("a parameter has a hook for its gradient")
-        dense = list(more)
-        for parameter, is_used in zip(parameters, have, strict=True):
-            if is_used and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if is_used and parameter.grad is not None and parameter.grad.is_sparse:
-                self._want_whole("a gradient is sparse", is_error=True)
-            elif is_used and parameter.grad is not None:
-                dense.append(parameter.grad)
-        self._lockstep.average(dense)
+        used = [each for each, is_used in zip(parameters, have, strict=True) if is_used]
+        for each in used:
+            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        dense = [each.grad for each in used if each.grad is not None and not each.grad.is_sparse]
+        if len(dense) < len(used):
+            self._want_whole("a gradient is sparse", is_error=True)
+        self._lockstep.average([*more, *dense])
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         if self._lockstep.ranks == 1:
@@ -402,4 +390,4 @@ class Gradients:
 
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._lockstep.steps += 1
-        self._on_step()
+        self._numbers.begin_own()

@@ -1,18 +1,21 @@
-"""What a launcher has told this process: which rank it is, of how many, on which GPU, and where they meet.
+"""Start ranks, or take what a launcher has told this one: which it is, of how many, on which GPU, where they meet.
 
-A script that runs as one process is not to see that: many decide by ``RANK`` whether they are distributed.
+A script that runs as one process is not to see that: many decide by ``RANK`` whether they are distributed. Rank 0 is
+the script, so it alone speaks.
 """
 
+import argparse
 import ctypes
 import logging
+import multiprocessing
 import os
-import secrets
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +25,14 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, WorldError
+from _ddp_patch_command import INTERRUPTED
+from ddp_patch.errors import InvalidOptionError, MissingRanksError, WorldError
+from ddp_patch.loaders.hooks import OURS
 from ddp_patch.validation import shown
 
 __all__ = [
     "ALONE",
-    "OF_RANK",
+    "ONE_NODE",
     "SEED",
     "backend_here",
     "drawn_seed",
@@ -38,6 +43,7 @@ __all__ = [
     "is_rank",
     "is_started",
     "made_equal",
+    "rank_zero_speaks",
     "shadows",
     "started",
     "told",
@@ -52,10 +58,11 @@ _PREFIXES = ("ROLE_", "TORCHELASTIC_")
 # The names under which a script may still read it.
 _OWN = {"DDP_PATCH_RANK": "RANK", "DDP_PATCH_WORLD_SIZE": "WORLD_SIZE"}
 
-# The environment's names of: the seed that was drawn for all ranks of a run; the process that has started the ranks;
-# where the files of ranks but the first one lie.
+# The environment's names of: the seed of all ranks of a run; the process that has started the ranks; where the files of
+# ranks but the first one lie.
 SEED, _STARTED, _SHADOWS = "DDP_PATCH_SEED", "DDP_PATCH_STARTED", "DDP_PATCH_SHADOWS"
 
+ONE_NODE = {"1", "1:1"}  # as torchrun's --nnodes names this machine alone
 _PARENT_DEATH_SIGNAL = 1  # as prctl(2) numbers it
 
 _hidden: dict[str, str] = {}
@@ -133,16 +140,21 @@ def backend_here() -> str:
 
 def is_started() -> bool:
     """Return whether ``-n`` has started this process."""
-    return os.environ.get(_STARTED) is not None and is_rank()
+    return _STARTED in os.environ and is_rank()
 
 
 def shadows() -> str:
-    """Return the folder for what ranks but the first one write; empty if ``-n`` has not started this process."""
-    return os.environ[_SHADOWS] if is_started() else ""
+    """Return the folder for what ranks but the first one write, where ``-n`` has started this process."""
+    again = told("TORCHELASTIC_RESTART_COUNT", "0")  # what was there before is another world then
+    return os.environ[_SHADOWS] if again == "0" else os.path.join(os.environ[_SHADOWS], f"restart-{again}")
 
 
 def drawn_seed() -> int:
-    """Return a seed that is the same on every rank of this run."""
+    """Return a seed that is the same on every rank of this run: one that is set, or that follows from where they meet.
+
+    Raises:
+        InvalidOptionError: What is set is no seed.
+    """
     if (said := os.environ.get(SEED)) is None:
         named = [told(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
         return crc32(":".join(named).encode())
@@ -163,28 +175,31 @@ def end_with_launcher() -> None:
             os._exit(1)
 
 
-def started(ranks: str, arguments: Sequence[str]) -> int:
+# ---- to start ranks ----
+
+
+def started(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Start ranks that run ``ddp-patch run`` with these arguments, and wait for them.
 
     Args:
-        ranks: How many on this machine, as torchrun's ``--nproc-per-node`` takes it.
-        arguments: Those of each rank's command.
+        given: The arguments as torchrun's parser reads them.
+        arguments: The arguments.
 
     Returns:
         The exit code of the rank that failed first; 0 if none did, and 128 and its number if a signal ended it.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser
     from torch.distributed.run import run as run_ranks
 
     logging.disable(logging.ERROR)  # the launcher's own words about what the ranks have said
-    cores = os.cpu_count() or 1
+    ranks, cores = given.nproc_per_node, os.cpu_count() or 1
     if ranks.isdecimal():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(ranks)))))
-    command = [f"--nproc-per-node={ranks}", "--standalone", "-m", "ddp_patch", "run", *arguments]
+    ours = {"module": True, "training_script": "ddp_patch", "training_script_args": ["run", *arguments]}
+    alone = given.standalone or (given.nnodes in ONE_NODE and not given.rdzv_endpoint)
     try:
-        run_ranks(get_args_parser().parse_args(command))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        run_ranks(argparse.Namespace(**{**vars(given), **ours, "standalone": alone}))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode
@@ -198,9 +213,13 @@ def started(ranks: str, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def made_equal(kept: Path | None) -> Iterator[None]:
-    """Let all that should be equal on the ranks start equal, while they run: seeds, hashes, the file system."""
+    """Let all that should be equal on the ranks start equal, while they run: hashes, the file system.
+
+    Args:
+        kept: The folder for what ranks but the first one write; None for one that is removed.
+    """
     folder = tempfile.mkdtemp(prefix="ddp_patch-") if kept is None else str(kept.resolve())
-    equal = {_STARTED: str(os.getpid()), _SHADOWS: folder, SEED: os.environ.get(SEED, str(secrets.randbelow(2**31)))}
+    equal = {_STARTED: str(os.getpid()), _SHADOWS: folder}
     if os.environ.get("PYTHONHASHSEED", "random") == "random":
         equal["PYTHONHASHSEED"] = "0"
     alone = {name: text for name, text in os.environ.items() if name not in OF_RANK}
@@ -210,3 +229,82 @@ def made_equal(kept: Path | None) -> Iterator[None]:
     finally:
         if kept is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- who speaks ----
+
+
+@contextmanager
+def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseException], None]]:
+    """Silence every other rank while entered; show what ends this one, and end it with the exit code of Python.
+
+    The files themselves are changed, so that the workers of loaders and libraries in C are silent, too.
+
+    Args:
+        rank: This rank.
+        folder: The folder for what the others write, ``rank-1.log`` and so on; None to forget it.
+
+    Yields:
+        What shows an error that ends this rank before all is left, with the rank before each line.
+    """
+    stderr = os.dup(2)
+    if rank:
+        _silence(os.devnull if folder is None else folder / f"rank-{rank}.log")
+    seen: list[BaseException] = []
+
+    def write(text: str) -> None:
+        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+        with open(stderr, "wb", closefd=False) as out:
+            out.write(lines.encode(errors="replace"))
+
+    def show(error: BaseException) -> None:
+        if error not in seen and not isinstance(error, SystemExit | KeyboardInterrupt):
+            seen.append(error)
+            write(_text_of(error))
+
+    try:
+        yield show
+    except KeyboardInterrupt:
+        if is_started():
+            _end_with_workers()  # for which torch would wait
+        sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            write(ended.code)
+            sys.exit(1)
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever the script raises
+        show(error)
+        sys.exit(1)
+
+
+def _silence(log: str | Path) -> None:
+    _flush()
+    Path(log).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return an error as Python shows it, from the first line of the script on."""
+    if isinstance(error, MissingRanksError):  # which says what the others did
+        return f"{type(error).__name__}: {error}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*OURS, "<frozen runpy>")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def _end_with_workers() -> None:
+    _flush()
+    for worker in multiprocessing.active_children():
+        if worker.pid is not None:
+            os.kill(worker.pid, signal.SIGKILL)
+    os._exit(INTERRUPTED)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the script may have put anything there
+            stream.flush()

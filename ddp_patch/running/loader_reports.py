@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,17 +17,20 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, get_w
 from ddp_patch.compat.packages import shards_in_accelerate
 from ddp_patch.compat.private_torch import RunningLoader
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, RankMismatchError, message_of
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
+from ddp_patch.loaders.copying import change_loader
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Made, Use, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
+from ddp_patch.options import Options
+from ddp_patch.patching import patch_each
+from ddp_patch.ranks.world import World
 from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = [
     "Patterns",
+    "Summary",
     "UsedLoader",
-    "as_it_was_if_refused",
-    "compared",
     "counted",
     "is_off",
     "is_too_soon",
@@ -35,7 +40,6 @@ __all__ = [
     "shown",
     "unpatched",
     "user_of",
-    "why_left",
 ]
 
 
@@ -120,7 +124,7 @@ def shown(loader: DataLoader[Any]) -> str:
     return _UNKNOWN if where is None else from_here(where.place)
 
 
-def compared(loader: DataLoader[Any]) -> str:
+def _compared(loader: DataLoader[Any]) -> str:
     """Return which loader of the script it is, in words that are the same on every rank, whose folders may differ."""
     where = made(loader)
     kind = type(loader).__name__
@@ -227,11 +231,6 @@ class UsedLoader:
     ranks: int = 1
     passes: int = 0
 
-    @classmethod
-    def of(cls, facts: LoaderFacts[Any]) -> "UsedLoader":
-        """Return what is known of a loader with which nothing was done."""
-        return cls(shown(facts.loader), _what_it_is(facts))
-
     def note_fate(self, fate: Fate, patched: DataLoader[Any], ranks: int) -> None:
         """Note what was done with it, and what it has become."""
         self.fate, self.steps, self.ranks = fate, length_of(patched, ()), ranks
@@ -249,50 +248,91 @@ class UsedLoader:
         return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
 
 
-def why_left(facts: LoaderFacts[Any], only: Patterns, excepted: Patterns) -> str:
-    """Return why a loader is left alone; nothing if it is to be patched."""
-    loader = facts.loader
-    if _LEFT_ALONE in vars(loader):
-        return "leave_alone() or unpatched()"
-    is_excepted, is_chosen = excepted.match(loader), only.match(loader)  # both, so that each pattern is seen to be used
-    if is_excepted or (only.patterns and not is_chosen):
-        return "--except" if is_excepted else "--only"
-    # A wrapper, which is a loader too, takes its batches from the loader in an attribute.
-    name = facts.other_loader_in
-    inner = None if name is None else getattr(loader, name, None)
-    is_wrapper = isinstance(inner, DataLoader) and inner.dataset is facts.dataset
-    return f"its batches come from another loader, in {name!r}" if is_wrapper else ""
+_WIDTH = 100
 
 
-@contextmanager
-def as_it_was_if_refused(
-    loader: DataLoader[Any], record: UsedLoader, use: Use, if_they_differ: str = ""
-) -> Iterator[None]:
-    """Undo what was changed of a loader if it cannot be patched, and say which one it is, and how to leave it out.
+class Summary:
+    """What is done with a script's loaders while autopatch is on.
 
     Args:
-        loader: The loader.
-        record: What is reported of it.
-        use: What the script does with it.
-        if_they_differ: A sentence for an error that says that the ranks' loaders differ.
+        options: How to shard.
+        only: Which loaders alone.
+        excepted: Which not.
+
+    Attributes:
+        records: The loaders that were used when there were several ranks, or one process of several; in that order.
     """
-    before = dict(vars(loader))
-    try:
-        yield
-    except Exception as error:
-        vars(loader).clear()
-        vars(loader).update(before)
-        if isinstance(error, DDPPatchError):
-            is_known = record.place != _UNKNOWN
-            pattern = f", or start with python -m ddp_patch run --except '{record.place}'" if is_known else ""
-            more = f" {if_they_differ}" if if_they_differ and isinstance(error, RankMismatchError) else ""
-            error.args = (
-                f"The loader{f' made at {record.place}' if is_known else ''} ({record.what}) is {use.value}, and "
-                f"autopatch patches it now, on all ranks: {message_of(error)} If it is not to be sharded, because only "
-                "some ranks use it (as in a validation on rank 0): use it within ddp_patch.unpatched(), or call "
-                f"ddp_patch.leave_alone(loader) right after it is made{pattern}.{more}",
-            )
-        raise
+
+    _if_they_differ = ""  # what an error says more that says that the ranks' loaders differ
+
+    def __init__(self, options: Options, only: Patterns, excepted: Patterns) -> None:
+        self.records: list[UsedLoader] = []
+        self._options, self._only, self._excepted = options, only, excepted
+        self._process = os.getpid()
+
+    @property
+    def notes(self) -> list[str]:
+        """What else was noticed."""
+        return [*self._only.notes, *self._excepted.notes]
+
+    def __str__(self) -> str:
+        passes = Counter[str]()  # of loaders that a script makes alike in each epoch
+        for record in self.records:
+            passes[record.line] += record.passes
+        lines = [f"{text}, {counted(n, 'pass')}" for text, n in passes.items()]
+        return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="    ") for line in [*lines, *self.notes])
+
+    def _is_off(self) -> bool:
+        """Return whether a use is no matter: one that is exempt, or in a process that the script has forked."""
+        return _off.get() or os.getpid() != self._process
+
+    def _looked_at(self, loader: DataLoader[Any], user: object | None = None) -> tuple[UsedLoader, LoaderFacts[Any]]:
+        """Return what is known of a loader, and why it is left alone, if it is.
+
+        Args:
+            loader: The loader.
+            user: What uses it and shards it itself, if anything does.
+        """
+        facts = look_at(loader)
+        record, by = UsedLoader(shown(loader), _what_it_is(facts)), facts.sharded_by if user is None else user
+        # Both are asked, so that each pattern is seen to be used.
+        is_excepted, is_chosen = self._excepted.match(loader), self._only.match(loader)
+        # A wrapper, which is a loader too, takes its batches from the loader in an attribute.
+        name = facts.other_loader_in
+        inner = None if name is None else getattr(loader, name, None)
+        if by is not None:
+            record.fate = "shards itself"
+            record.note = "the script has patched it" if isinstance(by, EpochSampler) else type(by).__name__
+        elif _LEFT_ALONE in vars(loader):
+            record.note = "leave_alone() or unpatched()"
+        elif is_excepted or (self._only.patterns and not is_chosen):
+            record.note = "--except" if is_excepted else "--only"
+        elif isinstance(inner, DataLoader) and inner.dataset is facts.dataset:
+            record.note = f"its batches come from another loader, in {name!r}"
+        return record, facts
+
+    def _shard(self, loader: DataLoader[Any], record: UsedLoader, world: World, options: Options, use: Use) -> None:
+        """Put a rank's share into a loader itself, so that all references to it have that.
+
+        If that fails, the loader stays as it was, and the error says which one it is, and how to leave it out.
+        """
+        before = dict(vars(loader))
+        try:
+            patch_each("autopatch", {"": loader}, world, lambda: options, _compared(loader), change_loader)
+        except Exception as error:
+            vars(loader).clear()
+            vars(loader).update(before)
+            if isinstance(error, DDPPatchError):
+                is_known = record.place != _UNKNOWN
+                pattern = f", or start with python -m ddp_patch run --except '{record.place}'" if is_known else ""
+                more = self._if_they_differ if isinstance(error, RankMismatchError) else ""
+                error.args = (
+                    f"The loader{f' made at {record.place}' if is_known else ''} ({record.what}) is {use.value}, and "
+                    f"autopatch patches it now, on all ranks: {message_of(error)} If it is not to be sharded, because "
+                    "only some ranks use it (as in a validation on rank 0): use it within ddp_patch.unpatched(), or "
+                    f"call ddp_patch.leave_alone(loader) right after it is made{pattern}.{more}",
+                )
+            raise
 
 
 def _what_it_is(facts: LoaderFacts[Any]) -> str:

@@ -1,35 +1,33 @@
-"""Keep the ranks of a script in lockstep: what each does next is the same on all, or an error says who does what."""
+"""Keep the ranks of a script in lockstep: what each does next, what it trains, and which random numbers it draws.
+
+What a rank does next is the same on all, or an error says who does what. Models are copies that stay equal.
+"""
 
 import gc
+import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from enum import Enum
 from itertools import count, groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import MissingRanksError, RankMismatchError
 from ddp_patch.loaders.hooks import script_line
+from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.ranks.exchange import already_in, by_value, ranks_text
 
-__all__ = ["Act", "Lockstep"]
-
-
-class Act(Enum):
-    """What a script does that all ranks do together."""
-
-    OPTIMIZER = "makes an optimizer"
-    LOADER = "begins to iterate a loader that is divided"
-    BACKWARD = "calls backward()"
-    EVALUATION = "begins to iterate a loader that is whole on every rank"
-    END = "has come to its end"
+__all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
 
 # Each script that a process runs has keys of its own in the store.
@@ -72,13 +70,12 @@ class Lockstep:
         """What the script has done so far, in words."""
         return f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
 
-    def meet(self, act: Act, *, usual: object = 0, **facts: int) -> bool:
-        """Wait until every rank does the same, and compare it.
+    def meet(self, doing: str, usual: object = 0) -> bool:
+        """Wait until every rank does the same.
 
         Args:
-            act: What this rank does.
-            usual: What may differ: numbers.
-            facts: At most two numbers that must be the same on every rank, by what they are.
+            doing: What this rank does, in words.
+            usual: Numbers that may differ.
 
         Returns:
             Whether ``usual`` is the same on every rank.
@@ -89,29 +86,30 @@ class Lockstep:
         """
         if self.ranks == 1:
             return True
-        done = [*Act].index(act), self.backwards, self.steps
-        numbers = [*done, *(*facts.values(), 0, 0)[:2], hash(usual) >> 2]
+        numbers = [crc32(doing.encode()), self.backwards, self.steps, hash(usual) >> 2]
         own = torch.tensor(numbers, device="cpu")  # whatever is the default
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
-        differs = largest[: len(own)] != -largest[len(own) :]
-        if bool(differs[:-1].any()):
-            self._refuse(act, facts)
-        return not bool(differs[-1])
+        *differ, is_unusual = (largest[: len(own)] != -largest[len(own) :]).tolist()
+        if any(differ):
+            raise self._mismatch(doing)
+        return not is_unusual
 
-    def meet_alike(self, act: Act, facts: Callable[[], Mapping[str, int]]) -> None:
-        """Meet, and compare facts that follow from what is alive.
+    def meet_alike(self, doing: str, found: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Meet, and compare how many tensors are found alive, and of how many numbers.
 
         What a script has dropped in a cycle of references lives on until garbage is collected, which each rank does at
         its own time. So before ranks are said to differ, all collect it.
 
         Raises:
-            RankMismatchError: As ``meet``.
+            RankMismatchError: As ``meet``, or the numbers differ.
             MissingRanksError: As ``meet``.
         """
-        if not self.meet(act, usual=tuple(facts().values())):
+        if not self.meet(doing, _sizes(found())):
             gc.collect()
-            self.meet(act, **facts())
+            sizes = _sizes(found())
+            if not self.meet(doing, sizes):
+                raise self._mismatch(doing, " ({} tensors, {} numbers)".format(*sizes))
 
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
@@ -148,7 +146,7 @@ class Lockstep:
 
     def _missing(self, why: str) -> MissingRanksError:
         """Return the error that says which ranks have ended, and why, as far as they told."""
-        here = f"At {script_line(sys._getframe(1))}, {self.done}, rank {self.rank} waited for the others"
+        here = f"At {script_line(sys._getframe())}, {self.done}, rank {self.rank} waited for the others"
         try:
             ended = already_in(self._store, {rank: f"ended/{rank}" for rank in range(self.ranks)})
         except RuntimeError:
@@ -162,16 +160,18 @@ class Lockstep:
             "part of a batch."
         )
 
-    def _refuse(self, act: Act, facts: Mapping[str, int]) -> None:
-        also = f" ({', '.join(f'{name}: {value}' for name, value in facts.items())})" if facts else ""
-        doing = f"{act.value} at {script_line(sys._getframe(2))}, {self.done}{also}"
-        rows = by_value(dict(enumerate(self.gathered(doing))))
+    def _mismatch(self, doing: str, also: str = "") -> RankMismatchError:
+        rows = by_value(dict(enumerate(self.gathered(f"{doing} at {script_line(sys._getframe())}, {self.done}{also}"))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
-        raise RankMismatchError(
+        return RankMismatchError(
             f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
             "same steps: let what it decides follow from whole evaluations, not from the loss of a part of a batch, "
             "and from no random numbers that are drawn in a loop over a divided loader."
         )
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    return len(tensors), sum(each.numel() for each in tensors)
 
 
 @torch.no_grad()
@@ -188,3 +188,223 @@ def _flattened(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield flat
             for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+
+# ---- optimizers and models ----
+
+# torch's own, and what derives from them; SyncBatchNorm does not.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class Replicas:
+    """The optimizers and models that each rank has its own copy of, and that stay equal.
+
+    Args:
+        lockstep: The ranks.
+        tell: Tells the user something, once.
+    """
+
+    def __init__(self, lockstep: Lockstep, tell: Callable[[str], object]) -> None:
+        self._lockstep, self._tell = lockstep, tell
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._known: tuple[tuple[int, ...], list[weakref.ref[nn.Module]]] = ((), [])
+
+    def add(self, optimizer: Optimizer, *, sync_batchnorm: bool) -> None:
+        """Note an optimizer, and make what it trains equal to rank 0's.
+
+        Args:
+            optimizer: The optimizer.
+            sync_batchnorm: Whether to replace batch normalisation by torch's ``SyncBatchNorm``; else the user is told.
+        """
+        self._optimizers.append(weakref.ref(optimizer))
+        if self._lockstep.ranks == 1:
+            return
+        self._lockstep.meet_alike("makes an optimizer", lambda: [*self.parameters, *self.buffers()])
+        models = self.models()
+        for model in models if sync_batchnorm else ():
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        named = (pair for model in models for pair in model.named_modules(prefix=type(model).__name__))
+        if names := [name for name, module in named if isinstance(module, _BATCH_NORMS)]:
+            self._tell(
+                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
+                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
+                "SyncBatchNorm in its place."
+            )
+        self._lockstep.broadcast([*self.parameters, *self.buffers()])
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer was noted."""
+        return any(ref() is optimizer for ref in self._optimizers)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of all optimizers, in the order in which the script gave them."""
+        alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        groups = [group["params"] for optimizer in alive for group in optimizer.param_groups]
+        return list(dict.fromkeys(each for group in groups for each in group))
+
+    def models(self) -> list[nn.Module]:
+        """Return the models that hold the optimizers' parameters; those that did so last, if no optimizer is alive."""
+        parameters = self.parameters
+        numbers, known = tuple(map(id, parameters)), self._known
+        models = [model for ref in known[1] if (model := ref()) is not None]
+        if parameters and (known[0] != numbers or len(models) != len(known[1])):
+            models = models_of(parameters)
+            self._known = numbers, [weakref.ref(model) for model in models]
+        return models
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the models' buffers, each once."""
+        return list(dict.fromkeys(buffer for model in self.models() for buffer in model.buffers()))
+
+    @property
+    def are_evaluated(self) -> bool:
+        """Whether there are models, and all are in evaluation mode."""
+        models = self.models()
+        return bool(models) and not any(module.training for model in models for module in model.modules())
+
+    def share_buffers(self) -> None:
+        """Make buffers those of rank 0, before an evaluation."""
+        if self._lockstep.ranks > 1:
+            self._lockstep.meet_alike("begins to iterate a loader that is whole on every rank", self.buffers)
+            self._lockstep.broadcast(self.buffers())
+
+    def meet(self, doing: str) -> None:
+        """Meet, and compare the parameters.
+
+        Raises:
+            RankMismatchError: The parameters differ; every rank raises it. Or as ``Lockstep.meet``.
+            MissingRanksError: As ``Lockstep.meet``.
+        """
+        if self._lockstep.ranks == 1:
+            return
+        given = self.parameters
+        trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
+        parameters = list(dict.fromkeys([*given, *trained])) if given else []
+        sums = _checksums(parameters)
+        if self._lockstep.meet(doing, tuple(sums)):
+            return
+        of_ranks = self._lockstep.gathered(sums)
+        if len(set(map(len, of_ranks))) > 1:  # some have not collected all garbage yet
+            return
+        place, found = next((at, found) for at, found in enumerate(zip(*of_ranks, strict=True)) if len(set(found)) > 1)
+        names = {each: name for model in self.models() for name, each in model.named_parameters()}
+        which, shape = names.get(parameters[place], f"parameter {place}"), tuple(parameters[place].shape)  # type: ignore[call-overload]  # a tensor that is none
+        parties = by_value(dict(enumerate(found))).values()
+        raise RankMismatchError(
+            f"The ranks no longer train the same model: the parameters differ first in {which}, of shape {shape}, "
+            f"between {' and '.join(map(ranks_text, parties))}, {self._lockstep.done}. Change parameters only by an "
+            "optimizer's step, or alike on every rank: in loops over divided loaders, random numbers and losses differ "
+            "between the ranks."
+        )
+
+
+def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return a number for each tensor that is the same where all its bits are."""
+    sums = []
+    with torch.no_grad():
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().reshape(-1)
+            numbers = flat.view(_WHOLE_NUMBERS.get(flat.element_size(), torch.int64))
+            sums.append(numbers.sum(dtype=torch.int64).cpu())
+    return torch.stack(sums).tolist() if sums else []
+
+
+def models_of(parameters: Sequence[torch.Tensor]) -> list[nn.Module]:
+    """Return the outermost modules alive that hold some of these parameters, in the parameters' order.
+
+    Modules are found by the garbage collector: no hook of torch sees those that were copied or unpickled.
+    """
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    inner = {id(child) for module in modules for child in module.children()}
+
+    def first(module: nn.Module) -> int:
+        """Return the number of the first parameter that it holds; a larger one if it holds none."""
+        return min((numbers[each] for each in module.parameters() if each in numbers), default=len(numbers))
+
+    found = [(first(module), module) for module in modules if id(module) not in inner]
+    return [module for number, module in sorted(found, key=itemgetter(0)) if number < len(numbers)]
+
+
+# ---- random numbers ----
+
+# The states of the CPU's global generators, and of those of CUDA devices, where they are used.
+_States: TypeAlias = tuple[GlobalState, list[torch.Tensor]]
+
+
+def seed_all(seed: int | None) -> None:
+    """Seed the global generators of Python, numpy and torch; None for a seed of the system's entropy."""
+    random.seed(seed)
+    np.random.seed(None if seed is None else seed % 2**32)
+    if seed is None:
+        torch.seed()
+    else:
+        torch.manual_seed(seed)
+
+
+class RandomNumbers:
+    """Swaps what the global generators draw: numbers that are the same on every rank, and numbers of this rank's own.
+
+    A rank draws its own from the first optimizer step on, in passes over divided loaders: dropout and augmentation
+    differ between the samples of a batch, and so between the ranks. All else that a script draws is the same on every
+    rank: how it splits data, the first weights of its next model, what it draws in an evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._sequence = np.random.SeedSequence(0)
+        self._passes: dict[object, bool] = {}  # those that run, the innermost last: whether the rank draws its own
+        self._has_begun = self._draws_own = False
+        self._other: Any = None  # the states that are not drawn from
+
+    def seed(self, seed: int, rank: int) -> None:
+        """Let this rank's own numbers follow from a seed and its number."""
+        self._sequence = np.random.SeedSequence([seed, rank])
+
+    def begin_own(self) -> None:
+        """Let passes over divided loaders draw this rank's own numbers from now on."""
+        if self._has_begun:
+            return
+        now = _of_cuda()
+        if now:
+            torch.cuda.manual_seed_all(int(self._sequence.generate_state(1)[0]))
+        self._other = GlobalState.seeded(self._sequence), _of_cuda()
+        _put_on_cuda(now)
+        self._has_begun = True
+        self._swap()
+
+    def enter(self, *, own: bool) -> object:
+        """Note that a pass begins, and whether it is over a divided loader; return its key."""
+        key = object()
+        self.change(key, own=own)
+        return key
+
+    def change(self, key: object, *, own: bool) -> None:
+        """Note that a pass goes on over a divided loader, or a whole one."""
+        self._passes[key] = own
+        self._swap()
+
+    def leave(self, key: object) -> None:
+        """Note that a pass has ended, or was left."""
+        self._passes.pop(key, None)
+        self._swap()
+
+    def _swap(self) -> None:
+        own = self._has_begun and next(reversed(self._passes.values()), False)
+        if own != self._draws_own:
+            now: _States = GlobalState.capture(), _of_cuda()
+            of_cpu, of_cuda = self._other
+            of_cpu.install()
+            _put_on_cuda(of_cuda)
+            self._other, self._draws_own = now, own
+
+
+def _of_cuda() -> list[torch.Tensor]:
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return torch.cuda.get_rng_state_all() if used else []
+
+
+def _put_on_cuda(states: list[torch.Tensor]) -> None:
+    if states:
+        torch.cuda.set_rng_state_all(states)

@@ -8,12 +8,12 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -23,15 +23,14 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.compat.private_torch import AroundIterator, forget_iterator
-from ddp_patch.errors import DDPPatchError, InvalidOptionError, WorldError
+from ddp_patch.errors import DDPPatchError, WorldError
 from ddp_patch.evaluation.steps import steps_of
-from ddp_patch.loaders.copying import change_loader, copy_loader
-from ddp_patch.loaders.facts import ShardedUnit, look_at
+from ddp_patch.loaders.copying import copy_loader
+from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.hooks import Use, called_before
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.orders.random_states import GlobalState, loader_seed
-from ddp_patch.patching import patch_each
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.resume import loader_state, resume_loader
@@ -39,45 +38,26 @@ from ddp_patch.running.gradients import Gradients
 from ddp_patch.running.launch import backend_here, group_made, is_hidden, is_started, told
 from ddp_patch.running.loader_reports import (
     Patterns,
+    Summary,
     UsedLoader,
-    as_it_was_if_refused,
-    compared,
     counted,
-    is_off,
     is_too_soon,
     logger,
     unpatched,
     user_of,
-    why_left,
 )
-from ddp_patch.running.lockstep import Act, Lockstep
-from ddp_patch.running.random_numbers import RandomNumbers, seed_all
-from ddp_patch.running.replicas import Replicas
-from ddp_patch.running.shadow import is_shadowed, shadowed
+from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas, seed_all
+from ddp_patch.running.overlay import shadowed
 from ddp_patch.sharding.batches import batches_of, patched_sampler
 
-__all__ = ["OneProcess", "OneProcessOptions"]
+__all__ = ["OneProcess"]
 
 
-_DATA_MADE_ALIKE = (
-    "In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: make "
-    "random data outside of such loops, or with a generator of its own."
-)
-
-
-@dataclass(frozen=True)
-class OneProcessOptions:
-    """How ranks train as one process.
-
-    Attributes:
-        whole: Loaders that are made there are never divided.
-        sync_batchnorm: Whether batch normalisation sees the whole batch.
-        on_error: Called with what ends the script on this rank, before the others are told.
-    """
-
-    whole: Patterns = field(default_factory=lambda: Patterns("--whole"))
-    sync_batchnorm: bool = False
-    on_error: Callable[[BaseException], object] = lambda error: None
+# What only a script calls that has ranks of its own.
+_OF_RANKS: list[tuple[Any, str]] = [
+    *((torch.multiprocessing, name) for name in ("spawn", "start_processes")),
+    (dist, "init_process_group"),
+]
 
 
 @dataclass
@@ -86,50 +66,58 @@ class _Loader:
 
     Attributes:
         record: What is reported of it.
+        whole: A copy that gives every rank all of it; None if the loader is left as it is.
         seed: What its order follows from.
-        original: A copy of it as the script made it; None if it is left as it is.
-        whole: A copy that gives every rank all of it, from when it is first asked for.
         is_stream: Whether its dataset is iterable, so that it cannot be read twice.
         is_whole: Whether it is never divided.
-        is_divided: Whether the loader itself is divided by now.
         trains: Whether ``backward()`` was called for its batches.
     """
 
     record: UsedLoader
+    whole: Any
     seed: int
-    original: DataLoader[Any] | None = None
-    whole: DataLoader[Any] | None = None
-    is_stream: bool = False
-    is_whole: bool = False
-    is_divided: bool = False
+    is_stream: bool
+    is_whole: bool
     trains: bool = False
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether the loader itself is divided by now."""
+        return self.record.fate == "divided"
 
-class OneProcess:
+
+class OneProcess(Summary):
     """Runs a script as one process, from when it first uses a loader or makes an optimizer.
 
     Args:
         options: How to shard.
         only: Which loaders alone to divide.
         excepted: Which loaders to leave alone.
-        chosen: How to train as one process.
-
-    Attributes:
-        records: What was done with each loader, in the order of their first use.
+        whole: Loaders that are made there are never divided; None for no such place.
+        sync_batchnorm: Whether batch normalisation sees the whole batch.
+        on_error: Called with what ends the script on this rank, before the others are told.
     """
 
-    def __init__(self, options: Options, only: Patterns, excepted: Patterns, chosen: OneProcessOptions) -> None:
-        if options.share not in {"auto", "within_batches"} or options.uneven == "drop":
-            raise InvalidOptionError(
-                f"share={options.share!r} and uneven={options.uneven!r} were given, and as one process the ranks "
-                "divide each batch. Leave them out."
-            )
-        self.records: list[UsedLoader] = []
-        self._options, self._only, self._excepted, self._chosen = options, only, excepted, chosen
+    _if_they_differ = (
+        " In a loop over a divided loader, random numbers differ between the ranks from the first optimizer step on: "
+        "make random data outside of such loops, or with a generator of its own."
+    )
+
+    def __init__(
+        self,
+        options: Options,
+        only: Patterns,
+        excepted: Patterns,
+        whole: Patterns | None = None,
+        *,
+        sync_batchnorm: bool = False,
+        on_error: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        super().__init__(options, only, excepted)
+        self._never, self._sync_batchnorm, self._on_error = whole or Patterns("--whole"), sync_batchnorm, on_error
         # What is known of a loader holds copies of it, with its data, so it goes with the loader.
         self._known: MutableMapping[DataLoader[Any], _Loader] = WeakIdKeyDictionary()
         self._stack = ExitStack()
-        self._process = os.getpid()
         self._told: set[str] = set()
         self._seed = 0
         self._has_begun = False
@@ -137,9 +125,7 @@ class OneProcess:
         self._lockstep = Lockstep()
         self._replicas = Replicas(self._lockstep, self._tell)
         self._numbers = RandomNumbers()
-        self._gradients = Gradients(
-            self._lockstep, self._replicas, self._tell, self._numbers.begin_own, self._tell_unused
-        )
+        self._gradients = Gradients(self._lockstep, self._replicas, self._numbers, self._tell)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -150,14 +136,12 @@ class OneProcess:
             make(optimizer, *args, **options)
             if os.getpid() == self._process:
                 self._begin()
-                self._replicas.add(optimizer, sync_batchnorm=self._chosen.sync_batchnorm)
+                self._replicas.add(optimizer, sync_batchnorm=self._sync_batchnorm)
 
         with self._stack as stack, patch.object(Optimizer, "__init__", made):
-            for module, name in ((torch.multiprocessing, "spawn"), (torch.multiprocessing, "start_processes")):
-                around = partial(self._start_processes, name, getattr(module, name))
-                stack.enter_context(patch.object(module, name, around))
-            make_group = partial(self._make_group, dist.init_process_group)
-            stack.enter_context(patch.object(dist, "init_process_group", make_group))
+            for module, name in _OF_RANKS:
+                refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
+                stack.enter_context(patch.object(module, name, refusing))
             stack.enter_context(called_before("__iter__", self._iterated))
             if not is_started():  # else they are alike already, and the script may yet seed them
                 self._begin()
@@ -168,64 +152,65 @@ class OneProcess:
                     self._finish()
                     raise
                 self._explain(error)
-                self._chosen.on_error(error)
+                self._on_error(error)
                 why = f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
                 self._lockstep.leave(why.splitlines()[0])
                 raise
             else:
                 self._finish()
 
-    def _start_processes(self, name: str, start: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if self._ranks > 1 and os.getpid() == self._process:
-            raise WorldError(
-                f"The script starts processes by torch.multiprocessing.{name}(), and {self._ranks} ranks run it "
-                "already. Start a script that starts its ranks itself without this command, and patch its loaders "
-                "there; or let it train in its own process."
-            )
-        return start(*args, **options)
+    def _refuse_unless_alone(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
+        sees_none = is_hidden() and name == "init_process_group"
+        if (self._ranks > 1 or sees_none) and os.getpid() == self._process:
+            self._refuse(f"calls {name}()")
+        return function(*args, **options)
 
-    def _make_group(self, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if (self._ranks > 1 or is_hidden()) and os.getpid() == self._process:
-            raise WorldError(
-                f"The script makes a process group, and {counted(self._ranks, 'rank')} train it as one process, which "
-                "has none. Pass --mode ranks: then each rank sees which one it is, and trains on its shard."
-            )
-        return make(*args, **options)
+    def _refuse(self, does: str) -> NoReturn:
+        raise WorldError(
+            f"The script {does}, and it runs on {counted(self._ranks, 'rank')} as one process, which needs no ranks, "
+            "process group or averaging of its own. Leave that out; or pass --mode ranks, where each rank sees which "
+            "one it is, and trains on its shard. A script that starts its ranks itself is started without this command."
+        )
 
     def wrapped(self, name: str) -> None:
         """Refuse a model that averages gradients by itself."""
         if self._lockstep.ranks > 1:
-            raise WorldError(
-                f"The script wraps a model in {name}, and {self._lockstep.ranks} ranks train as one process, so its "
-                "gradients would be averaged twice. Leave the wrapper out; or pass --mode ranks: then each rank trains "
-                "on its shard."
-            )
+            self._refuse(f"wraps a model in {name}")
 
     def used(self, loader: DataLoader[Any], use: Use) -> None:
         """Divide a loader that a function of this package or a framework is about to use."""
-        if self._has_begun and use in {Use.ASKED, Use.HANDED} and not is_off():
+        if self._has_begun and use in {Use.ASKED, Use.HANDED} and not self._is_off():
             with unpatched():
                 known = self._look(loader)
-                if known.original is not None and not known.is_whole:
+                if known.whole is not None and not known.is_whole:
                     self._divide(known, loader)
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
         """Return the iterator of a loader's next pass; None if the loader itself makes it."""
-        if is_off() or os.getpid() != self._process:
-            return None
-        user = user_of(loader)
-        if user is not None or is_too_soon(loader, user):
+        if self._is_off() or user_of(loader) is not None or is_too_soon(loader, None):
             return None
         self._begin()
         with unpatched():  # what looking at it and iterating it iterates
             known = self._look(loader)
             known.record.passes += 1
-            if known.original is None:
+            if known.whole is None:
                 return None
-            is_evaluation = not torch.is_grad_enabled() or known.is_whole
-            if not is_evaluation and (known.trains or known.is_stream) and not self._replicas.are_evaluated:
-                return self._divided_pass(known, loader)
-            return self._whole_pass(known, loader, may_train=not (is_evaluation or known.is_stream))
+            may_train = torch.is_grad_enabled() and not known.is_whole
+            is_divided = may_train and (known.trains or known.is_stream) and not self._replicas.are_evaluated
+            if is_divided:
+                known.trains = True
+                self._divide(known, loader)
+                _go_on_after(known.whole, loader)
+            else:
+                self._replicas.share_buffers()
+                if known.is_divided:
+                    _go_on_after(loader, known.whole)
+            passes: list[weakref.ref[_Pass]] = []
+            may_go_on = may_train and not known.is_stream
+            found = _Pass(self._sources(known, loader, passes, is_divided=is_divided, may_go_on=may_go_on))
+            passes.append(weakref.ref(found))
+            return found
 
     @property
     def _ranks(self) -> int:
@@ -239,7 +224,7 @@ class OneProcess:
         found = [f"{counted(self._ranks, 'rank')} trained as one process: {steps}."]
         if self._ranks > 1 and not any(record.fate == "divided" for record in self.records):
             found.append("No loader was divided: every rank computed all of each batch, and no time was saved.")
-        return [*found, *self._chosen.whole.notes, *self._only.notes, *self._excepted.notes]
+        return [*found, *self._never.notes, *super().notes]
 
     def _begin(self) -> None:
         """Join the other ranks, once."""
@@ -271,7 +256,7 @@ class OneProcess:
                 "The ranks hash strings differently, so a set of strings has another order on each. Set "
                 "PYTHONHASHSEED=0 before they start."
             )
-        if not is_shadowed():
+        if not is_started():  # else the command has done so
             home = "" if self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
             self._stack.enter_context(shadowed(self._lockstep.rank, self._lockstep.gathered(home)[0]))
 
@@ -285,84 +270,83 @@ class OneProcess:
         """Return what is known of a loader."""
         if (known := self._known.get(loader)) is not None:
             return known
-        facts = look_at(loader)
-        record = UsedLoader.of(facts)
-        self.records.append(record)
-        known = _Loader(record, loader_seed(self._seed, digest(record.what), len(self.records)))
-        self._known[loader] = known
-        if facts.sharded_by is not None:
-            record.fate, record.note = "shards itself", type(facts.sharded_by).__name__
-        elif why := why_left(facts, self._only, self._excepted):
-            record.note = why
-        else:
-            known.original, known.is_stream = copy_loader(loader), facts.unit is ShardedUnit.ITERABLE
+        record, facts = self._looked_at(loader)
+        seed = loader_seed(self._seed, digest(record.what), len(self.records) + 1)
+        known = _Loader(record, None, seed, is_stream=facts.unit is ShardedUnit.ITERABLE, is_whole=bool(record.note))
+        if not record.note:
             if loader.batch_sampler is None:
                 record.note = "it makes no batches"
-            elif self._chosen.whole.match(loader):
+            elif self._never.match(loader):
                 record.note = "--whole"
             elif loader.batch_size is not None and loader.batch_size < self._lockstep.ranks:
                 record.note = f"batches of {loader.batch_size} cannot be divided"
             known.is_whole = bool(record.note)
+            known.whole = self._in_world(known, copy_loader(loader), World(0, 1))
+            record.note_fate("whole", known.whole, 1)
+        self.records.append(record)
+        self._known[loader] = known
         return known
 
     # ---- the two forms of a loader ----
 
-    def _shared(self, known: _Loader, loader: DataLoader[Any], world: World) -> DataLoader[Any]:
+    def _in_world(self, known: _Loader, loader: DataLoader[Any], world: World) -> DataLoader[Any]:
         """Put the part of each batch that is a rank's of a world into a loader, and return it."""
         options = replace(self._options, share="within_batches", uneven="keep", seed=known.seed)
         if world.num_replicas == 1:
             options = replace(options, order="auto", cost=None)
             if known.is_stream or loader.batch_sampler is None:
                 options = replace(options, share="auto", uneven="pad")
-        with as_it_was_if_refused(loader, known.record, Use.ITERATED, _DATA_MADE_ALIKE):
-            patch_each("autopatch", {"": loader}, world, lambda: options, compared(loader), change_loader)
+        self._shard(loader, known.record, world, options, Use.ITERATED)
         return loader
 
     def _divide(self, known: _Loader, loader: DataLoader[Any]) -> None:
         """Put this rank's part of each batch into the loader itself, so that all references to it have that."""
-        self._replicas.meet(Act.LOADER)
+        self._replicas.meet("begins to iterate a loader that is divided")
         if not known.is_divided:
-            self._shared(known, loader, self._world)
-            known.is_divided = True
+            self._in_world(known, loader, self._world)
             known.record.note_fate("divided", loader, self._lockstep.ranks)
             self._tell(known.record.line, logging.INFO)
 
-    def _divided_pass(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
-        known.trains = True
-        self._divide(known, loader)
-        _go_on_after(known.whole, loader)
-        iterator, key = iter(loader), self._numbers.enter(own=True)
-        return _Pass(
-            iterator, self._weighed(known, loader, iterator), lambda of: None, partial(self._leave, known, key)
-        )
+    def _sources(
+        self,
+        known: _Loader,
+        loader: DataLoader[Any],
+        passes: "list[weakref.ref[_Pass]]",
+        *,
+        is_divided: bool,
+        may_go_on: bool,
+    ) -> Generator[Iterator[Any]]:
+        """Yield the loader's own iterator; then what gives the next batch of a pass, until it ends or is dropped.
 
-    def _whole_pass(self, known: _Loader, loader: DataLoader[Any], *, may_train: bool) -> Iterator[Any]:
-        """Return a pass over whole batches, which goes on divided if the script trains by the first.
+        Whether a loader trains shows in its loop: some set the mode of their models in each step.
 
-        Whether it does shows in the loop: some set the mode of their models in each step.
+        Args:
+            known: What is known of the loader.
+            loader: The loader.
+            passes: Where the pass will be.
+            is_divided: Whether its batches are divided from the first one on.
+            may_go_on: Whether the others are if the script calls ``backward()`` for the first.
         """
-        self._replicas.share_buffers()
-        if known.whole is None and known.original is not None:
-            known.whole = self._shared(known, copy_loader(known.original), World(0, 1))
-            if not known.is_divided:
-                known.record.note_fate("whole", known.whole, 1)
-        _go_on_after(loader if known.is_divided else None, known.whole)
-        key, lockstep = self._numbers.enter(own=False), self._lockstep
-        before = lockstep.backwards
-
-        def before_each(this: _Pass) -> None:
-            if this.is_divided:
-                return
-            if may_train and not known.is_whole and lockstep.backwards > before:
-                if this.given == 1 and self._may_divide(known):
-                    self._go_on_divided(known, loader, this, key)
-                    return
-                if this.given > 1:
-                    known.is_whole, known.record.note = True, "several batches before one backward()"
-            self._gradients.weight.take_whole()
-
-        iterator = iter(known.whole)  # type: ignore[arg-type]  # it is there by now
-        return _Pass(iterator, iterator, before_each, partial(self._leave, known, key))
+        key, before, asked = self._numbers.enter(own=False), self._lockstep.backwards, 0
+        try:
+            iterator = iter(loader if is_divided else known.whole)
+            yield iterator
+            while not is_divided:
+                self._gradients.weight.take_whole()
+                yield iterator
+                asked += 1
+                if may_go_on and not known.is_whole and self._lockstep.backwards > before:
+                    if asked > 1:
+                        known.is_whole, known.record.note = True, "several batches before one backward()"
+                    elif self._may_divide(known):
+                        iterator, is_divided = self._go_on_divided(known, loader, passes), True
+            self._numbers.change(key, own=True)
+            parts = iterator if self._lockstep.ranks == 1 else self._weighed(known, loader, iterator)
+            while True:
+                yield parts
+        finally:
+            self._numbers.leave(key)
+            self._tell(known.record.line, logging.INFO)
 
     def _may_divide(self, known: _Loader) -> bool:
         """Return whether the gradients of a loader's batches may be averaged; note why not."""
@@ -370,26 +354,26 @@ class OneProcess:
         known.is_whole, known.record.note = bool(why), why
         return not why
 
-    def _go_on_divided(self, known: _Loader, loader: DataLoader[Any], this: "_Pass", key: object) -> None:
-        """Let a pass of which one batch was whole give this rank's part of each of the others."""
+    def _go_on_divided(
+        self, known: _Loader, loader: DataLoader[Any], passes: "list[weakref.ref[_Pass]]"
+    ) -> Iterator[Any]:
+        """Return an iterator of this rank's part of each batch but the first, which was whole."""
         with unpatched():
             numbers = GlobalState.capture().copied()
-            state = loader_state(known.whole, batches_done=1)  # type: ignore[arg-type]  # the pass is over it
-            forget_iterator(known.whole)  # type: ignore[arg-type]  # as above
+            state = loader_state(known.whole, batches_done=1)
+            forget_iterator(known.whole)
             known.trains = True
             self._divide(known, loader)
             resume_loader(loader, state, counts_rest=False)
             iterator = iter(loader)
             numbers.install()  # one process begins no second iterator, which draws a seed
-        this.go_on(iterator, self._weighed(known, loader, iterator))
-        self._numbers.change(key, own=True)
+        for running in filter(None, (each() for each in passes)):
+            running.wrapped = iterator  # the workers of the first one end
+        return iterator
 
     def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
         step, ranks = self._gradients.weight, self._lockstep.ranks
-        if ranks == 1:
-            yield from iterator
-            return
         weights = step.begin(known.record.place, length_of(iterator, ()))
         for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
@@ -397,26 +381,19 @@ class OneProcess:
             yield batch
         step.end(weights)
 
-    def _leave(self, known: _Loader, key: object) -> None:
-        """Note that a pass has ended, or is dropped."""
-        self._numbers.leave(key)
-        self._tell(known.record.line, logging.INFO)
-
-    def _tell_unused(self, name: str) -> None:
-        self._tell(
-            f"The loader made at {name} was divided, and backward() was not called in its pass: each rank computed "
-            f"with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
-            f"{name}: then every rank gets all of it."
-        )
-
     # ---- the end ----
 
     def _finish(self) -> None:
         """End together, and compare the parameters once more."""
-        self._replicas.meet(Act.END)
+        self._replicas.meet("has come to its end")
 
     def _explain(self, error: BaseException) -> None:
-        """Say in an error of the script that it computed with a part of a batch, if it did."""
+        """Say in an error of the script what it may not see: its rank, or the whole of a batch."""
+        if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+            error.add_note(
+                f"ddp_patch: the ranks train as one process, so the script sees no {error.args[0]}. If it starts as "
+                "one of several ranks, pass --mode ranks."
+            )
         step = self._gradients.weight
         if isinstance(error, Exception) and not isinstance(error, DDPPatchError) and step.samples and step.taken:
             part, whole = step.samples
@@ -426,53 +403,26 @@ class OneProcess:
             )
 
 
-def _go_on_after(one: DataLoader[Any] | None, other: DataLoader[Any] | None) -> None:
+def _go_on_after(one: DataLoader[Any], other: DataLoader[Any]) -> None:
     """Let the next pass over one form of a loader have the epoch after that of the latest pass over the other form."""
-    if one is not None and other is not None:
-        before, after = (patched_sampler("autopatch", each) for each in (one, other))
-        if before.rank_passes.epochs.upcoming > after.rank_passes.epochs.upcoming:
-            after.set_epoch(before.rank_passes.epochs.upcoming)
+    before, after = (patched_sampler("autopatch", each) for each in (one, other))
+    if before.rank_passes.epochs.upcoming > after.rank_passes.epochs.upcoming:
+        after.set_epoch(before.rank_passes.epochs.upcoming)
 
 
 class _Pass(AroundIterator):
-    """The iterator of a pass over a loader.
+    """The iterator of a pass over a loader: of whole batches, and from some batch on of this rank's part of each.
 
     Args:
-        iterator: The loader's own.
-        batches: What it gives.
-        before_each: Called with this before each batch.
-        leave: Called once, when it has ended or is dropped.
-
-    Attributes:
-        given: How many batches it has given.
-        is_divided: Whether they come in parts by now.
+        sources: Gives the loader's own iterator, and then, before each batch, what gives that.
     """
 
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        batches: Iterator[Any],
-        before_each: Callable[["_Pass"], object],
-        leave: Callable[[], object],
-    ) -> None:
-        super().__init__(iterator, lambda _: batches)
-        self.given, self.is_divided = 0, False
-        self._before_each = before_each
-        self._leave = weakref.finalize(self, leave)
-        self._leave.atexit = False
-
-    def __next__(self) -> Any:
-        self._before_each(self)
-        return super().__next__()
-
-    def go_on(self, iterator: Iterator[Any], batches: Iterator[Any]) -> None:
-        """Give these batches from now on."""
-        self.wrapped, self._batches, self.is_divided = iterator, batches, True
-
-    def count(self, given: Any) -> Any:
-        self.given += 1
-        return given
+    def __init__(self, sources: Generator[Iterator[Any]]) -> None:
+        self._sources = sources
+        # A map goes on after an error that the script has caught; a generator would be over.
+        super().__init__(next(sources), lambda _: map(next, sources))
 
     def stop(self, reason: BaseException) -> None:
-        """Leave it."""
-        self._leave()
+        """Leave the pass at its end."""
+        if isinstance(reason, StopIteration):
+            self._sources.close()

@@ -3,39 +3,76 @@
 The first rank is the script: what it writes is what a user finds. Every other rank runs the same lines, so it makes
 the same folders, removes the same files and reads back what it wrote. It does all that in a folder of its own, laid
 over the file system as that was when the run began. So each rank sees the world that it made, and no idiom of saving
-needs a rule of its own.
+needs a rule of its own: what a call changes is first lifted into that folder, and the call itself is then made there.
 
 Source:
     The words and rules of Linux' overlayfs: copy up before a change, an upper folder that hides the lower one.
 """
 
-import errno
 import io
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial, wraps
+from getpass import getuser
+from multiprocessing.util import get_temp_dir
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
 
 import torch
 
-__all__ = ["MAY_CREATE", "UNNAMED", "Overlay", "Past", "make_folders", "open_file", "real"]
+from ddp_patch.compat.files import files_opened_by
+
+__all__ = ["Past", "open_file", "shadowed"]
 
 _PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
+# What a call does to a path. By it the first rank keeps what was there, and another one lifts what is seen there:
+#   emptied    a copy is kept; something in its place is lifted; links are followed
+#   changed    a copy is kept; all of it is lifted; links are followed
+#   touched    nothing is kept; all of it is lifted; links are followed
+#   replaced   a second name is kept; something in its place is lifted
+#   moved      a second name of each file is kept; all of it is lifted
+_How: TypeAlias = Literal["", "emptied", "changed", "touched", "replaced", "moved"]
 
+# Functions of ``os`` that look at the path that is their first argument; those that change what is at their paths.
+_LOOKS = ("access", "getxattr", "listxattr", "lstat", "pathconf", "readlink", "stat", "statvfs")
+_CHANGES: dict[str, tuple[_How, ...]] = {
+    **dict.fromkeys(("chmod", "chown", "lchown", "removexattr", "setxattr", "utime"), ("touched",)),
+    **dict.fromkeys(("mkdir", "remove", "rmdir", "unlink"), ("replaced",)),
+    **dict.fromkeys(("rename", "replace"), ("moved", "replaced")),
+    "link": ("touched", "replaced"),
+    "symlink": ("", "replaced"),
+    "truncate": ("changed",),
+}
+_OF_LINKS = {"lchown", "link", "lstat", "readlink"}  # which are about a link, not what it names
+_CREATES: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# How functions of ``os`` are given their paths, and an open folder, in which a path is.
+_NAMED = ("path", "src", "dst")
+_IN_FOLDERS = ("dir_fd", "src_dir_fd", "dst_dir_fd")
 _MOST_LINKS = 40  # as Linux follows them
-MAY_CREATE: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-UNNAMED: int = os.O_TMPFILE
-_OF_LINKS = {"lstat", "readlink", "lchown"}  # which are about a link, not what it names
+
+# Read and written where they are: devices, and caches. Programs let several processes write these at once, and
+# compilers and libraries in C read them.
+_DEVICES = ("/dev", "/proc", "/sys")
+_CACHES = {
+    "XDG_CACHE_HOME": "~/.cache",
+    "HF_HOME": "~/.cache/huggingface",
+    "TORCH_HOME": "~/.cache/torch",
+    "TRITON_CACHE_DIR": "~/.triton",
+    "MPLCONFIGDIR": "~/.config/matplotlib",
+}
+
 _save, _load = torch.save, torch.load
 # The functions themselves, before any is replaced.
 real: Any = SimpleNamespace(**{name: function for name, function in vars(os).items() if callable(function)})
 open_file: Any = io.open
 
 
-def is_within(path: str, places: Container[str]) -> bool:
+def _is_within(path: str, places: Container[str]) -> bool:
     """Return whether a path, or a folder that it is in, is one of some places."""
     while path not in places:
         if path == os.sep:
@@ -44,9 +81,9 @@ def is_within(path: str, places: Container[str]) -> bool:
     return True
 
 
-def copy(source: str, target: str) -> None:
+def _copy(source: str, target: str) -> None:
     """Copy a file or a link."""
-    if is_link(source):
+    if _is_link(source):
         real.symlink(real.readlink(source), target)
         return
     with open_file(source, "rb") as read, open_file(target, "wb") as write:
@@ -56,41 +93,50 @@ def copy(source: str, target: str) -> None:
     real.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
-def _mode(look: Callable[[str], os.stat_result], place: str) -> int:
+def _mode(place: str, *, follow: bool = False) -> int:
     """Return the mode of what lies at a place; 0 if nothing does."""
     try:
-        return look(place).st_mode
+        mode: int = real.stat(place, follow_symlinks=follow).st_mode
     except (OSError, ValueError):
         return 0
+    return mode
 
 
-def is_there(place: str) -> bool:
-    """Return whether anything lies at a place."""
-    return _mode(real.lstat, place) != 0
+def _is_folder(place: str, *, follow: bool = False) -> bool:
+    return stat.S_ISDIR(_mode(place, follow=follow))
 
 
-def is_folder(place: str, *, follow: bool = True) -> bool:
-    """Return whether a folder lies at a place."""
-    return stat.S_ISDIR(_mode(real.stat if follow else real.lstat, place))
+def _is_link(place: str) -> bool:
+    return stat.S_ISLNK(_mode(place))
 
 
-def is_link(place: str) -> bool:
-    """Return whether a link lies at a place."""
-    return stat.S_ISLNK(_mode(real.lstat, place))
-
-
-def make_folders(place: str) -> None:
+def _make_folders(place: str) -> None:
     """Make a folder, and those that it is in."""
-    if not is_there(place):
-        make_folders(os.path.dirname(place))
+    if not _mode(place):
+        _make_folders(os.path.dirname(place))
         with suppress(FileExistsError):  # another rank made it meanwhile
             real.mkdir(place)
+
+
+def _how_opened(mode: object) -> _How:
+    """Return what ``open`` does to a file by its mode."""
+    kinds = {*mode} if isinstance(mode, str) else set[str]()
+    if "x" in kinds:
+        return "replaced"
+    return "emptied" if "w" in kinds else "changed" if kinds & {*"a+"} else ""
+
+
+def _how_opened_by(flags: int) -> _How:
+    """Return what ``os.open`` does to a file by its flags."""
+    if not flags & _CREATES:
+        return ""
+    return "replaced" if flags & os.O_EXCL else "emptied" if flags & os.O_TRUNC else "changed"
 
 
 class Past:
     """The file system as it was when the run began.
 
-    The first rank keeps what it is about to change or remove, and notes what it is about to make; others leave that
+    The first rank keeps what it is about to change or remove, and marks what it is about to make; others leave that
     out.
 
     Args:
@@ -100,76 +146,80 @@ class Past:
 
     def __init__(self, folder: str, left_alone: Sequence[str]) -> None:
         self._left_alone = tuple(f"{each}{os.sep}" for each in left_alone)
-        self._kept, self._notes = os.path.join(folder, "kept"), os.path.join(folder, "made")
-        self._made: set[str] = set()
-        self._known = 0  # how much of the notes was read
+        self._kept, self._made = os.path.join(folder, "kept"), os.path.join(folder, "made")
 
     def is_left_alone(self, path: str) -> bool:
         """Return whether a path, whole and without links, is in a folder that is read and written where it is."""
         return f"{path}{os.sep}".startswith(self._left_alone)
 
-    def keep_before(self, path: Any, *, writes: bool = False, moves: bool = False) -> None:
-        """Keep what is at a path, on the first rank, before it makes, changes or removes that.
+    def change(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
+        """Call a function on the first rank, and before that keep what is at its paths."""
+        for path, how in zip(args, hows, strict=False):
+            if how not in {"", "touched"} and isinstance(path, str | bytes | os.PathLike):
+                text = os.path.abspath(os.fsdecode(path))
+                whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+                whole = os.path.realpath(whole) if how in {"emptied", "changed"} else whole
+                if not self.is_left_alone(whole):
+                    self._keep(whole, how)
+        return function(*args, **options)
 
-        Args:
-            path: The path; what is none, as an open file, is no matter.
-            writes: Whether the file itself is written, so that links are followed, and a second name would not do.
-            moves: Whether all that is in a folder is moved.
-        """
-        if isinstance(path, str | bytes | os.PathLike):
-            text = os.path.abspath(os.fsdecode(path))
-            whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
-            whole = os.path.realpath(whole) if writes else whole
-            if not self.is_left_alone(whole):
-                self._keep(whole, writes=writes, moves=moves)
+    def open(self, file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
+        """Open a file, as ``open``."""
+        return self.change(open_file, (_how_opened(mode),), file, mode, *args, **options)
 
-    def _keep(self, path: str, *, writes: bool, moves: bool) -> None:
+    def os_open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
+        """Open a file, as ``os.open``."""
+        return int(self.change(real.open, (_how_opened_by(flags),), path, flags, *args, **options))
+
+    def save(self, obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        """Save, as ``torch.save``, which opens a path in C."""
+        self.change(_save, ("", "emptied"), obj, f, *args, **options)
+
+    def _keep(self, path: str, how: _How) -> None:
         kept = self._kept + path
-        if moves and is_folder(path, follow=False):
+        if how == "moved" and _is_folder(path):
             for name in real.listdir(path):
-                self._keep(os.path.join(path, name), writes=False, moves=True)
-        if self._is_made(path) or (is_there(kept) and not is_folder(kept, follow=False)):
+                self._keep(os.path.join(path, name), how)
+        if self._is_made(path) or (_mode(kept) and not _is_folder(kept)):
             return
-        if not is_there(path):
-            with open_file(self._notes, "ab", buffering=0) as notes:
-                notes.write(os.fsencode(path) + b"\0")
-        elif is_folder(path, follow=False):
-            make_folders(kept)
-        elif stat.S_ISREG(_mode(real.lstat, path)) or is_link(path):  # not a pipe, say, which holds nothing
-            make_folders(os.path.dirname(kept))
-            if not writes:
+        if not _mode(path):
+            if _mode(os.path.dirname(path)):  # else nothing can be made there yet
+                _make_folders(os.path.dirname(self._made + path))
+                with suppress(IsADirectoryError), open_file(self._made + path, "w"):
+                    pass
+        elif _is_folder(path):
+            _make_folders(kept)
+        elif stat.S_ISREG(_mode(path)) or _is_link(path):  # not a pipe, say, which holds nothing
+            _make_folders(os.path.dirname(kept))
+            if how not in {"emptied", "changed"}:
                 with suppress(OSError):  # not on one disk
                     real.link(path, kept)
                     return
             with suppress(OSError):  # no reason for the first rank to fail: the others then see what it makes of it
-                copy(path, f"{kept}.part")
+                _copy(path, f"{kept}.part")
                 real.replace(f"{kept}.part", kept)
+
+    def _is_made(self, path: str) -> bool:
+        """Return whether the first rank has made what is at a path, or a folder that it is in: a file marks it."""
+        try:
+            return stat.S_ISREG(real.stat(self._made + path).st_mode)
+        except NotADirectoryError:
+            return True
+        except (OSError, ValueError):
+            return False
 
     def lies(self, path: str) -> str:
         """Return where what was at a path lies now; where nothing is, if nothing was there."""
         kept = self._kept + path
-        return kept if is_there(kept) or self._is_made(path) else path
+        return kept if _mode(kept) or self._is_made(path) else path
 
     def names(self, path: str) -> set[str]:
         """Return the names that were in a folder."""
         found: set[str] = set()
         for folder in (path, self._kept + path):
-            if is_folder(folder):
+            if _is_folder(folder, follow=True):
                 found.update(real.listdir(folder))
-        return {name for name in found if is_there(self.lies(os.path.join(path, name)))}
-
-    def _is_made(self, path: str) -> bool:
-        """Return whether the first rank has made what is at a path, or a folder that it is in."""
-        try:
-            size = real.stat(self._notes).st_size
-        except FileNotFoundError:
-            return False
-        if size > self._known:
-            with open_file(self._notes, "rb") as notes:
-                notes.seek(self._known)
-                self._made.update(os.fsdecode(path) for path in notes.read(size - self._known).split(b"\0") if path)
-            self._known = size
-        return is_within(path, self._made)
+        return {name for name in found if _mode(self.lies(os.path.join(path, name)))}
 
 
 class Overlay:
@@ -204,169 +254,126 @@ class Overlay:
                 found = os.path.dirname(found)
                 continue
             found = os.path.join(found, part)
-            target = self._link(found) if follow or any(todo) else None
-            if target is None or links == _MOST_LINKS:
-                continue
-            links += 1
-            todo += reversed(target.split(os.sep))
-            found = os.sep if target.startswith(os.sep) else os.path.dirname(found)
+            lies = self.lies(found) if follow or any(todo) else ""
+            if _is_link(lies) and links < _MOST_LINKS:
+                links, target = links + 1, real.readlink(lies)
+                todo += reversed(target.split(os.sep))
+                found = os.sep if target.startswith(os.sep) else os.path.dirname(found)
         return found
-
-    def _link(self, seen: str) -> str | None:
-        try:
-            target: str = real.readlink(self.lies(seen))
-        except OSError:
-            return None
-        return target
 
     def lies(self, seen: str) -> str:
         """Return where to read what is seen at a path; where nothing is, if nothing is seen there."""
         if not seen or self._past.is_left_alone(seen):
             return seen
-        above = self._above(seen)
+        above = self._folder + seen
         try:
             real.lstat(above)
         except FileNotFoundError:
-            return above if is_within(seen, self._gone) else self._past.lies(seen)
+            return above if _is_within(seen, self._gone) else self._past.lies(seen)
         except (OSError, ValueError):  # which whoever asks for it gets, too
             return above
         return above
 
-    def made(self, seen: str, *, copied: bool = False) -> str:
-        """Return where to write what will be seen at a path.
-
-        Args:
-            seen: The path.
-            copied: Whether what is seen there now is to be changed, not replaced.
-        """
-        if not seen or self._past.is_left_alone(seen):
-            return seen
-        parent = os.path.dirname(seen)
-        if is_folder(self.lies(parent)):
-            make_folders(self._above(parent))
-        if copied:
-            self._copy_up(seen)
-        return self._above(seen)
-
-    def _copy_up(self, seen: str) -> None:
-        """Copy what is seen at a path, and all that is in it, to where it will lie."""
-        above, lies = self._above(seen), self.lies(seen)
-        if is_folder(lies, follow=False):
-            make_folders(above)
-            for name in self.names(seen):
-                self._copy_up(os.path.join(seen, name))
-        elif lies != above and is_there(lies):
-            copy(lies, above)
-
-    def _above(self, seen: str) -> str:
-        return self._folder + seen
-
     def names(self, seen: str) -> list[str]:
         """Return the names in a folder."""
         lies = self.lies(seen)
-        if self._past.is_left_alone(seen) or not is_folder(lies):
+        if self._past.is_left_alone(seen) or not _is_folder(lies, follow=True):
             return list(real.listdir(lies))
         found: set[str] = set()
-        if not is_within(seen, self._gone):
+        if not _is_within(seen, self._gone):
             found = {name for name in self._past.names(seen) if os.path.join(seen, name) not in self._gone}
-        if is_folder(above := self._above(seen)):
+        if _is_folder(above := self._folder + seen):
             found.update(real.listdir(above))
         return sorted(found)
 
-    def _forget(self, seen: str) -> None:
-        """Note that what is there, besides what was written, is seen no longer."""
-        if not self._past.is_left_alone(seen) and is_there(self._past.lies(seen)):
-            self._gone.add(seen)
+    # ---- what is changed ----
 
-    # ---- what the script does ----
+    def change(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
+        """Call a function on what is seen at its paths, lifted into the folder before; if it fails, take that back."""
+        given, replaced, stubs = [*args], list[str](), list[str]()
+        for at, how in enumerate(hows):
+            if how and isinstance(args[at], str | bytes | os.PathLike):
+                is_of_link = how in {"replaced", "moved"} or function.__name__ in _OF_LINKS
+                seen = self.seen(args[at], follow=not is_of_link and options.get("follow_symlinks", True))
+                if not seen or self._past.is_left_alone(seen):
+                    given[at] = seen
+                    continue
+                given[at] = self._folder + seen
+                if _is_folder(self.lies(os.path.dirname(seen)), follow=True):
+                    _make_folders(os.path.dirname(given[at]))
+                if how in {"replaced", "emptied"}:
+                    stubs += self._stubs(seen, makes=function.__name__ == "mkdir")
+                else:
+                    self._copy_up(seen)
+                replaced += [seen] if how in {"replaced", "moved"} else []
+        try:
+            result = function(*given, **options)
+        except OSError:
+            for stub in stubs:
+                real.unlink(stub)
+            raise
+        self._gone.update(seen for seen in replaced if _mode(self._past.lies(seen)))
+        return result
 
-    def open(self, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+    def _stubs(self, seen: str, *, makes: bool) -> Iterator[str]:
+        """Make what is as much in a call's way as what is seen at a path; yield what has to go if the call fails.
+
+        Args:
+            seen: The path.
+            makes: Whether the call makes a folder, so that it is no matter what a folder there holds.
+        """
+        above, lies = self._folder + seen, self.lies(seen)
+        stub = above
+        if _is_folder(lies):
+            _make_folders(above)
+            stub = os.path.join(above, "stub")
+            is_needed = not makes and not real.listdir(above) and bool(self.names(seen))
+        else:
+            is_needed = lies != above and _mode(lies) != 0
+        if is_needed:
+            with open_file(stub, "w"):
+                yield stub
+
+    def _copy_up(self, seen: str) -> None:
+        """Copy what is seen at a path, and all that is in it, to where it will lie."""
+        above, lies = self._folder + seen, self.lies(seen)
+        if _is_folder(lies):
+            _make_folders(above)
+            for name in self.names(seen):
+                self._copy_up(os.path.join(seen, name))
+        elif lies != above and _mode(lies):
+            _copy(lies, above)
+
+    # ---- what the script calls ----
+
+    def open(self, file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
         """Open a file, as ``open``."""
-        if isinstance(file, int) or not isinstance(mode, str):
-            return open_file(file, mode, *args, **options)
-        seen = self.seen(file, follow="x" not in mode)
-        lies = self.lies(seen)
-        if not {*mode} & {*"wax+"} or is_folder(lies):  # a folder: an error, or where a temporary file is opened
-            return open_file(lies, mode, *args, **options)
-        if "x" in mode:
-            self._require_new(file, seen)
-        elif "r" in mode:
-            real.stat(lies)
-        return open_file(self.made(seen, copied="a" in mode or "r" in mode), mode, *args, **options)
+        return self._open(open_file, _how_opened(mode), file, mode, *args, **options)
 
-    def os_open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+    def os_open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
         """Open a file, as ``os.open``."""
-        seen = self.seen(path, follow=not flags & os.O_EXCL)
-        if not flags & MAY_CREATE or flags & UNNAMED == UNNAMED:
-            return int(real.open(self.lies(seen), flags, mode))
-        if flags & os.O_EXCL:
-            self._require_new(path, seen)
-        elif not flags & os.O_CREAT:
-            real.stat(self.lies(seen))
-        return int(real.open(self.made(seen, copied=not flags & os.O_TRUNC), flags, mode))
+        return int(self._open(real.open, _how_opened_by(flags), path, flags, *args, **options))
 
-    def _require_new(self, path: Any, seen: str) -> None:
-        if is_there(self.lies(seen)):
-            raise _os_error(errno.EEXIST, path)
+    def _open(self, function: Callable[..., Any], how: _How, path: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(path, int):
+            return function(path, *args, **options)
+        lies = self.lies(self.seen(path, follow=how != "replaced"))
+        if how and not _is_folder(lies):  # a folder: an error, or where a file without a name is opened
+            return self.change(function, (how,), path, *args, **options)
+        return function(lies, *args, **options)
 
-    def _require_empty(self, path: Any, seen: str) -> None:
-        lies = self.lies(seen)
-        if is_folder(lies, follow=False) and self.names(seen):
-            raise _os_error(errno.ENOTEMPTY, path)
+    def save(self, obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        """Save, as ``torch.save``, which opens a path in C."""
+        self.change(_save, ("", "emptied"), obj, f, *args, **options)
 
-    def mkdir(self, path: Any, mode: int = 0o777) -> None:
-        """Make a folder, as ``os.mkdir``."""
-        seen = self.seen(path, follow=False)
-        self._require_new(path, seen)
-        real.mkdir(self.made(seen), mode)
+    def load(self, f: Any, *args: Any, **options: Any) -> Any:
+        """Load, as ``torch.load``, which may open a path in C."""
+        return _load(self.lies(self.seen(f)) if isinstance(f, str | os.PathLike) else f, *args, **options)
 
-    def remove(self, path: Any) -> None:
-        """Remove a file, as ``os.remove``."""
-        self._remove(real.unlink, path, is_folder=False)
-
-    def rmdir(self, path: Any) -> None:
-        """Remove an empty folder, as ``os.rmdir``."""
-        self._remove(real.rmdir, path, is_folder=True)
-
-    def _remove(self, function: Callable[[str], None], path: Any, *, is_folder: bool) -> None:
-        seen = self.seen(path, follow=False)
-        lies = self.lies(seen)
-        if is_folder:
-            self._require_empty(path, seen)
-        # What is not there, or is no such thing, is the function's error; what lies below is only seen no longer.
-        is_right = is_there(lies) and stat.S_ISDIR(real.lstat(lies).st_mode) is is_folder
-        if not is_right or lies == self._above(seen) or self._past.is_left_alone(seen):
-            function(lies)
-        self._forget(seen)
-
-    def rename(self, src: Any, dst: Any) -> None:
-        """Rename a file or folder, as ``os.rename`` and ``os.replace``."""
-        before, after = (self.seen(each, follow=False) for each in (src, dst))
-        real.lstat(self.lies(before))
-        if before == after:
-            return
-        if f"{after}{os.sep}".startswith(f"{before}{os.sep}"):
-            raise _os_error(errno.EINVAL, src)
-        are_folders = [is_folder(self.lies(each), follow=False) for each in (before, after)]
-        if is_there(self.lies(after)) and are_folders[0] != are_folders[1]:
-            raise _os_error(errno.ENOTDIR if are_folders[0] else errno.EISDIR, dst)
-        self._require_empty(dst, after)
-        real.replace(self.made(before, copied=True), self.made(after))
-        self._forget(before)
-        self._forget(after)
-
-    def link(self, src: Any, dst: Any, **options: Any) -> None:
-        """Give a file a second name, as ``os.link``."""
-        after = self.seen(dst, follow=False)
-        self._require_new(dst, after)
-        before = self.made(self.seen(src, follow=False), copied=True)  # Linux links a link itself
-        real.link(before, self.made(after), **options)
-
-    def symlink(self, src: Any, dst: Any, target_is_directory: bool = False) -> None:
-        """Make a link, as ``os.symlink``."""
-        seen = self.seen(dst, follow=False)
-        self._require_new(dst, seen)
-        real.symlink(src, self.made(seen), target_is_directory)
+    def look(self, function: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
+        """Call a function of ``os`` that looks at what is seen at a path."""
+        follow = function.__name__ not in _OF_LINKS and options.get("follow_symlinks", True)
+        return function(self.lies(self.seen(path, follow=follow)), *args, **options)
 
     def chdir(self, path: Any) -> None:
         """Change the current folder, as ``os.chdir``."""
@@ -387,25 +394,7 @@ class Overlay:
     def scandir(self, path: Any = ".") -> Any:
         """Return what is in a folder, as ``os.scandir``."""
         folder = os.fspath("." if path is None else path)
-        return _Entries([_Entry(folder, name) for name in self.listdir(folder)])
-
-    def looking(self, function: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
-        """Call a function of ``os`` that looks at what is seen at a path."""
-        follow = function.__name__ not in _OF_LINKS and options.get("follow_symlinks", True)
-        return function(self.lies(self.seen(path, follow=follow)), *args, **options)
-
-    def changing(self, function: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
-        """Call a function of ``os`` that changes what is seen at a path."""
-        follow = function.__name__ not in _OF_LINKS and options.get("follow_symlinks", True)
-        return function(self.made(self.seen(path, follow=follow), copied=True), *args, **options)
-
-    def save(self, obj: Any, f: Any, *args: Any, **options: Any) -> None:
-        """Save, as ``torch.save``, which opens a path in C."""
-        _save(obj, self.made(self.seen(f)) if isinstance(f, str | os.PathLike) else f, *args, **options)
-
-    def load(self, f: Any, *args: Any, **options: Any) -> Any:
-        """Load, as ``torch.load``, which may open a path in C."""
-        return _load(self.lies(self.seen(f)) if isinstance(f, str | os.PathLike) else f, *args, **options)
+        return _Entries(iter([_Entry(folder, name) for name in self.listdir(folder)]))
 
 
 class _Entry:
@@ -426,47 +415,90 @@ class _Entry:
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self.path, follow_symlinks=follow_symlinks)
 
-    def inode(self) -> int:
-        return self.stat(follow_symlinks=False).st_ino
-
-    def _mode(self, follow_symlinks: bool) -> int:
-        return _mode(lambda path: os.stat(path, follow_symlinks=follow_symlinks), self.path)
+    def is_symlink(self) -> bool:
+        return os.path.islink(self.path)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return stat.S_ISDIR(self._mode(follow_symlinks))
+        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return stat.S_ISREG(self._mode(follow_symlinks))
-
-    def is_symlink(self) -> bool:
-        return stat.S_ISLNK(self._mode(follow_symlinks=False))
+        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
 
     def is_junction(self) -> bool:
         return False
 
 
-class _Entries:
-    """What ``os.scandir`` returns: an iterator that can be closed."""
+class _Entries(ExitStack, Iterator[_Entry]):
+    """What ``os.scandir`` returns: an iterator that can be entered and closed."""
 
-    def __init__(self, entries: list[_Entry]) -> None:
-        self._entries = iter(entries)
-
-    def __iter__(self) -> Iterator[_Entry]:
-        return self._entries
+    def __init__(self, entries: Iterator[_Entry]) -> None:
+        super().__init__()
+        self._entries = entries
 
     def __next__(self) -> _Entry:
         return next(self._entries)
 
-    def __enter__(self) -> "_Entries":
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._entries = iter(())
+# ---- to let a rank see its world ----
 
 
-def _os_error(number: int, path: Any) -> OSError:
-    """Return the error that the system has for this; its class follows from the number."""
-    return OSError(number, os.strerror(number), os.fsdecode(path))
+@contextmanager
+def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True) -> Iterator[None]:
+    """Let a rank but the first one write into a world of its own, while entered; the first one keeps what was.
+
+    Args:
+        rank: The rank.
+        folder: A folder of all ranks on this machine. Whoever leaves last removes it.
+        keep: Whether the folder stays.
+        writes: Whether the first rank writes where the script says.
+    """
+    home = os.path.realpath(folder)
+    own = os.path.join(home, f"rank-{rank}")
+    _make_folders(own)
+    # Sockets of multiprocessing are made in C, in a folder that is made when it is first asked for.
+    past = Past(home, (home, *_DEVICES, os.path.realpath(get_temp_dir()), *_caches()))
+    try:
+        with ExitStack() as stack:
+            _put_over_os(past if rank == 0 and writes else Overlay(own, past), stack)
+            yield
+    finally:
+        if not keep:
+            shutil.rmtree(own, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another rank has removed it
+                if not any(name.startswith("rank-") for name in os.listdir(home)):
+                    shutil.rmtree(home, ignore_errors=True)
+
+
+def _caches() -> list[str]:
+    """Return the folders of caches."""
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getuser()}")
+    caches = [os.environ.get(name, usual) for name, usual in _CACHES.items()]
+    caches += [os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)]
+    return [os.path.realpath(os.path.expanduser(cache)) for cache in caches]
+
+
+def _put_over_os(world: Past | Overlay, stack: ExitStack) -> None:
+    """Let all that opens, finds, changes and removes files go through a world, until the stack closes."""
+    functions: dict[str, Callable[..., Any]] = {"open": world.os_open}
+    functions |= {name: partial(world.change, getattr(real, name), hows) for name, hows in _CHANGES.items()}
+    if isinstance(world, Overlay):
+        functions |= {"chdir": world.chdir, "listdir": world.listdir, "scandir": world.scandir}
+        functions |= {name: partial(world.look, getattr(real, name)) for name in _LOOKS}
+        stack.enter_context(patch.object(os, "getcwd", world.getcwd))
+        stack.enter_context(patch.object(os, "getcwdb", lambda: os.fsencode(world.getcwd())))
+    for name, ours in functions.items():
+        stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))
+    stack.enter_context(files_opened_by(world.open, world.save, getattr(world, "load", _load)))
+
+
+def _of_paths(of_os: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return our function in the place of one of ``os``, which is called for open files, and paths in open folders."""
+
+    @wraps(of_os)
+    def call(*args: Any, **options: Any) -> Any:
+        if any(options.get(name) is not None for name in _IN_FOLDERS) or (args and isinstance(args[0], int)):
+            return of_os(*args, **options)
+        named = [options.pop(name) for name in _NAMED if name in options]
+        return ours(*args, *named, **{name: value for name, value in options.items() if name not in _IN_FOLDERS})
+
+    return call

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
+from ddp_patch.running.lockstep import models_of
 from ddp_patch.running.overlay import open_file
-from ddp_patch.running.replicas import models_of
 
 __all__ = ["BATCH_NORM", "Recording", "recorded"]
 
@@ -31,7 +32,6 @@ _NAME = "DDP_PATCH_RECORDING"
 _MOST_NUMBERS = 2**14  # of each tensor; of larger ones, so many at equal distances, and the mean of all
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 BATCH_NORM = "batch normalisation"
-_NUDGE = 2.0**-20  # some roundings of float32
 _save = torch.save
 
 
@@ -43,22 +43,23 @@ class Recording:
         folder: Where each rank writes it.
         ranks: How many ranks there are.
         steps: How many steps of optimizers.
-        still: Whether what is random stands still, and batch normalisation takes its running numbers.
         double: Whether all is computed in double precision.
-        nudged: Whether gradients are changed by about a rounding, to see what becomes of that.
     """
 
     folder: Path
     ranks: int
     steps: int
-    still: bool = False
-    double: bool = False
-    nudged: bool = False
+    double: bool
 
     @property
     def environment(self) -> dict[str, str]:
         """What tells a process of it."""
         return {_NAME: json.dumps(asdict(self) | {"folder": str(self.folder)})}
+
+    @property
+    def files(self) -> Path:
+        """Where the ranks write their files."""
+        return self.folder / "files"
 
     @classmethod
     def here(cls) -> "Recording | None":
@@ -67,8 +68,13 @@ class Recording:
         return told and cls(**{**told, "folder": Path(told["folder"])})
 
 
+_ATTEND, _AUTOCAST = functional.scaled_dot_product_attention, torch.autocast.__init__
+
+
 class _Recorder:
-    """Records the first steps of a script, and ends it then.
+    """Records the first steps of a script, with all still that ranks draw for themselves, and ends it then.
+
+    What it stands in the place of, it writes down: what is random, and what sees the whole batch.
 
     Args:
         what: What to record.
@@ -76,7 +82,8 @@ class _Recorder:
     Attributes:
         steps: What each step of an optimizer did: ``losses`` (the roots of the calls of ``backward()`` before it, as
             they were weighed), ``has_drawn`` (whether the global generator moved since the step before),
-            ``gradients`` that the optimizer got, by the parameters' names, and ``parameters``: what it made of them.
+            ``is_double`` (whether all parameters are of double precision), ``gradients`` that the optimizer got, by the
+            parameters' names, and ``parameters``: what it made of them.
     """
 
     def __init__(self, what: Recording) -> None:
@@ -101,15 +108,12 @@ class _Recorder:
         self.steps.append(
             {
                 "losses": self._losses,
+                "is_double": all(each.dtype == torch.float64 for each in parameters),
                 "has_drawn": bool(self.steps) and not torch.equal(torch.get_rng_state(), self._random),
                 "gradients": {name: _sample(each) for name, each in given.items()},
             }
         )
         self._losses = []
-        for gradient in given.values():
-            if self._what.nudged and not gradient.is_sparse:
-                every_other = torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape) % 2
-                gradient.add_(gradient * every_other, alpha=_NUDGE)
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -118,64 +122,18 @@ class _Recorder:
         if len(self.steps) >= self._what.steps:
             sys.exit()
 
+    def hold_still(self, stack: ExitStack) -> None:
+        """Stand in the place of what is random, until the stack closes."""
 
-@torch.no_grad()
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return numbers of a tensor, which differ where it does."""
-    dense = tensor.to_dense() if tensor.is_sparse else tensor
-    flat = dense.detach().reshape(-1).to("cpu", torch.float64)
-    if len(flat) <= _MOST_NUMBERS:
-        return flat.clone()
-    return torch.cat([flat[:: -(-len(flat) // _MOST_NUMBERS)], flat.mean().view(1)])
+        def in_one_precision(context: Any, device_type: str, *args: Any, **options: Any) -> None:
+            if options.get("enabled", True):
+                self._off("autocast")
+            _AUTOCAST(context, device_type, *args, **{**options, "enabled": False})
 
-
-@contextmanager
-def recorded(what: Recording, rank: int) -> Iterator[None]:
-    """Record a script while entered, and end it by ``sys.exit()`` after its first steps."""
-    recorder = _Recorder(what)
-    what.folder.mkdir(exist_ok=True)
-    with ExitStack() as stack:
-        if what.still:
-            _Still(what).put_on(stack)
-        if what.double:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-        noting = partial(recorder.note_losses, torch.autograd.backward)
-        stack.enter_context(patch.object(torch.autograd, "backward", noting))
-        stack.callback(register_optimizer_step_pre_hook(recorder.before_step).remove)
-        stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
-        try:
-            yield
-        finally:
-            _save(recorder.steps, what.folder / f"rank-{rank}.pt")
-
-
-_NORMALISE, _ATTEND, _AUTOCAST = functional.batch_norm, functional.scaled_dot_product_attention, torch.autocast.__init__
-
-
-class _Still:
-    """Stands in the place of what is random, or sees the whole batch; and writes down what it stood for.
-
-    Args:
-        what: What is recorded.
-    """
-
-    def __init__(self, what: Recording) -> None:
-        self._what = what
-
-    def put_on(self, stack: ExitStack) -> None:
-        """Put it there until the stack closes."""
-        for name in _DROPOUTS:
-            stack.enter_context(patch.object(functional, name, self.drop_nothing))
-        stack.enter_context(patch.object(functional, "batch_norm", self.normalise))
+        for name in (*_DROPOUTS, "batch_norm"):
+            stack.enter_context(patch.object(functional, name, self._evaluating(getattr(functional, name))))
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", self.attend))
-        stack.enter_context(
-            patch.object(
-                torch.autocast,
-                "__init__",
-                lambda context, *args, **options: self.in_one_precision(context, *args, **options),
-            )
-        )
+        stack.enter_context(patch.object(torch.autocast, "__init__", in_one_precision))
         for name, value in (("randn_like", 0.0), ("rand_like", 0.5)):
             stack.enter_context(patch.object(torch, name, partial(self.draw, value)))
         stack.callback(register_module_forward_pre_hook(self.before_forward).remove)
@@ -186,18 +144,20 @@ class _Still:
         with open_file(self._what.folder / f"off {name}", "w"):  # past what lies over the file system
             pass
 
-    def drop_nothing(self, data: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if training and p:
-            self._off("dropout")
-        return data
+    def _evaluating(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does in training what it does in evaluation."""
+        takes = signature(function)
 
-    def normalise(
-        self, data: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *args: Any, **options: Any
-    ) -> Any:
-        training, *rest = args or (options.pop("training", False),)
-        if training:
-            self._off(BATCH_NORM)
-        return _NORMALISE(data, mean, var, weight, bias, training and mean is None, *rest, **options)
+        def call(*args: Any, **options: Any) -> Any:
+            bound = takes.bind(*args, **options)
+            bound.apply_defaults()
+            given = bound.arguments
+            if given["training"] and given.get("p", 1):
+                self._off("dropout" if "p" in given else BATCH_NORM)
+                given["training"] = given.get("running_mean", 0) is None  # then there is nothing but the batch
+            return function(*bound.args, **bound.kwargs)
+
+        return call
 
     def attend(
         self, query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *args: Any, **options: Any
@@ -209,11 +169,6 @@ class _Still:
     def draw(self, value: float, data: torch.Tensor, **options: Any) -> torch.Tensor:
         self._off("noise")
         return torch.full_like(data, value, **options)
-
-    def in_one_precision(self, context: Any, device_type: str, *args: Any, **options: Any) -> None:
-        if options.get("enabled", True):
-            self._off("autocast")
-        _AUTOCAST(context, device_type, *args, **{**options, "enabled": False})
 
     def before_forward(self, module: nn.Module, _args: Any) -> None:
         if isinstance(module, nn.RNNBase) and module.training and module.dropout:
@@ -231,6 +186,36 @@ class _Still:
             if GlobalState.capture().values() != seeded:
                 self._off("random transforms")
             before.install()
+
+
+@contextmanager
+def recorded(what: Recording, rank: int) -> Iterator[None]:
+    """Record a script while entered, and end it by ``sys.exit()`` after its first steps."""
+    recorder = _Recorder(what)
+    what.folder.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        recorder.hold_still(stack)
+        if what.double:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        noting = partial(recorder.note_losses, torch.autograd.backward)
+        stack.enter_context(patch.object(torch.autograd, "backward", noting))
+        stack.callback(register_optimizer_step_pre_hook(recorder.before_step).remove)
+        stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
+        try:
+            yield
+        finally:
+            _save(recorder.steps, what.folder / f"rank-{rank}.pt")
+
+
+@torch.no_grad()
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return numbers of a tensor, which differ where it does."""
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    flat = dense.detach().reshape(-1).to("cpu", torch.float64)
+    if len(flat) <= _MOST_NUMBERS:
+        return flat.clone()
+    return torch.cat([flat[:: -(-len(flat) // _MOST_NUMBERS)], flat.mean().view(1)])
 
 
 def _double(item: Any) -> Any:

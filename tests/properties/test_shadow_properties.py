@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.running.shadow import shadowed
+from ddp_patch.running.overlay import shadowed
 
 TOLD_APART = (FileNotFoundError, FileExistsError)
 NAMES = st.sampled_from(["a", "b", "kept", "kept/x", "kept/sub", "kept/sub/y", "a/b", "b/a", "link", "./kept//x"])

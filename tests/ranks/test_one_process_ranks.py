@@ -21,9 +21,10 @@ from zoo import seed_ambient
 
 from ddp_patch import autopatch, leave_alone
 from ddp_patch.errors import MissingRanksError, RankMismatchError, UnsupportedLoaderError, WorldError
+from ddp_patch.options import Options
 from ddp_patch.running.context import running
 from ddp_patch.running.loader_reports import Patterns
-from ddp_patch.running.one_process import OneProcessOptions
+from ddp_patch.running.one_process import OneProcess
 
 
 def results(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -167,9 +168,9 @@ WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
     (drifting, RankMismatchError, ["no longer train the same model", "weight, of shape (1, 2)", "rank 0 and rank 1"]),
     (other_data, RankMismatchError, ["random numbers differ between the ranks", "generator of its own"]),
     (graphs_of_gradients, UnsupportedLoaderError, ["create_graph=True", "--whole"]),
-    (parallel, WorldError, ["DistributedDataParallel", "averaged twice", "--mode ranks"]),
-    (spawning, WorldError, ["torch.multiprocessing.spawn()", "2 ranks"]),
-    (grouped, WorldError, ["makes a process group", "--mode ranks"]),
+    (parallel, WorldError, ["wraps a model in DistributedDataParallel", "--mode ranks"]),
+    (spawning, WorldError, ["calls spawn()", "2 ranks"]),
+    (grouped, WorldError, ["calls init_process_group()", "--mode ranks"]),
 ]
 
 
@@ -321,9 +322,9 @@ def sizes(loader: Any, model: Any) -> Any:
 
 
 def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    def run_with(chosen: OneProcessOptions, body: Callable[[Any, Any], Any]) -> Any:
+    def run_with(body: Callable[[Any, Any], Any], **chosen: Any) -> Any:
         torch.manual_seed(0)
-        with running(Patterns("only"), Patterns("excepted"), {}, chosen) as summary:
+        with running(OneProcess(Options(), Patterns("only"), Patterns("excepted"), **chosen)) as summary:
             result = body(random_loader(11, 2, batch_size=4), nn.Linear(2, 1, dtype=torch.float64))
         return result, " ".join(str(summary).split())
 
@@ -356,12 +357,12 @@ def with_options(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         return [[len(batch) for batch in leave_alone(loader)] for _ in range(3)]
 
     return {
-        "sum": run_with(OneProcessOptions(), summed)[0],
-        "whole": run_with(OneProcessOptions(whole=Patterns("--whole", "test_one_process_ranks.py")), sizes),
-        "unmatched": run_with(OneProcessOptions(whole=Patterns("--whole", "no.py")), sizes),
-        "saved": (run_with(OneProcessOptions(), saved)[0], (folder / f"{world_size}-{rank}.pt").exists()),
-        "converted": run_with(OneProcessOptions(sync_batchnorm=True), converted)[0],
-        "left": run_with(OneProcessOptions(), left),
+        "sum": run_with(summed)[0],
+        "whole": run_with(sizes, whole=Patterns("--whole", "test_one_process_ranks.py")),
+        "unmatched": run_with(sizes, whole=Patterns("--whole", "no.py")),
+        "saved": (run_with(saved)[0], (folder / f"{world_size}-{rank}.pt").exists()),
+        "converted": run_with(converted, sync_batchnorm=True)[0],
+        "left": run_with(left),
     }
 
 

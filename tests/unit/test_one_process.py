@@ -1,5 +1,6 @@
 """Parts of a script that runs as one process, without other ranks."""
 
+import contextlib
 import copy
 import gc
 import random
@@ -13,15 +14,13 @@ import torch
 from messages import raises
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
 from ddp_patch.running.gradients import MEAN, SUM, WEIGHED, StepWeight, reductions_of
 from ddp_patch.running.launch import backend_here
-from ddp_patch.running.lockstep import Act
-from ddp_patch.running.random_numbers import RandomNumbers, seed_all
-from ddp_patch.running.replicas import Replicas, models_of
+from ddp_patch.running.lockstep import RandomNumbers, Replicas, models_of, seed_all
 
 TRAIN, TEST = "train", "test"
 BACKWARD, END = "backward", "end"
@@ -128,10 +127,10 @@ class Meeting:
     def __init__(self, of_ranks: list[list[int]]) -> None:
         self.of_ranks = of_ranks
 
-    def meet(self, act: Act, usual: object) -> bool:
+    def meet(self, doing: str, usual: object) -> bool:
         return not self.of_ranks
 
-    def meet_alike(self, act: Act, facts: object) -> None:
+    def meet_alike(self, doing: str, found: object) -> None:
         pass
 
     def broadcast(self, tensors: object) -> None:
@@ -152,9 +151,9 @@ def test_parameters_that_differ_are_named() -> None:
         replicas.add(optimizer, sync_batchnorm=False)
         if told:
             with pytest.raises(RankMismatchError, match=told):
-                replicas.meet(Act.END)
+                replicas.meet("ends")
         else:  # they are the same; or a rank that has not collected all garbage yet has more
-            replicas.meet(Act.END)
+            replicas.meet("ends")
 
 
 def test_models_are_found_by_their_parameters_and_evaluated_if_all_are_in_evaluation_mode() -> None:
@@ -242,6 +241,34 @@ def test_a_rank_takes_its_own_gpu_and_does_not_guess_which_that_is(
         return
     assert backend_here() == ("cpu:gloo,cuda:nccl" if count else "gloo")
     assert chosen == taken
+
+
+class Broken(Dataset[float]):
+    """One of its samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> float:
+        if index == 2:
+            raise LookupError("of a sample")
+        return float(index)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_pass_goes_on_after_an_error_that_the_script_catches(is_training: bool) -> None:
+    model, found = nn.Linear(1, 1, dtype=torch.float64), []
+    with autopatch(as_one_process=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = iter(DataLoader(Broken()))
+        for _ in range(6):
+            with contextlib.suppress(LookupError):
+                found.append(next(batches))
+                if is_training:
+                    model(found[-1].reshape(1, 1)).mean().backward()
+                    optimizer.step()
+        assert next(batches, None) is None
+    assert [int(batch) for batch in found] == [0, 1, 3, 4, 5]
 
 
 def test_one_rank_runs_without_a_process_group() -> None:

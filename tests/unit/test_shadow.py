@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_patch.running.overlay import Past
-from ddp_patch.running.shadow import shadowed
+from ddp_patch.running.overlay import Past, shadowed
 
 
 def best_checkpoint() -> None:
@@ -155,5 +154,5 @@ def test_a_pipe_is_not_read_to_be_kept(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     past = Past(str(tmp_path / "scratch"), [])
-    past.keep_before(pipe, writes=True)  # reading it would wait for ever
+    past.change(str, ("emptied",), pipe)  # reading it would wait for ever
     assert past.lies(str(pipe)) == str(pipe)
