@@ -191,7 +191,7 @@ def _draw_shares(panel: "Axes", shown: Pictured) -> None:
         panel.bar(lefts[filled], part[filled], widths[filled], below[filled], align="edge", linewidth=0, **look)
         below += part
     never, once, again = shown.seen
-    title = f"Which rank gets which sample (epoch {shown.epoch}): {never} never, {once} once, {again} again"
+    title = f"Which rank gets which sample (epoch {shown.epoch})\n{never} never, {once} once, {again} again"
     _finish(panel, title, {_band_name(*shown.bands[band]): colours[band] for band in some})
     panel.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
     each = "a column is a sample" if shown.width == 1 else f"a column is {shown.width} samples"
