@@ -316,9 +316,9 @@ REFUSED: list[tuple[Any, dict[str, Any], Words, Words | None]] = [
     (BY_NAME["string keys"].make(), {"cost": lambda key: 1}, ("cost=", "no indices"), "cost"),
     (loader(sampler=(i for i in range(9))), {}, ("sampler", "every rank", "copying generator", "TypeError"), MAKE),
     (DataLoader(Uncopyable()), {}, ("dataset", "every rank", "copying Uncopyable", "TypeError"), MAKE),
-    (loader(), {"rank": 0}, ("rank", PATCH, "one real rank"), MAKE),
+    (loader(), {"rank": 0}, ("rank", PATCH, "real ranks"), MAKE),
     (loader(), {"device_mesh": None}, ("device_mesh", PATCH), MAKE),
-    (loader(), {"order": "leader"}, ("order='leader'", "communicate"), "run_ranks"),
+    (loader(), {"order": "leader"}, ("order='leader'", "real ranks"), "run_ranks"),
 ]
 
 
