@@ -50,7 +50,8 @@ def test_of_what_is_not_patched_the_waiting_alone_is_told() -> None:
     """Rank 0 alone makes a seventh step, the last of which all others wait for."""
     (epoch,) = audit(setups.uneven, 4, epochs=1, cost=np.ones(97)).epochs
     assert epoch.steps == (7, 6, 6, 6)
-    assert (epoch.imbalance, epoch.unbalanced) == (pytest.approx((6 * 4 + 1) / (6 * 4 + 1 / 4)), None)
+    assert epoch.imbalance == pytest.approx(25 / (24 + 1 / 4))
+    assert epoch.unbalanced is None
     (epoch,) = audit(plain(8, batch_size=2), 2, 1, patch=False, cost=[1, 3] * 4, allow=["not_sharded"]).epochs
     assert (epoch.imbalance, epoch.unbalanced) == (1, None)
     stream = audit(lambda rank, ranks: DataLoader(setups.Stream(rank, ranks, n=104)), 4, cost=cost_of_index)
