@@ -6,25 +6,28 @@ neither ``ddp_patch`` nor torch, and a test that uses neither never does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from ddp_patch.auditing.auditing import DDPAudit
 
 __all__ = ["ddp_audit", "pytest_addoption", "pytest_configure"]
 
 
 @pytest.fixture
-def ddp_audit() -> DDPAudit:
+def ddp_audit() -> Callable[..., Any]:
     """Audit a loader as ``ddp_patch.audit`` does, and fail the test with the report if it does not pass.
 
     ``ddp_audit(loader, world_size=8, epochs=2, padding=False)``: all options are those of ``audit``.
     """
-    from ddp_patch.auditing.auditing import audit_or_fail
+    from ddp_patch.auditing import audit
+
+    def audit_or_fail(loader: Any, world_size: int = 2, **expect: Any) -> Any:
+        report: Any = audit(loader, world_size, **expect)
+        if not report.ok:
+            pytest.fail(str(report), pytrace=False)
+        return report
 
     return audit_or_fail
 

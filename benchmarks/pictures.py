@@ -91,10 +91,9 @@ def draw_audits() -> None:
     seen = audit(made["by_slices"], RANKS, epochs=1)
     waiting = audit(made["texts"], RANKS, epochs=1, cost=made["tokens"])
     for name, report, part in (("audit-seen", seen, "shares"), ("audit", waiting, "waits")):
-        balanced = None if report.balanced is None else report.balanced.pictured
-        print(alternative(report.pictured, balanced))
+        print(alternative(report.pictured))
         for scheme in INK:
-            drawn = svg(report.pictured, balanced, scheme, [part])
+            drawn = svg(report.pictured, scheme, [part])
             (DOCS / f"{name}-{scheme}.svg").write_text(drawn, encoding="utf-8")
 
 

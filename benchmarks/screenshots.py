@@ -39,7 +39,7 @@ def audits() -> dict[str, str]:
         "cost": audit(made["texts"], 4, epochs=1, cost=made["tokens"]),
         "ranks": audit(made["texts"], 96, epochs=1),
     }
-    return {name: page({name: report}, "benchmarks/screenshots.py") for name, report in reports.items()}
+    return {name: page({name: report}) for name, report in reports.items()}
 
 
 @contextmanager

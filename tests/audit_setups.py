@@ -135,10 +135,6 @@ def by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(range(N), rank % 2, world_size))
 
 
-def subset_of_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Subset(Untouchable(), range(rank, N, world_size)), 4)
-
-
 def own_draw(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(RandomSampler(Untouchable(), num_samples=N // world_size))
 
@@ -257,12 +253,6 @@ class Failing(Sampler[int]):
 
 def failing(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Failing(rank == 1))
-
-
-def by_set(rank: int, world_size: int) -> DataLoader[Any]:
-    """The order of a set of strings: another in every process."""
-    names = {f"{index}.jpg" for index in range(60)}
-    return loader(Nth(names, rank, world_size))
 
 
 class Stream(IterableDataset[int]):

@@ -1,33 +1,33 @@
-"""Audit loaders, in a test too: check what was given, and run every rank of a made-up world."""
+"""Audit loaders: check what was given, and run every rank of a made-up world."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from datetime import timedelta
-from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack, cast, overload
+from typing import Any, SupportsIndex, TypeAlias, Unpack, cast, overload
 
+import numpy as np
 from torch.utils.data import DataLoader, Subset
 
-from ddp_patch.auditing.finding import leaves_of, place_in_code
+from ddp_patch.auditing.finding import leaves_of
 from ddp_patch.auditing.judge import Judge
-from ddp_patch.auditing.pictured import StepCosts, step_costs
-from ddp_patch.auditing.problems import Kind, problem_kinds
+from ddp_patch.auditing.problems import problem_kinds
+from ddp_patch.auditing.ranks import Audited, Factory, RankGiven, indexed
 from ddp_patch.auditing.report import Report, Reports
-from ddp_patch.auditing.subject import Audited, Factory, indexed
-from ddp_patch.auditing.world import MadeUpWorld
+from ddp_patch.auditing.world import Costs, StepCosts, World
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import LoaderFacts, look_at
 from ddp_patch.options import Options
 from ddp_patch.patching import PatchOptions
 from ddp_patch.running.loader_reports import unpatched
-from ddp_patch.sharding.refusals import require_costs, require_one_of_each, unit_shared
-from ddp_patch.validation import check_flag, seconds, whole_number
+from ddp_patch.sharding.refusals import require_one_of_each
+from ddp_patch.validation import check_flag, whole_number
 
-__all__ = ["AuditOptions", "DDPAudit", "Loader", "Loaders", "audit", "audit_or_fail"]
+__all__ = ["AuditOptions", "Loader", "Loaders", "audit"]
 
 
 # Look at this many items of all ranks together, unless the user says how many.
 _MOST = 16_000_000
+# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
+_OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh", "timeout"}
 
 # One loader, and several: finished, or as a function returns them.
 Loader: TypeAlias = DataLoader[Any] | Factory | Callable[[], DataLoader[Any]]
@@ -42,9 +42,8 @@ class AuditOptions(PatchOptions, total=False):
     set_epoch: bool
     padding: bool
     epochs_differ: bool
-    allow: Collection[Kind]
+    allow: Collection[str]
     max_items: SupportsIndex | None
-    processes: bool
 
 
 @overload
@@ -65,11 +64,9 @@ def audit(
     set_epoch: bool = False,
     padding: bool = True,
     epochs_differ: bool = False,
-    allow: Collection[Kind] = (),
+    allow: Collection[str] = (),
     cost: Cost | CostValues | None = None,
     max_items: SupportsIndex | None = None,
-    processes: bool = False,
-    timeout: float | timedelta = 120.0,
     **options: Any,
 ) -> Report | Reports:
     """Run the sampling of every rank on this machine, and report what each rank would get of a loader.
@@ -97,14 +94,10 @@ def audit(
             ``report.allowed``.
         cost: What each sample costs, such as its length, in any unit: one number for each index of ``loader.dataset``
             (a sequence, array or tensor), or a function of an index. A factory's are indices in the dataset below
-            torch's ``Subset`` layers. The report then says how long ranks wait for the slowest, in this loader and in
-            the same one patched with ``cost=``, which is simulated and judged, too. Where whole batches are sharded, a
-            batch costs what its samples do.
+            torch's ``Subset`` layers. The report then says how long ranks wait for the slowest. A loader is patched
+            with ``cost=``, as with all options, and the report says how long ranks wait without it, too.
         max_items: How many items to look at in each rank's epoch, rounded up to a whole batch. If there are more, the
             report is of a sample. Without it, 16 million items of all ranks together are looked at.
-        processes: Whether to use real ranks, processes of a gloo group. They differ in all that processes differ in,
-            such as a hash seed. The loader or function must be picklable.
-        timeout: How long every real rank may take to return: seconds, or a ``timedelta``.
         options: More options for ``patch_dataloader_to_ddp``.
 
     Returns:
@@ -115,7 +108,6 @@ def audit(
         NotALoaderError: ``loader`` is no loader, no function that returns one, and no dict or list of these.
         InvalidOptionError: An option has no meaning; the loader is one rank's shard already, or cannot be copied; or
             each rank has a dataset of its own, whose indices and samples cannot be compared.
-        RanksFailedError: A real rank raised or did not return in time.
         DDPPatchError: Any other error that ``patch_dataloader_to_ddp`` raises for this loader and these options.
 
     Examples:
@@ -130,83 +122,63 @@ def audit(
     ranks, passes = _at_least("world_size", world_size, 2), _at_least("epochs", epochs, 1)
     most = -(-_MOST // ranks) if max_items is None else _at_least("max_items", max_items, 1)
     flags = {"patch": patch, "set_epoch": set_epoch, "padding": padding, "epochs_differ": epochs_differ}
-    for name, value in {**flags, "processes": processes}.items():
+    for name, value in flags.items():
         check_flag(name, value)
     kinds = allow if isinstance(cast(object, allow), Collection) else [allow]
     if unknown := [kind for kind in kinds if kind not in problem_kinds]:
         raise InvalidOptionError(
             f"allow={unknown} names no kind of problem. Pass a list of these: {', '.join(problem_kinds)}."
         )
-    within = seconds(timeout)
-    if not (within is not None and within > 0):
+    if given := [*sorted(_OF_A_REAL_RANK & options.keys()), *["order='leader'"] * (options.get("order") == "leader")]:
         raise InvalidOptionError(
-            f"timeout={timeout!r} is not a positive number of seconds, and real ranks need an end. Pass one, such as "
-            "120."
-        )
-    if given := sorted(_OF_A_REAL_RANK & options.keys()):
-        raise InvalidOptionError(
-            f"audit was given {', '.join(given)} for patch_dataloader_to_ddp(), which says where one real rank is, and "
-            "audit makes all ranks itself. Leave that out; for a device mesh, pass a factory that makes it, and "
-            "processes=True."
-        )
-    if options.get("order") == "leader" and not processes:
-        raise InvalidOptionError(
-            "audit with order='leader' needs ranks that communicate, and those of one process do not. Pass "
-            "processes=True, too."
+            f"audit was given {', '.join(given)} for patch_dataloader_to_ddp(), which is about real ranks, and audit "
+            "makes all ranks itself, in one process. Leave that out, pass a function make(rank, world_size), or test "
+            "real ranks with ddp_patch.testing.run_ranks."
         )
     leaves = leaves_of(loader)
     costs = Options(cost=cost).costs
 
-    def judged(subject: Audited, costs_of: StepCosts | None) -> Report:
-        world = MadeUpWorld(subject, ranks, passes, within if processes else None)
-        return Judge(world, padding, epochs_differ, costs_of).report(allow)
-
     def reported(audited: DataLoader[Any] | Factory) -> Report:
         make = look_at(audited) if isinstance(audited, DataLoader) else audited
         subject = Audited(make, patch, options, set_epoch, most)
-        costs_of = None if costs is None else _costs_of(subject, costs)
-        report = replace(judged(subject, costs_of), code=place_in_code(audited))
-        try:
-            return report if costs is None else report.beside(judged(_balanced(subject, costs), costs_of))
-        except InvalidOptionError as refused:
-            return replace(report, why_not_balanced=str(refused))
+        costs_of = None if costs is None else _costs_of(make, costs)
+        unbalanced = None
+        if costs is not None and subject.patches:
+            unbalanced = World(subject, ranks)
+            subject = Audited(make, patch, {**options, "cost": costs}, set_epoch, most)
+        judge = Judge(World(subject, ranks), unbalanced, padding, epochs_differ, costs_of)
+        return judge.report(passes, allow)
 
     if list(leaves) == [""]:
         return reported(leaves[""])
     return Reports({place: reported(leaf) for place, leaf in leaves.items()})
 
 
-def _costs_of(subject: Audited, costs: Cost) -> StepCosts:
-    """Return what steps cost by the indices that the audit compares.
+def _costs_of(make: LoaderFacts[Any] | Factory, costs: Cost) -> StepCosts:
+    """Return what tells the cost of each step that a rank was given, by the indices that the audit compares.
 
     Raises:
         InvalidOptionError: The loader's dataset has more samples than there are costs, or fewer.
     """
-    if not isinstance(subject.make, LoaderFacts):
-        return step_costs(costs, None)
-    require_one_of_each(subject.make, costs)
-    dataset = subject.make.dataset
-    below: Any = indexed(dataset)
-    return step_costs(costs, below.__getitems__(range(len(dataset))) if isinstance(dataset, Subset) else None)
+    own: dict[int, int] | None = None
+    if isinstance(make, LoaderFacts):
+        require_one_of_each(make, costs)
+        dataset = make.dataset
+        if isinstance(dataset, Subset):  # costs are of its own indices, and the audit compares those below
+            below: Any = indexed(dataset)
+            own = {index: place for place, index in enumerate(below.__getitems__(range(len(dataset))))}
 
+    def costs_of(given: RankGiven) -> Costs:
+        names, places = np.unique(given.items, return_inverse=True)
+        if len(names) and int(names[0]) < 0:
+            raise InvalidOptionError(
+                "audit was given cost= and a loader whose keys are no indices, so what one costs cannot be looked up. "
+                "Leave cost out, or sample indices."
+            )
+        indices: Any = names if own is None else np.array([own[index] for index in names.tolist()])
+        return costs.of_batches(costs.of(indices)[places], given.sizes)
 
-def _balanced(subject: Audited, costs: Cost) -> Audited:
-    """Return what is audited, patched with ``cost=``.
-
-    Raises:
-        InvalidOptionError: It cannot be.
-    """
-    if not isinstance(subject.make, LoaderFacts):
-        raise InvalidOptionError("A factory makes finished loaders: let it patch with cost=, and audit that.")
-    if not subject.patch:
-        raise InvalidOptionError("patch=False leaves the loader as it is. Leave it out to see it balanced.")
-    options: dict[str, Any] = {**subject.options, "cost": costs}
-    require_costs(unit_shared(subject.make, Options(**options).share), costs)
-    return replace(subject, options=options)
-
-
-# Refuse these options of patch_dataloader_to_ddp(): the audit says itself which rank a loader is for.
-_OF_A_REAL_RANK = {"rank", "num_replicas", "process_group", "device_mesh"}
+    return costs_of
 
 
 def _at_least(name: str, value: SupportsIndex, least: int) -> int:
@@ -217,31 +189,3 @@ def _at_least(name: str, value: SupportsIndex, least: int) -> int:
             f"audit with {name}={found} has nothing to compare: pass a whole number of at least {least}."
         )
     return found
-
-
-class DDPAudit(Protocol):
-    """Type the fixture ``ddp_audit``, for tests with type annotations."""
-
-    @overload
-    def __call__(self, loader: Loader, world_size: int = 2, **expect: Any) -> Report: ...
-    @overload
-    def __call__(self, loader: Loaders, world_size: int = 2, **expect: Any) -> Reports: ...
-
-
-def audit_or_fail(loader: Loader | Loaders, world_size: int = 2, **expect: Any) -> Any:
-    """Audit a loader as ``ddp_patch.audit`` does, and fail the running test with the report if it does not pass.
-
-    Args:
-        loader: A loader, a factory, or a dict or list of them, as in ``ddp_patch.audit``.
-        world_size: The number of ranks.
-        expect: The other arguments of ``ddp_patch.audit``.
-
-    Returns:
-        The report, or the reports of several loaders.
-    """
-    import pytest  # which an audit elsewhere does without
-
-    report: Report | Reports = audit(loader, world_size, **expect)
-    if not report.ok:
-        pytest.fail(str(report), pytrace=False)
-    return report

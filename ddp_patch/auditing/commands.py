@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import sys
 import traceback
 import warnings
@@ -12,29 +11,23 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.panel import Panel
-from rich.table import Table
 
 from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
 from ddp_patch.auditing.finding import find, look_up
 from ddp_patch.auditing.problems import problem_kinds
-from ddp_patch.auditing.report import Report, Reports, page
-from ddp_patch.auditing.show import annotation
+from ddp_patch.auditing.report import Reports, annotation, page
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, explain
-from ddp_patch.loaders.hooks import places_recorded
 from ddp_patch.options import Layout, Order, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
 __all__ = ["commands"]
 
 
-_PASS, _FAIL = 0, 1
-_COULD_NOT = 2  # click exits with this for wrong usage, too
-_STDOUT, _STDERR = 1, 2
+_FORMS = click.Choice(["text", "json", "markdown", "github"])
 _PASSED_ON = "Passed on to patch_dataloader_to_ddp; see docs/options.md."
 _COST = (
     "What samples cost: a sequence, a function of an index, or a Cost. Give it several times for several loaders, such "
@@ -51,34 +44,16 @@ def _refusing(shows_traceback: bool) -> Iterator[None]:
     except (click.exceptions.Exit, click.ClickException):
         raise
     except KeyboardInterrupt as error:
-        raise _ended("\nInterrupted", INTERRUPTED) from error
+        click.echo("\nInterrupted", err=True)
+        raise SystemExit(INTERRUPTED) from error
     except (Exception, SystemExit) as error:
         if shows_traceback:
             lines = ["\n", *traceback.format_exception(error)]
         else:
-            is_ours = isinstance(error, DDPPatchError)
-            lines = traceback.format_exception_only(error) + ["Pass --traceback to see where."] * (not is_ours)
-        raise _ended(f"Could not run: {''.join(lines).rstrip()}", _COULD_NOT) from error
-
-
-def _ended(text: str, exit_code: int) -> SystemExit:
-    """Say on stderr why the command ends, and return what ends it."""
-    click.echo(text, err=True)
-    return SystemExit(exit_code)
-
-
-@contextmanager
-def _stdout_as_stderr() -> Iterator[None]:
-    """Send what targets print to stderr, in the processes that they start, too: stdout is for the report."""
-    sys.stdout.flush()
-    kept = os.dup(_STDOUT)
-    os.dup2(_STDERR, _STDOUT)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, _STDOUT)
-        os.close(kept)
+            more = [] if isinstance(error, DDPPatchError) else ["Pass --traceback to see where."]
+            lines = traceback.format_exception_only(error) + more
+        click.echo(f"Could not run: {''.join(lines).rstrip()}", err=True)
+        raise SystemExit(2) from error  # with which click exits for wrong usage, too
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -109,39 +84,21 @@ def _one_of(values: Any) -> click.Choice[str]:
 @commands.command("audit")
 @click.argument("target")
 @click.option("--world-size", "-w", type=click.IntRange(2), required=True, help="The number of ranks.")
-@click.option(
-    "--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many epochs to simulate."
-)
+@click.option("--epochs", "-e", type=click.IntRange(1), default=2, show_default=True, help="How many epochs to draw.")
 @click.option("--patch/--no-patch", default=True, help="Patch loaders first (the default), or audit them as they are.")
 @click.option("--set-epoch", is_flag=True, help="The training calls set_epoch(epoch) before each epoch.")
 @click.option("--padding/--no-padding", default=True, help=_PADDING)
 @click.option("--epochs-differ", is_flag=True, help="Fail unless every epoch has another order.")
-@click.option(
-    "--allow",
-    multiple=True,
-    type=click.Choice([*problem_kinds]),
-    help="Problem kinds to ignore; give it several times.",
-)
+@click.option("--allow", multiple=True, type=click.Choice(problem_kinds), help="A problem to ignore; may come again.")
 @click.option("--cost", "costs", metavar="[LOADER=]TARGET", multiple=True, help=_COST)
 @click.option("--max-items", type=click.IntRange(1), help="Items per rank; else 16 million of all ranks together.")
-@click.option("--processes", is_flag=True, help="Use real ranks, processes of a gloo group.")
-@click.option("--timeout", type=float, default=120.0, show_default=True, help="Seconds that real ranks may take.")
 @click.option("--uneven", type=_one_of(Uneven), help=_PASSED_ON)
 @click.option("--layout", type=_one_of(Layout), help=_PASSED_ON)
-@click.option("--order", type=_one_of(Order), help=f"{_PASSED_ON} 'leader' needs --processes.")
+@click.option("--order", type=_one_of(Order), help=_PASSED_ON)
 @click.option("--seed", type=click.IntRange(0), help=_PASSED_ON)
 @click.option("--share", type=_one_of(Share), help=_PASSED_ON)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "markdown", "github"]),
-    default="text",
-    show_default=True,
-    help="How to print the report.",
-)
-@click.option(
-    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too; needs matplotlib."
-)
+@click.option("--format", "form", type=_FORMS, default="text", show_default=True, help="How to print the report.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures, too.")
 @click.option("--traceback", "shows_traceback", is_flag=True, help="Show the whole traceback of an error.")
 def audit_command(
     target: str,
@@ -161,11 +118,10 @@ def audit_command(
     """
     # Pass only options that are given: the others have their defaults there, and without a patch none may be passed.
     chosen = {name: value for name, value in given.items() if value is not None}
-    with _refusing(shows_traceback), _stdout_as_stderr(), warnings.catch_warnings():
+    with _refusing(shows_traceback), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
-        with places_recorded():  # so that reports can say where a loader was made
-            found = find(target)
-            cost_of = _costs(costs, [*found])
+        found = find(target)
+        cost_of = _costs(costs, [*found])
         reports = Reports()
         for place, loader in found.items():
             own = {"cost": cost_of[place]} if place in cost_of else {}
@@ -174,12 +130,14 @@ def audit_command(
             except Exception as error:
                 error.add_note(f"The loader is {place}.")
                 raise
-    _print_if_read(_text(reports, form))
+    try:
+        click.echo(_text(reports, form))
+    except BrokenPipeError:  # what reads it has gone, as `head` does, and changes no verdict
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at its end, too
     with _refusing(shows_traceback):
         if html is not None:  # last, so that the report is there if the page cannot be written
-            command = shlex.join(["ddp-patch", *sys.argv[1:]])
-            html.write_text(page(reports, command), encoding="utf-8")
-    sys.exit(_PASS if reports.ok else _FAIL)
+            html.write_text(page(reports), encoding="utf-8")
+    sys.exit(0 if reports.ok else 1)
 
 
 def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
@@ -204,16 +162,6 @@ def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _print_if_read(text: str) -> None:
-    """Print a text; if what reads it has gone, as ``head`` does, leave the rest out."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), _STDOUT)  # Python flushes stdout at its end, too
-
-
 def _text(reports: Reports, form: str) -> str:
     """Return reports in the form that was asked for."""
     if form == "json":
@@ -221,8 +169,7 @@ def _text(reports: Reports, form: str) -> str:
     if form == "markdown":
         return reports.to_markdown()
     if form == "github":
-        found = ((place, report.code, problem) for place, report in reports.items() for problem in report.problems)
-        return "\n".join(annotation(*each) for each in found)
+        return "\n".join(annotation(place, found) for place, report in reports.items() for found in report.problems)
     console = Console()
     with console.capture() as captured:
         widest = max(map(len, reports))
@@ -231,20 +178,6 @@ def _text(reports: Reports, form: str) -> str:
                 line = f"[bold green]✓[/] {escape(place):{widest}}  {escape(report.summary)}"
                 console.print(line, soft_wrap=True, highlight=False)
             else:
-                console.print(_box(place, report))
+                title = f"[bold red]✘[/] {escape(place)} on {report.world_size} ranks"
+                console.print(Panel(escape(report.details), title=title, title_align="left"))
     return captured.get().removesuffix("\n")
-
-
-def _box(place: str, report: Report) -> Panel:
-    """Return what fails in a box: its problems, and below them all that was found."""
-    parts: list[RenderableType] = []
-    for problem in report.problems:
-        text = f"{escape(problem.what)} {escape(problem.why)}\n[bold]Remedy:[/] {escape(problem.remedy)}"
-        parts += [f"[bold red]✘ {problem.kind}[/] ({problem.where})", Padding(text, (0, 0, 1, 2))]
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    facts.add_column(no_wrap=True, style="dim")
-    facts.add_column(overflow="fold")
-    for name, value in report.facts():
-        facts.add_row(escape(name), escape(value))
-    title = f"[bold red]✘[/] {escape(place)} on {report.world_size} ranks"
-    return Panel(Group(*parts, facts), title=title, title_align="left")

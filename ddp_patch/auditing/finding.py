@@ -5,22 +5,21 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, reduce, update_wrapper
+from functools import reduce
 from operator import getitem
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.auditing.subject import Factory, made_by, name_of
+from ddp_patch.auditing.ranks import Factory, made_by, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
-from ddp_patch.loaders.hooks import from_here, made
 from ddp_patch.orders.random_states import look
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.walks import KeyPath, is_empty, nested
 
-__all__ = ["find", "leaves_of", "look_up", "place_in_code"]
+__all__ = ["find", "leaves_of", "look_up"]
 
 
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
@@ -142,14 +141,12 @@ _SEED = 20_000
 
 def _part(make: Callable[[int, int], Any], path: KeyPath) -> Factory:
     """Return what makes one of the loaders that a factory makes for a rank, found by these keys in what it returns."""
-    part: Any = update_wrapper(partial(_taken, make, path), make, assigned=())
+
+    def part(rank: int, world_size: int) -> Any:
+        return reduce(getitem, path, make(rank, world_size))
+
     part.__name__ = _written(path, name_of(make))
-    return cast(Factory, part)
-
-
-def _taken(make: Callable[[int, int], Any], path: KeyPath, rank: int, world_size: int) -> DataLoader[Any]:
-    """Serve as such a factory; other processes find it by its name."""
-    return cast("DataLoader[Any]", reduce(getitem, path, make(rank, world_size)))
+    return part
 
 
 def _leaves(found: Any, place: str) -> Iterator[tuple[str, DataLoader[Any] | Factory]]:
@@ -216,18 +213,3 @@ def _takes(function: Any, arguments: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def place_in_code(audited: DataLoader[Any] | Any) -> str | None:
-    """Return the file and line where a function is defined, or where a loader was made; None if it is not known.
-
-    Examples:
-        >>> from tokenize import open as function
-        >>> place_in_code(function).split("/")[-1].split(":")[0]
-        'tokenize.py'
-    """
-    if isinstance(audited, DataLoader):
-        where = made(audited)
-        return None if where is None else from_here(where.place)
-    code = getattr(inspect.unwrap(audited), "__code__", None)
-    return None if code is None else from_here(f"{code.co_filename}:{code.co_firstlineno}")

@@ -1,44 +1,16 @@
 """Judge what ranks were given: compare it with what one process is given, epoch by epoch, and make the report."""
 
-from collections.abc import Collection
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ddp_patch.auditing.given import Coverage, EpochGiven, Numbers, RankGiven, signature
-from ddp_patch.auditing.pictured import Costs, Pictured, StepCosts, imbalance, pictured
-from ddp_patch.auditing.problems import SAID, Kind, Problem, sentence
+from ddp_patch.auditing.picture import Pictured, imbalance, pictured
+from ddp_patch.auditing.problems import SAID, Problem
+from ddp_patch.auditing.ranks import Numbers, RankGiven
 from ddp_patch.auditing.report import EpochReport, Report
-from ddp_patch.auditing.world import MadeUpWorld
-from ddp_patch.streams.stream_sampler import faster_by_worker
+from ddp_patch.auditing.world import Costs, Coverage, EpochGiven, StepCosts, World, signature
 
 __all__ = ["Judge"]
-
-
-class _Counted(NamedTuple):
-    """How an epoch was counted.
-
-    Attributes:
-        found: What is missing and repeated, counted in the epoch's units; None where it cannot be told.
-        samples: The same, counted in samples.
-        padding: How many repeated units fill the last round.
-        dropped: How many missing units the loader was asked to leave out.
-    """
-
-    found: Coverage | None
-    samples: Coverage | None
-    padding: int = 0
-    dropped: int = 0
-
-    @property
-    def is_right(self) -> bool:
-        """Tell whether nothing is known to be missing or repeated but what may be, and nothing foreign."""
-        return self.found is None or (self.found.extra, self.found.lacking, self.found.unexpected) == (
-            self.padding,
-            self.dropped,
-            0,
-        )
 
 
 class Judge:
@@ -46,43 +18,43 @@ class Judge:
 
     Args:
         world: Draws the epochs.
+        unbalanced: Draws those of the same loader without ``cost=``, where that balances it.
         padding: Whether samples may be repeated to fill the last round.
         epochs_differ: Whether every epoch must have another order.
-        costs: Tells what steps cost, if it is known.
+        costs: Tells what the steps of a rank cost, if it is known.
     """
 
-    def __init__(self, world: MadeUpWorld, padding: bool, epochs_differ: bool, costs: StepCosts | None) -> None:
-        self._world, self._pads, self._epochs_differ, self._costs = world, padding, epochs_differ, costs
+    def __init__(
+        self, world: World, unbalanced: World | None, padding: bool, epochs_differ: bool, costs: StepCosts | None
+    ) -> None:
+        self._world, self._unbalanced, self._costs = world, unbalanced, costs
+        self._pads, self._epochs_differ = padding, epochs_differ
         self._uneven = world.subject.options.get("uneven")
-        self._problems: dict[Kind, Problem] = {}  # the first of each kind
+        self._problems: dict[str, Problem] = {}  # the first of each kind
         self._epochs: list[EpochReport] = []
         # Of the epochs in which no rank raised: hashes of their orders, and the samples that were left out rightly.
         self._orders: list[bytes] = []
         self._left_out: list[Numbers] = []
         self._is_sample = False
         self._pictured = Pictured()
-        self._note: str | None = None
         self._first: RankGiven  # what rank 0 was given in epoch 0
 
-    def report(self, allow: Collection[str]) -> Report:
-        """Draw and inspect every epoch, and return the report, in which kinds of problem may be allowed."""
-        for epoch in self._world.drawn():
-            self._inspect(epoch)
-            del epoch  # free it before the next one is drawn
+    def report(self, epochs: int, allow: Collection[str]) -> Report:
+        """Draw and inspect some epochs, and return the report, in which kinds of problem may be allowed."""
+        for number in range(epochs):
+            self._inspect(self._world.epoch(number))  # which is freed before the next one is drawn
         self._compare_orders()
         self._compare_left_out()
         return Report(
             name=self._world.subject.name,
             how=self._how(),
             world_size=self._world.world_size,
-            units="batches" if all(epoch.units == "batches" for epoch in self._epochs) else "samples",
             epochs=tuple(self._epochs),
             epochs_differ=None if len(self._orders) < 2 else len(set(self._orders)) == len(self._orders),
             is_sample=self._is_sample,
             problems=tuple(problem for kind, problem in self._problems.items() if kind not in allow),
             allowed=tuple(problem for kind, problem in self._problems.items() if kind in allow),
             pictured=self._pictured,
-            note=self._note,
         )
 
     def _how(self) -> str:
@@ -90,98 +62,108 @@ class Judge:
         what = "patched by patch_dataloader_to_ddp" if subject.patch else "the loader as it is"
         if subject.is_made:
             what = "loaders as returned by your factory"
-        what += " with cost=" * ("cost" in subject.options)
-        what = f"on real ranks: {what}" if world.processes else f"simulated: {what}, in one process, each rank seeded "
-        what += "differently" * (not world.processes) + ", reading the iterable dataset" * world.traits.is_iterable
+        what += ", each rank seeded differently" + ", reading the iterable dataset" * world.rank0.is_iterable
         if (some := len(world.iterating)) < world.world_size:
             what += f"; {some} ranks iterate their loaders, and the others' shares are cut likewise"
         return what
 
-    def _add(self, kind: Kind, what: str, where: str, *own_words: str) -> None:
+    def _add(self, kind: str, what: str, where: str, *own_words: str) -> None:
         """Note a problem unless one of its kind was noted; ``own_words`` say why and what to do in this very case."""
-        why, remedy = own_words or SAID[kind][1:]
+        why, remedy = own_words or SAID[kind]
         self._problems.setdefault(kind, Problem(kind, what, where, why, remedy))
 
-    def _inspect(self, given: EpochGiven) -> None:
-        epoch, counted = self._counted(given)
+    def _inspect(self, epoch: EpochGiven) -> None:
         where, had_problems = f"epoch {epoch.number}, {len(epoch.ranks)} ranks", bool(self._problems)
+        found, costs, others = epoch.coverage(), self._costs_of(epoch.ranks), None
+        if self._unbalanced is not None:
+            others = self._costs_of(self._unbalanced.epoch(epoch.number).ranks)
+        told = self._told(epoch, found, costs, others)
         if not epoch.number:
             self._first = epoch.ranks[0]
-            if len(epoch.alone.parts) > 1 and not self._world.traits.divides_batches:
-                self._note = faster_by_worker(self._world.subject.name, len(epoch.ranks), sum(epoch.alone.parts))
         if not self._raised(epoch):
-            if self._world.traits.ignores_index[0]:
-                what = "Indices are shared, but they choose no samples of the dataset."
-                self._add("not_sharded", what, where, *self._world.traits.ignores_index)
             self._orders.append(signature(epoch.ranks))
             self._is_sample |= epoch.is_sample
-            is_tail = counted.is_right and counted.samples is not None and not epoch.is_sample
-            self._left_out.append(counted.samples.missing if is_tail and counted.samples else self._first.items[:0])
+            is_tail = told.is_right and found is not None and not epoch.is_sample
+            self._left_out.append(found[0] if is_tail and found else self._first.items[:0])
             self._compare_steps(epoch, where)
             self._compare_lengths(epoch)
             if not self._loses_of_unpatched(epoch):
-                self._compare_shares(epoch, counted, where)
-        costs = self._costs_of(epoch)
-        if not self._epochs or (self._problems and not had_problems):
+                self._compare_shares(epoch, found, told, where)
+        self._epochs.append(told)
+        if len(self._epochs) == 1 or (self._problems and not had_problems):
             # Picture the first epoch with a problem, or else the first.
-            self._pictured = pictured(epoch, counted.found, costs)
-        self._epochs.append(_epoch_report(epoch, counted, costs))
+            self._pictured = pictured(epoch, found is not None or epoch.is_sample, costs, others)
 
     # ---- what is counted ----
 
-    def _counted(self, epoch: EpochGiven) -> tuple[EpochGiven, _Counted]:
-        """Count an epoch, and return it in the units in which it was counted.
-
-        Ranks with a batch sampler of their own may shard samples, and each make its own batches of them. So where whole
-        batches do not match and are not in pieces either, samples are counted instead, and decide if they match.
-        """
-        samples = epoch.coverage("samples")
-        counted = self._allowed(epoch, epoch.coverage(epoch.units), samples)
-        if (
-            epoch.units == "batches"
-            and not counted.is_right
-            and not self._world.subject.patches
-            and not _is_torn(epoch)
-        ):
-            in_samples = replace(epoch, units="samples")
-            by_sample = self._allowed(in_samples, samples, samples)
-            if by_sample.is_right:
-                return in_samples, by_sample
-        return epoch, counted
-
-    def _allowed(self, epoch: EpochGiven, found: Coverage | None, samples: Coverage | None) -> _Counted:
-        """Count what may be repeated to fill the last round, and what the loader was asked to leave out."""
-        if found is None:
-            return _Counted(found, samples)
-        world, traits, uneven = len(epoch.ranks), self._world.traits, self._uneven
-        padding = epoch.filling if self._pads and uneven in (None, "pad") else 0
-        if traits.divides_batches and uneven == "keep":  # but no rank is without a sample of a batch
-            padding = sum(max(0, world - size) for size in epoch.parts if size)
-        dropped = (world - 1) * max(1, len(epoch.parts)) if uneven == "drop" or traits.drops_round else 0
-        if epoch.units == "samples" and traits.drops_batch:
-            dropped += world * traits.readers * (epoch.largest_batch - 1)
-        if not any(len(given.sizes) for given in epoch.ranks):
-            dropped = 0  # a training that makes no step learns nothing
-        return _Counted(
-            found,
-            samples,
-            found.extra if found.extra <= padding else 0,
-            found.lacking if found.lacking <= dropped else 0,
+    def _told(
+        self, epoch: EpochGiven, found: Coverage | None, costs: Costs | None, others: Costs | None
+    ) -> EpochReport:
+        """Count what an epoch lacks and repeats, and how much of that may be."""
+        missing, repeated, foreign = (None,) * 3 if found is None else map(len, found)
+        fills, may_drop = self._allowed(epoch)
+        return EpochReport(
+            epoch=epoch.number,
+            items=tuple(len(given.items) for given in epoch.ranks),
+            steps=tuple(len(given.sizes) for given in epoch.ranks),
+            expected=len(epoch.alone.items),
+            distinct=len(epoch.alone.items if found is None or epoch.is_sample else np.unique(epoch.alone.items)),
+            missing=None if epoch.is_sample else missing,
+            repeated=repeated,
+            foreign=foreign,
+            padding=repeated if repeated is not None and repeated <= fills else 0,
+            dropped=missing if missing is not None and missing <= may_drop else 0,
+            imbalance=None if costs is None else imbalance(costs),
+            unbalanced=None if others is None else imbalance(others),
         )
+
+    def _allowed(self, epoch: EpochGiven) -> tuple[int, int]:
+        """Return how many samples may be repeated to fill the last round, and how many may be left out.
+
+        Ranks with a batch sampler of their own may share samples, and each make its own batches of them: then a round
+        has a sample for each rank. Else, it has a batch.
+        """
+        rank0, world, largest = self._world.rank0, len(epoch.ranks), epoch.largest_batch
+        in_batches = rank0.makes_batches and (epoch.is_sample or not epoch.foreign_batches())
+        of_unit = largest if in_batches else 1
+        lengths = (len(epoch.alone.sizes),) if in_batches else epoch.parts or (len(epoch.alone.items),)
+        fills = of_unit * sum(-length % world for length in lengths)
+        if not self._pads or self._uneven not in (None, "pad"):
+            fills = 0
+        if rank0.divides_batches and self._uneven == "keep":  # but no rank is without a sample of a batch
+            fills = sum(max(0, world - size) for size in epoch.parts if size)
+        may_drop = 0
+        if self._uneven == "drop" or rank0.drops_round:
+            may_drop = of_unit * (world - 1) * len(lengths)
+        if rank0.drops_batch and not in_batches:
+            may_drop += world * rank0.readers * (largest - 1)
+        if not any(len(given.sizes) for given in epoch.ranks):
+            may_drop = 0  # a training that makes no step learns nothing
+        return fills, may_drop
+
+    def _costs_of(self, ranks: Sequence[RankGiven]) -> Costs | None:
+        """Return what each rank's steps cost, shape (ranks, steps), 0 where a rank makes no such step; None if unknown.
+
+        Samples of an iterable dataset have no indices, so what they cost cannot be looked up.
+        """
+        steps = max(len(given.sizes) for given in ranks)
+        if self._costs is None or steps == 0 or self._world.rank0.is_iterable:
+            return None
+        return np.array([np.pad(self._costs(given), (0, steps - len(given.sizes))) for given in ranks])
 
     # ---- what is wrong ----
 
     def _raised(self, epoch: EpochGiven) -> bool:
         """Note that a rank raised, or the single process, and tell whether one did."""
         everyone = [*((f"Rank {rank}", given) for rank, given in enumerate(epoch.ranks)), ("One process", epoch.alone)]
-        raised = [f"{who} raises {sentence(given.error)}" for who, given in everyone if given.error]
+        raised = [f"{who} raises {given.error.rstrip().removesuffix('.')}." for who, given in everyone if given.error]
         for what in raised:
             self._add("error", what, f"epoch {epoch.number}")
         return bool(raised)
 
     def _compare_steps(self, epoch: EpochGiven, where: str) -> None:
         steps = [len(given.sizes) for given in epoch.ranks]
-        may_differ = self._uneven == "keep" and not self._world.traits.divides_batches
+        may_differ = self._uneven == "keep" and not self._world.rank0.divides_batches
         if max(steps) - min(steps) > (max(1, len(epoch.parts)) if may_differ else 0):
             fewest, most = steps.index(min(steps)), steps.index(max(steps))
             what = f"Rank {fewest} makes {min(steps)} steps and rank {most} makes {max(steps)}."
@@ -192,25 +174,24 @@ class Judge:
         for rank, given in enumerate(epoch.ranks):
             lengths, steps = [length for length in given.lengths if length is not None], len(given.sizes)
             if lengths and (steps not in lengths if given.ended else steps > max(lengths)):
-                what = f"len() of rank {rank}'s loader says {lengths[0]} and it makes {steps} steps"
-                self._add(
-                    "wrong_length", what + " and more" * (not given.ended) + ".", f"epoch {epoch.number}, rank {rank}"
-                )
+                made = f"{steps} steps{' and more' * (not given.ended)}"
+                what = f"len() of rank {rank}'s loader says {lengths[0]} and it makes {made}."
+                self._add("wrong_length", what, f"epoch {epoch.number}, rank {rank}")
 
     def _loses_of_unpatched(self, epoch: EpochGiven) -> bool:
         """Note that a patched loader's workers leave out what the unpatched one's read, and tell whether they do."""
-        world, alone = self._world, epoch.alone
-        if epoch.number or not world.subject.patches or world.traits.readers == 1 or not alone.ended:
+        world, alone, workers = self._world, epoch.alone, self._world.rank0.readers
+        if epoch.number or not world.subject.patches or workers == 1 or not alone.ended:
             return False
-        given = world.unpatched(seed=0)
+        given = world.unpatched(seeded_as=0)
         lost = np.setdiff1d(given.items, alone.items)
         # Samples that are made at random are others each time.
-        if not given.ended or not len(lost) or not given.has_same_samples(world.unpatched(seed=1)):
+        if not given.ended or not len(lost) or not given.has_same_samples(world.unpatched(seeded_as=1)):
             return False
         self._add(
             "missing",
             f"{len(lost)} of the {len(np.unique(given.items))} samples of the unpatched loader with num_workers="
-            f"{world.traits.readers} are missing{self._such(lost)}, even in a world of one rank.",
+            f"{workers} are missing{self._such(lost)}, even in a world of one rank.",
             "epoch 0, a world of one rank",
             "The dataset gives its workers other samples than in the unpatched loader.",
             "Split the dataset by torch.utils.data.get_worker_info() in __iter__, or in worker_init_fn through "
@@ -218,10 +199,12 @@ class Judge:
         )
         return True
 
-    def _compare_shares(self, epoch: EpochGiven, counted: _Counted, where: str) -> None:
-        """Check that shares are disjoint and complete."""
-        found = counted.found
-        if counted.is_right:
+    def _compare_shares(self, epoch: EpochGiven, found: Coverage | None, told: EpochReport, where: str) -> None:
+        """Check that shares are disjoint and complete, and that batches reach one rank whole."""
+        rank0 = self._world.rank0
+        if told.is_right:
+            if found is not None and not epoch.is_sample and rank0.makes_batches:
+                self._compare_batches(epoch, where)
             # Where counting cannot tell, ranks may all get the same.
             n, can_tell = len(epoch.alone.items), found is not None and not epoch.is_sample
             may_be = not epoch.is_constant if epoch.is_sample else all(len(given.items) == n for given in epoch.ranks)
@@ -230,23 +213,24 @@ class Judge:
         again = self._world.alike(epoch)
         if _is_same_on_every_rank(again):
             self._add("not_sharded", _same_text(epoch, again), where)
-        elif found is not None and not counted.is_right:
-            what = self._text(epoch, found, counted.samples)
-            if self._counted(again)[1].is_right:
+        elif found is not None and not told.is_right:
+            what = self._text(epoch, found)
+            if self._told(again, again.coverage(), None, None).is_right:
                 self._add("ranks_disagree", f"{what} With all ranks seeded alike, nothing is.", where)
             else:
-                self._add(self._kind(epoch, found), what, where)
+                self._add(_kind(epoch, told), what, where)
 
-    def _kind(self, epoch: EpochGiven, found: Coverage) -> Kind:
-        """Return the kind of problem of shares that are wrong however ranks are seeded."""
-        n, world, largest = epoch.expected, len(epoch.ranks), epoch.largest_batch if epoch.units == "samples" else 1
-        if n > world**2 and all(n // world**2 <= got <= -(-n // world**2) for got in epoch.shares) and found.lacking:
-            return "double_sharding"
-        if epoch.units == "batches" and not self._world.subject.patches and _is_torn(epoch):
-            return "split_batch"
-        if found.unexpected or found.lacking:
-            return "foreign" if found.unexpected else "missing"
-        return "padding" if found.extra <= world * largest else "repeated"
+    def _compare_batches(self, epoch: EpochGiven, where: str) -> None:
+        """Check that ranks get the batches that one process makes.
+
+        Ranks of a factory may make batches of their own from shares of the samples, but not of pieces of such batches.
+        """
+        found = epoch.foreign_batches()
+        if found and (self._world.subject.patches or epoch.has_torn_batches()):
+            every, own = sum(len(given.sizes) for given in epoch.ranks), len(epoch.alone.sizes)
+            such = self._such(found[0], "one holds samples such as")
+            what = f"{len(found)} of the {every} batches that ranks get are none of the {own} of one process{such}."
+            self._add("split_batch", what, where)
 
     def _compare_left_out(self) -> None:
         """Check whether every epoch leaves out the same samples."""
@@ -268,59 +252,45 @@ class Judge:
 
     # ---- what is said ----
 
-    def _text(self, epoch: EpochGiven, found: Coverage, samples: Coverage | None) -> str:
+    def _text(self, epoch: EpochGiven, found: Coverage) -> str:
         """Say how many are missing, repeated and foreign, with examples."""
-        units, parts, in_them = epoch.units, [], samples or found
-        lead = "such as" if units == "samples" else "with samples such as"
+        missing, repeated, foreign = found
+        parts, different = [], np.unique(repeated)
         # Those of a part of an epoch, of which only the beginning was read, are not counted against its length.
-        of = "" if epoch.is_sample else f" of {epoch.expected}"
-        if found.lacking:
-            parts.append(f"{found.lacking}{of} {units} are missing{self._such(in_them.missing, lead)}.")
-        if different := len(found.repeated):
-            in_all = f", {found.extra} times too often in all" * (found.extra > different)
-            such = self._such(in_them.repeated, lead, epoch)
-            parts.append(f"{different}{of} {units} are seen more often than in one process{in_all}{such}.")
-        if found.unexpected:
-            such = self._such(in_them.foreign, lead, epoch)
-            parts.append(f"Ranks get {found.unexpected} {units} that one process never gets{such}.")
+        of = "" if epoch.is_sample else f" of {len(epoch.alone.items)}"
+        if len(missing):
+            parts.append(f"{len(missing)}{of} samples are missing{self._such(np.unique(missing))}.")
+        if len(repeated):
+            in_all = f", {len(repeated)} times too often in all" * (len(repeated) > len(different))
+            such = self._such(different, epoch=epoch)
+            parts.append(f"{len(different)}{of} samples are seen more often than in one process{in_all}{such}.")
+        if len(foreign):
+            such = self._such(np.unique(foreign), epoch=epoch)
+            parts.append(f"Ranks get {len(foreign)} samples that one process never gets{such}.")
         return " ".join(parts)
 
     def _such(self, codes: Numbers, lead: str = "such as", epoch: EpochGiven | None = None) -> str:
         """Name some samples, and the ranks of an epoch that got them."""
-        shown = [self._world.coding.name(int(code)) + self._on(int(code), epoch) for code in codes[:3]]
+        shown = [self._world.coding.name(int(code)) + _on_ranks(int(code), epoch) for code in codes[:3]]
         return f" ({lead} {'; '.join(shown)})" if shown else ""
 
-    def _on(self, code: int, epoch: EpochGiven | None) -> str:
-        ranks = [] if epoch is None else [rank for rank, given in enumerate(epoch.ranks) if (given.items == code).any()]
-        if len(ranks) > 4:
-            return f" on {len(ranks)} ranks"
-        return f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
-    def _costs_of(self, epoch: EpochGiven) -> Costs | None:
-        """Return what each rank's steps cost, shape (ranks, steps), 0 where a rank makes no such step; None if unknown.
-
-        Samples of an iterable dataset have no indices, so what they cost cannot be looked up.
-        """
-        steps = max(len(given.sizes) for given in epoch.ranks)
-        if self._costs is None or steps == 0 or self._world.traits.is_iterable:
-            return None
-        return np.array([np.pad(self._costs(given), (0, steps - len(given.sizes))) for given in epoch.ranks])
+def _on_ranks(code: int, epoch: EpochGiven | None) -> str:
+    ranks = [] if epoch is None else [rank for rank, given in enumerate(epoch.ranks) if (given.items == code).any()]
+    if len(ranks) > 4:
+        return f" on {len(ranks)} ranks"
+    return f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
 
-def _is_torn(epoch: EpochGiven) -> bool:
-    """Tell whether several ranks hold pieces of most of the batches that one process makes."""
-    wholes = {frozenset(batch.tolist()) for batch in epoch.alone.batches}
-    wholes_with: dict[int, list[frozenset[int]]] = {}
-    for whole in wholes:
-        for item in whole:
-            wholes_with.setdefault(item, []).append(whole)
-    ranks_with_piece: dict[frozenset[int], set[int]] = {}
-    for rank, given in enumerate(epoch.ranks):
-        for batch in {frozenset(batch.tolist()) for batch in given.batches}:
-            for whole in wholes_with.get(next(iter(batch), -1), []):
-                if batch < whole:
-                    ranks_with_piece.setdefault(whole, set()).add(rank)
-    return 2 * sum(len(ranks) > 1 for ranks in ranks_with_piece.values()) > len(wholes)
+def _kind(epoch: EpochGiven, told: EpochReport) -> str:
+    """Return the kind of problem of shares that are wrong however ranks are seeded."""
+    n, world = told.expected, len(epoch.ranks)
+    share_of_share = n // world**2, -(-n // world**2)
+    if n > world**2 and told.missing and all(share_of_share[0] <= got <= share_of_share[1] for got in told.items):
+        return "double_sharding"
+    if told.foreign or told.missing:
+        return "foreign" if told.foreign else "missing"
+    return "padding" if (told.repeated or 0) <= world * epoch.largest_batch else "repeated"
 
 
 def _is_same_on_every_rank(epoch: EpochGiven) -> bool:
@@ -335,28 +305,5 @@ def _same_text(epoch: EpochGiven, again: EpochGiven) -> str:
     samples = "" if epoch.is_sample else f", {len(same)} samples"  # of a part nobody knows how many there are
     if not epoch.is_sample and np.isin(epoch.alone.items, same).all():
         return f"{each} all of the data{samples}."
-    return (
-        f"{each} the same samples as the others"
-        + ", if seeded alike" * (not _is_same_on_every_rank(epoch))
-        + f"{samples}."
-    )
-
-
-def _epoch_report(epoch: EpochGiven, counted: _Counted, costs: Costs | None) -> EpochReport:
-    found = counted.found
-    balance, worst_balance = imbalance(costs) if costs is not None else (None, None)
-    return EpochReport(
-        epoch=epoch.number,
-        items=tuple(len(given.items) for given in epoch.ranks),
-        steps=tuple(len(given.sizes) for given in epoch.ranks),
-        units=epoch.units,
-        expected=epoch.expected,
-        distinct=epoch.expected if found is None or epoch.is_sample else found.distinct,
-        missing=None if found is None or epoch.is_sample else found.lacking,
-        repeated=None if found is None else found.extra,
-        foreign=None if found is None else found.unexpected,
-        padding=counted.padding,
-        dropped=counted.dropped,
-        imbalance=balance,
-        worst_imbalance=worst_balance,
-    )
+    alike = ", if seeded alike" * (not _is_same_on_every_rank(epoch))
+    return f"{each} the same samples as the others{alike}{samples}."

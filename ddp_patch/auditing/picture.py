@@ -1,22 +1,135 @@
-"""Draw the picture of an audit: which rank gets which sample, and how ranks wait for each other."""
+"""Draw the picture of an audit: which rank gets which sample, and how ranks wait for each other.
+
+``pictured`` sums an epoch of any length up in a few hundred numbers, which a report keeps. matplotlib, which the extra
+``audit`` has, is imported where they are drawn.
+"""
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from io import StringIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from ddp_patch.auditing.pictured import Pictured, Waits
-from ddp_patch.auditing.show import waiting_text
+from ddp_patch.auditing.ranks import Numbers
+from ddp_patch.auditing.world import Costs, EpochGiven, counts_of, dense
 
-__all__ = ["alternative", "picture_html", "svg"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Pictured", "alternative", "imbalance", "picture_html", "pictured", "svg", "waiting_text"]
+
+
+def imbalance(costs: Costs) -> float | None:
+    """Return the slowest rank's cost over the ranks' mean, over all steps; None if all cost 0.
+
+    Args:
+        costs: The cost of each step, shape (ranks, steps).
+    """
+    mean = costs.mean(axis=0).sum()
+    return float(costs.max(axis=0).sum() / mean) if mean else None
+
+
+def waiting_text(imbalance: float) -> str:
+    """Return the percentage of the time that the mean rank waits, where a step takes as long as its slowest rank.
+
+    Examples:
+        >>> waiting_text(1.5), waiting_text(1.004)
+        ('33 %', '0.4 %')
+    """
+    share = 100 * (1 - 1 / imbalance)
+    return f"{share:.1f} %" if 0.05 <= share < 9.95 else f"{share:.0f} %"
+
+
+# ---- what is drawn ----
+
+
+@dataclass(frozen=True, slots=True)
+class Pictured:
+    """Hold what the picture is drawn from: of the first epoch that has a problem, or else of the first.
+
+    The samples stand in the order in which one process would draw them, cut into columns.
+
+    Attributes:
+        epoch: The epoch's number.
+        positions: How many samples one process draws; 0 where samples cannot be compared.
+        width: How many samples a column holds; the last one may hold fewer.
+        seen: How many samples are seen never, once and again. None is never seen where only a part of the epoch was
+            drawn.
+        bands: The first and last rank of each band: one rank each, or several where there are many.
+        got: How often a band's ranks get a sample of a column, on average, shape (bands, columns).
+        waiting: The ranks whose waiting is shown: some where there are many.
+        waits: What the first steps cost each of these ranks, and in the last row the slowest rank of all, shape
+            (ranks + 1, steps), by what is to be said of the epoch; 0 where a rank makes no such step. It is empty
+            without ``cost``, or where nothing costs anything.
+    """
+
+    epoch: int = 0
+    positions: int = 0
+    width: int = 1
+    seen: tuple[int, int, int] = (0, 0, 0)
+    bands: tuple[tuple[int, int], ...] = ()
+    got: tuple[tuple[float, ...], ...] = ()
+    waiting: tuple[int, ...] = ()
+    waits: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+
+
+# Make about so many columns, and no more bands of ranks than colours can be told apart.
+_COLUMNS, _BANDS = 120, 32
+# Let columns hold whole rounds of all ranks where that leaves this many columns, or they would look like stripes.
+_ENOUGH = 20
+# Show waiting in this many steps of this many ranks: bars of more are too thin to read at a glance.
+_STEPS, _RANKS = 8, 10
+
+
+def pictured(epoch: EpochGiven, is_comparable: bool, costs: Costs | None, unbalanced: Costs | None) -> Pictured:
+    """Return what the picture of an epoch is drawn from.
+
+    Args:
+        epoch: What was given.
+        is_comparable: Whether samples can be compared.
+        costs: What steps cost, shape (ranks, steps); None where it is not known.
+        unbalanced: The same without ``cost=``, where that balances the loader.
+    """
+    positions, world = len(epoch.alone.items), len(epoch.ranks)
+    some = np.linspace(0, world - 1, min(_RANKS, world)).astype(int)
+    who = {"Ranks": costs} if unbalanced is None else {"Without cost=, ranks": unbalanced, "With cost=, ranks": costs}
+    waits = {}
+    for ranks, each in who.items():
+        if each is not None and (whole := imbalance(each)) is not None:
+            shown = np.vstack([each[some], each.max(axis=0)])[:, :_STEPS]
+            waits[f"{ranks} wait {waiting_text(whole)} of the time"] = tuple(map(tuple, shown.tolist()))
+    if not positions or not is_comparable:
+        return Pictured(epoch.number, waiting=tuple(some.tolist()), waits=waits)
+    turn = world if positions >= max(_ENOUGH * world, _COLUMNS + 1) else 1
+    width = -(-positions // (_COLUMNS * turn)) * turn
+    groups = np.array_split(np.arange(world), min(world, _BANDS))
+    parts = [np.concatenate([epoch.ranks[rank].items for rank in group]) for group in groups]
+    names, (expected, *bands) = dense([epoch.alone.items, *parts])
+    drawn = counts_of(expected, len(names))[expected]  # one process may draw a sample several times
+    starts = np.arange(0, positions, width)
+
+    def by_column(values: Costs) -> tuple[float, ...]:
+        means = np.add.reduceat(values, starts) / np.diff(starts, append=positions)
+        return tuple(means.round(4).tolist())
+
+    def times_got(band: Numbers) -> Costs:
+        return np.asarray(counts_of(band, len(names))[expected] / drawn)
+
+    total, got = np.zeros(positions), []
+    for times in map(times_got, bands):  # one at a time: each is as long as the epoch
+        total += times
+        got.append(by_column(times))
+    never = 0 if epoch.is_sample else np.clip(1 - total, 0, 1).sum()  # what nobody has may come later
+    again = np.clip(total - 1, 0, 1).sum()
+    seen = round(never), round(np.minimum(total, 1).sum() - again), round(again)
+    ends = tuple((int(group[0]), int(group[-1])) for group in groups)
+    return Pictured(epoch.number, positions, width, seen, ends, tuple(got), tuple(some.tolist()), waits)
+
+
+# ---- how it is drawn ----
 
 
 _INK = {"light": "#1c2330", "dark": "#e7ebf2"}
@@ -33,119 +146,96 @@ _STYLE = {
 }
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "hatch.color")
 _GREY = "#8a94a6"
-# How often a sample is seen: each has a colour and a hatching of its own, so that nobody needs to see colours.
-_SEEN: dict[str, dict[str, Any]] = {
-    "never": {"facecolor": "#d1495b", "hatch": "////"},
-    "once": {"facecolor": _GREY},
-    "again": {"facecolor": "#e0a100", "hatch": "xxxx"},
-}
 _WAITING: dict[str, Any] = {"facecolor": "none", "edgecolor": _GREY, "hatch": "////"}
 # Give up to this many ranks colours of their own; those of more are taken from one scale.
 _DISTINCT = 10
 
 
-def svg(shown: Pictured, balanced: Pictured | None, scheme: str, parts: Sequence[str] = ("shares", "waits")) -> str:
+def svg(shown: Pictured, scheme: str, parts: Sequence[str] = ("shares", "waits")) -> str:
     """Return the picture as SVG.
 
     Args:
         shown: What it is drawn from.
-        balanced: The same of the loader patched with ``cost=``; None where there is none.
         scheme: For which ground: ``"light"`` or ``"dark"``.
         parts: Which parts to draw: who gets which sample, and how ranks wait.
     """
-    waits = _waits(shown, balanced) if "waits" in parts else {}
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    waits = shown.waits if "waits" in parts else {}
     shares = bool(shown.positions) and "shares" in parts
-    heights = [0.4, 1.9] * shares + [0.35 + 0.19 * len(each.ranks) for each in waits.values()]
+    heights = [1.9] * shares + [0.16 + 0.19 * len(costs) for costs in waits.values()]
     style: dict[Any, Any] = {**_STYLE, **dict.fromkeys(_INKED, _INK[scheme])}
     with rc_context(style):
         figure = Figure(figsize=(9, sum(heights) + 0.75 * len(heights)), layout="constrained")
         panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
         if shares:
-            _draw_seen(panels[0], shown)
-            _draw_shares(panels[1], shown)
-        longest = max((sum(each.slowest) for each in waits.values()), default=0.0)
-        for panel, (title, each) in zip(panels[2 * shares :], waits.items(), strict=True):
-            _draw_waits(panel, title, each, longest)
+            _draw_shares(panels[0], shown)
+        longest = max((sum(costs[-1]) for costs in waits.values()), default=0.0)
+        for panel, (title, costs) in zip(panels[shares:], waits.items(), strict=True):
+            _draw_waits(panel, title, shown.waiting, np.array(costs), longest)
         written = StringIO()
         figure.savefig(written, format="svg", facecolor=_PAPER[scheme], metadata={"Date": None, "Creator": None})
     return written.getvalue()
 
 
-def _waits(shown: Pictured, balanced: Pictured | None) -> dict[str, Waits]:
-    """Return how ranks wait, by what is to be said of it: without ``cost=``, and with it where there is that."""
-    both = {"ranks": shown} if balanced is None else {"without cost=, ranks": shown, "with cost=, ranks": balanced}
-    return {
-        f"{who} wait {waiting_text(each.waits.imbalance)} of the time".capitalize(): each.waits
-        for who, each in both.items()
-        if each.waits is not None
-    }
-
-
-def _draw_seen(panel: Axes, shown: Pictured) -> None:
-    """Draw how often all ranks together see the samples of each column."""
-    used = {f"{how}: {count}": _SEEN[how] for how, count in zip(_SEEN, shown.seen, strict=True) if count}
-    _stack(panel, shown, np.array(shown.levels).T, [*_SEEN.values()])
-    _finish(panel, f"How often the ranks see each sample (epoch {shown.epoch})", used)
-    panel.set(ylim=(0, 1), xticks=[], yticks=[])
-
-
-def _draw_shares(panel: Axes, shown: Pictured) -> None:
+def _draw_shares(panel: "Axes", shown: Pictured) -> None:
     """Draw which rank gets the samples of each column, and how often: one rank's part upon the other's."""
     bands = len(shown.bands)
     colours = [{"facecolor": colour} for colour in _colours(bands)]
     some = range(bands) if bands <= _DISTINCT else [0, bands // 2, bands - 1]
-    highest = _stack(panel, shown, np.array(shown.got), colours)
-    _finish(panel, "Which rank gets them", {_band_name(*shown.bands[band]): colours[band] for band in some})
-    panel.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
-    each = "a column is a sample" if shown.width == 1 else f"a column is {shown.width} samples"
-    panel.set(
-        ylim=(0, max(1.1, 1.05 * highest)),
-        ylabel="times seen",
-        xlabel=f"samples, in the order in which one process would draw them; {each}",
-    )
-    panel.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-
-
-def _stack(panel: Axes, shown: Pictured, parts: Any, looks: Sequence[dict[str, Any]]) -> float:
-    """Draw bars upon each other, in each column one for each part, and return how high the highest is."""
     lefts = np.arange(0, shown.positions, shown.width)
     widths, below = np.diff(lefts, append=shown.positions), np.zeros(len(lefts))
-    for part, look in zip(parts, looks, strict=True):
+    for part, look in zip(np.array(shown.got), colours, strict=True):
         filled = part > 0
         panel.bar(lefts[filled], part[filled], widths[filled], below[filled], align="edge", linewidth=0, **look)
         below += part
-    panel.set_xlim(0, shown.positions)
-    return float(below.max())
+    never, once, again = shown.seen
+    title = f"Which rank gets which sample (epoch {shown.epoch})\n{never} never, {once} once, {again} again"
+    _finish(panel, title, {_band_name(*shown.bands[band]): colours[band] for band in some})
+    panel.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
+    each = "a column is a sample" if shown.width == 1 else f"a column is {shown.width} samples"
+    panel.set(
+        xlim=(0, shown.positions),
+        ylim=(0, max(1.1, 1.05 * below.max())),
+        ylabel="times seen",
+        xlabel=f"samples, in the order in which one process would draw them; {each}",
+    )
+    panel.locator_params("y", nbins=4, integer=True)
 
 
-def _draw_waits(panel: Axes, title: str, waits: Waits, longest: float) -> None:
+def _draw_waits(panel: "Axes", title: str, ranks: Sequence[int], costs: Costs, longest: float) -> None:
     """Draw each rank's work in a few steps along the time, and the waiting below it."""
-    ends = np.cumsum(waits.slowest)
-    begins = ends - waits.slowest
-    colours = _colours(waits.ranks[-1] + 1)
-    for row, (rank, costs) in enumerate(zip(waits.ranks, waits.costs, strict=True)):
-        done = begins + costs
-        panel.barh(row, costs, 0.8, begins, color=colours[rank], linewidth=0)
+    slowest, colours = costs[-1], _colours(ranks[-1] + 1)
+    ends = np.cumsum(slowest)
+    for row, rank in enumerate(ranks):
+        begins = ends - slowest
+        done = begins + costs[row]
+        panel.barh(row, costs[row], 0.8, begins, color=colours[rank], linewidth=0)
         panel.barh(row, ends - done, 0.45, done, linewidth=0, **_WAITING)
     for end in ends:
         panel.axvline(end, linewidth=0.8, color=_GREY)
-    panel.set_yticks(range(len(waits.ranks)), [f"rank {rank}" for rank in waits.ranks])
+    panel.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     panel.set(
-        xlim=(0, longest), ylim=(len(waits.ranks) - 0.5, -0.5), xlabel=f"time of {len(ends)} steps, in the unit of cost"
+        xlim=(0, longest), ylim=(len(ranks) - 0.5, -0.5), xlabel=f"time of {len(ends)} steps, in the unit of cost"
     )
     _finish(panel, title, {"waits for the slowest rank": _WAITING})
 
 
-def _finish(panel: Axes, title: str, looks: dict[str, dict[str, Any]]) -> None:
+def _finish(panel: "Axes", title: str, looks: dict[str, dict[str, Any]]) -> None:
     """Write a panel's title, and beside it what its colours mean."""
+    from matplotlib.patches import Patch
+
     panel.set_title(title, loc="left")
-    where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0}
     handles = [Patch(**look) for look in looks.values()]
+    where: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0}
     panel.legend(handles, [*looks], ncols=len(looks), frameon=False, handlelength=1.2, **where)
 
 
 def _colours(count: int) -> list[Any]:
     """Return a colour for each of some ranks: of their own where they are few, else from one scale."""
+    from matplotlib import colormaps
+
     few = count <= _DISTINCT
     return [colormaps["tab10"](rank) if few else colormaps["viridis"](rank / (count - 1)) for rank in range(count)]
 
@@ -154,9 +244,9 @@ def _band_name(first: int, last: int) -> str:
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
-def alternative(shown: Pictured, balanced: Pictured | None) -> str:
+def alternative(shown: Pictured) -> str:
     """Return in words what the picture shows."""
-    found = [f"{title}." for title in _waits(shown, balanced)]
+    found = [f"{title}." for title in shown.waits]
     if shown.positions:
         never, once, again = shown.seen
         text = (
@@ -167,14 +257,17 @@ def alternative(shown: Pictured, balanced: Pictured | None) -> str:
     return " ".join(found)
 
 
-def picture_html(shown: Pictured, balanced: Pictured | None) -> str:
-    """Return the picture for a page, in the reader's scheme; nothing where there is nothing to show."""
-    if not (text := alternative(shown, balanced)):
-        return ""
-    light, dark = (
-        f"data:image/svg+xml;base64,{b64encode(svg(shown, balanced, scheme).encode()).decode()}"
-        for scheme in ("light", "dark")
-    )
+def picture_html(shown: Pictured) -> str:
+    """Return the picture for a page, in the reader's scheme; what is there instead where it cannot be drawn."""
+    if not (text := alternative(shown)):
+        return "<p>There is nothing to draw.</p>"
+    try:
+        light, dark = (
+            f"data:image/svg+xml;base64,{b64encode(svg(shown, scheme).encode()).decode()}"
+            for scheme in ("light", "dark")
+        )
+    except ImportError:
+        return "<p>For a picture, install matplotlib, which the extra audit has.</p>"
     return (
         f'<picture class="ddp-picture"><source srcset="{dark}" media="(prefers-color-scheme: dark)">'
         f'<img src="{light}" alt="{escape(text)}"></picture>'

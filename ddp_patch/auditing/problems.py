@@ -1,117 +1,75 @@
-"""The kinds of problem that an audit finds: what each means, why it matters, and what to do about it."""
+"""The kinds of problem that an audit finds: why each matters, and what to do about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
-__all__ = ["SAID", "Kind", "Problem", "problem_kinds", "sentence"]
-
-
-Kind: TypeAlias = Literal[
-    "not_sharded",
-    "double_sharding",
-    "ranks_disagree",
-    "split_batch",
-    "missing",
-    "tail_lost",
-    "repeated",
-    "foreign",
-    "padding",
-    "uneven_steps",
-    "same_order",
-    "wrong_length",
-    "error",
-]
+__all__ = ["SAID", "Problem", "problem_kinds"]
 
 
-# What each kind means, why it matters, and what to do.
-SAID: Mapping[Kind, tuple[str, str, str]] = {
+# Of each kind of problem: why it matters, and what to do.
+SAID: Mapping[str, tuple[str, str]] = {
     "not_sharded": (
-        "every rank gets the same samples, all or some",
         "Gradients average repeated samples, and an epoch costs more than it should or leaves samples out.",
-        "Pass the loader through patch_dataloader_to_ddp() on every rank, after init_process_group(). A factory that "
-        "asks torch.distributed for its rank needs processes=True here.",
+        "Pass the loader through patch_dataloader_to_ddp() on every rank, after init_process_group(). A factory must "
+        "take its rank from its arguments: no process group is up here.",
     ),
     "double_sharding": (
-        "the data is sharded twice",
         "Each rank gets a share of a share, so most samples are never seen.",
         "Shard once: leave out the sampler wrapper, or the framework's own (use_distributed_sampler=False).",
     ),
     "ranks_disagree": (
-        "the ranks use different orders",
         "The order or the data depend on the global random states, which differ between ranks.",
         "Pass the loader through patch_dataloader_to_ddp(), which derives the order from (seed, epoch); or seed every "
         "rank alike where the order is made.",
     ),
     "split_batch": (
-        "a batch of the batch sampler reaches several ranks in pieces",
         "Batches that the batch sampler made as one (P x K, one length, one shape) reach the ranks in pieces.",
         "Shard whole batches: pass the loader through patch_dataloader_to_ddp(), or wrap the batch sampler in "
         "DDPBatchSamplerWrapper.",
     ),
     "missing": (
-        "samples that no rank gets",
         "The missing samples are never trained on, and metrics leave them out.",
         "Pass the loader through patch_dataloader_to_ddp(), with order='leader' if each rank draws an order of its "
         "own; or use a smaller batch_size, uneven='pad' and drop_last=False.",
     ),
     "tail_lost": (
-        "the same few samples are left out in every epoch",
         "They are in the last, incomplete round or batch each time, which is dropped, so no rank ever sees them.",
         "Use uneven='pad' and drop_last=False, or shuffle, so that others are left out in each epoch.",
     ),
     "repeated": (
-        "samples that are seen more than once",
         "Repeated samples weigh more than others, and an epoch takes longer.",
         "Pass the loader of the whole data through patch_dataloader_to_ddp(), whose shares are disjoint. If several "
         "workers read an iterable dataset, split it by torch.utils.data.get_worker_info(), too.",
     ),
     "foreign": (
-        "samples that ranks get and one process never gets",
         "Ranks train on other data than one process does: another split, another file, or parts made beforehand.",
         "Make every rank's loader from the same data as that of one process, make(0, 1), which gets all of it.",
     ),
     "padding": (
-        "more samples are repeated than fill the last round",
         "Repeated samples count twice in gradients and in every metric of an evaluation.",
         "Use gather_in_order() or uneven='keep' for an evaluation, and no padding up to whole batches (accelerate: "
         "even_batches=False).",
     ),
     "uneven_steps": (
-        "ranks make different numbers of steps",
         "Ranks with more steps wait in the all-reduce for the others, and the training hangs or fails there.",
         "Give each rank as many items as the others, as patch_dataloader_to_ddp() with uneven='pad' or 'drop' does.",
     ),
     "same_order": (
-        "every epoch has the same order",
         "Every epoch then has the same batches, which a shuffle should prevent.",
         "Call set_epoch(epoch) before each epoch (and pass set_epoch=True here if your training does), or pass the "
         "loader through patch_dataloader_to_ddp() instead of using a distributed sampler. A loader that does not "
         "shuffle needs shuffle=True.",
     ),
     "wrong_length": (
-        "len() of the loader is not the number of its steps",
         "Schedules, progress bars and shares that rely on it are wrong.",
         "Correct the sampler's __len__, or leave it out.",
     ),
     "error": (
-        "a rank's sampler raises",
         "In a training, the other ranks would wait for it; here, nothing is known about the shares.",
         "Mend the sampler, or pass epochs=1 if it is meant for one epoch.",
     ),
 }
-problem_kinds: Mapping[Kind, str] = {kind: means for kind, (means, *_) in SAID.items()}
-
-
-def sentence(text: str) -> str:
-    """Return a text that ends where a sentence ends.
-
-    Examples:
-        >>> sentence("no such file"), sentence("Is it there?")
-        ('no such file.', 'Is it there?')
-    """
-    text = text.rstrip()
-    return text if text.endswith((".", "!", "?", ":", "…")) else f"{text}."
+problem_kinds: Sequence[str] = tuple(SAID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +77,7 @@ class Problem:
     """Describe something that is wrong, and what to do about it.
 
     Attributes:
-        kind: The kind of problem, a key of ``problem_kinds``.
+        kind: The kind of problem, one of ``problem_kinds``.
         what: What was found, with its numbers.
         where: The epoch and the ranks.
         why: Why it matters, and where it comes from.
@@ -133,7 +91,7 @@ class Problem:
         ('not_sharded', 'epoch 0, 2 ranks', 'Each of 2 ranks gets all of the data, 8 samples.')
     """
 
-    kind: Kind
+    kind: str
     what: str
     where: str
     why: str

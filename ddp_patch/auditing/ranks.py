@@ -1,72 +1,439 @@
-"""Iterate each rank's own loader as its training would, and hear which samples it gives."""
+"""Make each rank's loader, iterate it as its training would, and note which samples it gives."""
 
-import pickle
+import copy
+import reprlib
 import warnings
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
-from torch.utils.data import DataLoader, get_worker_info
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
-from ddp_patch.auditing.given import Coding, Identity, Numbers, RankGiven, identities
-from ddp_patch.auditing.subject import Audited, Traits, base_of, indexed
 from ddp_patch.compat.private_torch import RUNNING_ITERATOR, has_own_iteration, has_own_iterators
-from ddp_patch.errors import InvalidOptionError, StreamLengthWarning
-from ddp_patch.loaders.copying import OWN_METHODS, change_loader
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
-from ddp_patch.loaders.samples import steps_of, tell_epoch
-from ddp_patch.orders.random_states import PrivateRNG, generator_state, look, random_generators, set_generator_state
+from ddp_patch.errors import InvalidOptionError, StreamLengthWarning, message_of
+from ddp_patch.loaders.copying import OWN_METHODS, change_loader, copy_loader
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
+from ddp_patch.loaders.recognition import require_loader
+from ddp_patch.loaders.samples import nested_samplers, steps_of, tell_epoch
+from ddp_patch.options import Share
+from ddp_patch.orders.digest import fingerprint
+from ddp_patch.orders.orders import is_torch_sampler
+from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.mailbox import unwatched
+from ddp_patch.sharding.refusals import require_index, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler
-from ddp_patch.testing import run_ranks
 
-__all__ = ["Rank", "RealRank", "drawn_anew", "ranks_of"]
+__all__ = ["Audited", "Coding", "Factory", "Numbers", "Rank", "RankGiven", "indexed", "made_by", "name_of"]
 
 
-def _heard(are_batches: bool, batch: Any) -> tuple[list[Identity], int]:
+Factory: TypeAlias = Callable[[int, int], DataLoader[Any]]
+Numbers: TypeAlias = NDArray[np.integer[Any]]
+
+
+# ---- what is audited ----
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """Describe what is audited and how: a loader, copied for every rank, or a factory of each rank's loader.
+
+    Args:
+        make: What a look at the loader told, or ``make(rank, world_size)``.
+        patch: Whether ``patch_dataloader_to_ddp`` shards a loader first.
+        options: Options for ``patch_dataloader_to_ddp``.
+        set_epoch: Whether the training calls ``set_epoch(epoch)`` before each epoch.
+        max_items: Draw this many items of each rank's epoch, rounded up to a whole batch.
+        whole: Whether to keep a last, incomplete batch, so that everything there is to shard is drawn.
+
+    Raises:
+        InvalidOptionError: The loader is one rank's shard already; or options are given, and nothing is patched.
+    """
+
+    make: LoaderFacts[Any] | Factory
+    patch: bool
+    options: Mapping[str, Any]
+    set_epoch: bool
+    max_items: int
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.make, LoaderFacts) and (found := self.make.sharded_by) is not None:
+            rank, ranks = self.make.made_for or ("?", "?")
+            raise InvalidOptionError(
+                f"audit was given a loader that is one rank's share already ({type(found).__name__}, rank {rank} of "
+                f"{ranks}), and other ranks' shares cannot be made of it. Pass a function make(rank, world_size) that "
+                "builds each rank's loader, or the loader as it is before it is shared."
+            )
+        if self.options and not self.patches:
+            raise InvalidOptionError(
+                f"audit was given {', '.join(self.options)} for patch_dataloader_to_ddp(), which is not called: "
+                f"{'a factory makes finished loaders' if self.is_made else 'patch=False'}. Leave them out, or pass an "
+                "unpatched loader."
+            )
+
+    @property
+    def is_made(self) -> bool:
+        """Tell whether a factory makes each rank's loader."""
+        return not isinstance(self.make, LoaderFacts)
+
+    @property
+    def patches(self) -> bool:
+        """Tell whether ``patch_dataloader_to_ddp`` shards the loader."""
+        return self.patch and not self.is_made
+
+    @property
+    def name(self) -> str:
+        """Return the name to show in reports."""
+        return type(self.make.loader).__name__ if isinstance(self.make, LoaderFacts) else name_of(self.make)
+
+    def made_for(self, rank: int, world_size: int) -> LoaderFacts[Any]:
+        """Make a rank's loader, and look at it."""
+        if isinstance(self.make, LoaderFacts):
+            share: Share = self.options.get("share", "auto")
+            made = _copied(_whole(self.make, share) if self.whole else self.make)
+            if self.patches:
+                made = patch_dataloader_to_ddp(made, rank=rank, num_replicas=world_size, **self.options)
+            return look_at(made)
+        made = made_by(self.make, rank, world_size)
+        require_loader(f"audit, from {self.name}(rank={rank}, world_size={world_size}),", made)
+        return _whole(look_at(made), "auto") if self.whole else look_at(made)
+
+
+def name_of(make: Callable[..., Any]) -> str:
+    """Return a factory's name."""
+    return getattr(make, "__name__", type(make).__name__)
+
+
+def made_by(make: Factory, rank: int, world_size: int) -> Any:
+    """Call a factory; note on any error for which rank it was called."""
+    try:
+        return make(rank, world_size)
+    except Exception as error:
+        error.add_note(
+            f"It was raised by {name_of(make)}({rank}, {world_size}), which audit called as make(rank, world_size)."
+        )
+        raise
+
+
+def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
+    """Return a look at the loader as one that leaves nothing out; where whole batches are shared, no batch."""
+    if not facts.drop_last or facts.unit in {ShardedUnit.BATCH, ShardedUnit.UNBATCHED}:
+        return facts
+    if facts.unit is ShardedUnit.ITERABLE:
+        return look_at(copy_loader(facts.loader, drop_last=False))
+    if unit_shared(facts, share).unit is ShardedUnit.BATCH:
+        return facts
+    batches = BatchSampler(facts.stream.source, cast(int, facts.batch_size), False)
+    return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
+
+
+def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:
+    """Return a copy of the loader with its own samplers or iterable dataset, and its own random generators."""
+    names = ["dataset"] if facts.unit is ShardedUnit.ITERABLE else []
+    memo, new = _shared(facts), {}
+    for name in (*names, "sampler", "batch_sampler", "generator"):
+        value = getattr(facts.loader, name)
+        try:
+            new[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise InvalidOptionError(
+                f"audit copies a loader's {name} for every rank, and copying {type(value).__name__} raised "
+                f"{type(error).__name__}: {message_of(error)}. Pass a function make(rank, world_size) that builds each "
+                "rank's loader."
+            ) from error
+    return copy_loader(facts.loader, **new)
+
+
+def _shared(facts: LoaderFacts[Any]) -> dict[int, Any]:
+    """Return large data that copies share with the loader, as a memo for ``copy.deepcopy``."""
+    is_iterable = facts.unit is ShardedUnit.ITERABLE
+    memo: dict[int, Any] = {} if is_iterable else {id(facts.dataset): facts.dataset}
+    for holder in (*facts.samplers, *nested_samplers(facts.loader.sampler), *([facts.dataset] if is_iterable else [])):
+        kinds: tuple[type, ...] = (Dataset, nn.Module)
+        if is_iterable or is_torch_sampler(holder):
+            kinds += (torch.Tensor, np.ndarray)
+        if is_torch_sampler(holder):
+            kinds += (list, range)
+        values = getattr(holder, "__dict__", {}).values()
+        memo |= {id(each): each for each in values if isinstance(each, kinds) and not isinstance(each, IterableDataset)}
+    return memo
+
+
+# ---- which samples came, as numbers ----
+
+
+class _Index(Dataset[Any]):
+    """Stands for a dataset, and gives an index itself where that gives a sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        """Return all indices of a batch, as torch asks for them at once."""
+        return list(indices)
+
+
+def indexed(dataset: Any) -> Dataset[Any]:
+    """Return a dataset that gives for an index that of the sample below the dataset's ``Subset`` layers.
+
+    Examples:
+        >>> indexed(Subset(Subset("abcdef", [1, 3, 5]), [2, 0])).__getitems__([0, 1])
+        [5, 1]
+    """
+    return Subset(indexed(dataset.dataset), dataset.indices) if isinstance(dataset, Subset) else _Index(dataset)
+
+
+def _base_of(dataset: Any) -> Any:
+    """Return the dataset below all ``Subset`` layers, or the dataset itself where it has none."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _is_in_memory(dataset: Any) -> bool:
+    """Tell whether a dataset holds its samples, and gives them by looking them up."""
+    if isinstance(dataset, ConcatDataset):
+        return all(map(_is_in_memory, dataset.datasets))
+    return isinstance(_base_of(dataset), list | tuple | range | np.ndarray | torch.Tensor | TensorDataset)
+
+
+# A whole number; or a hash of any other key or sample, and its text to show to people.
+_Identity: TypeAlias = int | tuple[str, str]
+
+
+def _identity(item: Any) -> _Identity:
+    """Return what tells an item from others: an index, or a sample where no index is known."""
+    number = item.item() if isinstance(item, torch.Tensor) and item.ndim == 0 else item
+    is_index = isinstance(number, int | np.integer) and not isinstance(number, bool) and 0 <= number < 2**63
+    return int(number) if is_index else (fingerprint([item]), reprlib.repr(item))
+
+
+class Coding:
+    """Give every identity a number: an index is its own number, any other the next negative one.
+
+    Examples:
+        >>> coding = Coding()
+        >>> coding.codes([3, ("f1", "'a.jpg'"), 3, ("c4", "'b.jpg'"), ("f1", "'a.jpg'")])
+        [3, -1, 3, -2, -1]
+        >>> coding.name(-2)
+        "'b.jpg'"
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # by hash
+        self._names: list[str] = []
+
+    def codes(self, found: Sequence[_Identity]) -> list[int]:
+        """Return the numbers of identities."""
+        return [each if isinstance(each, int) else self._number(*each) for each in found]
+
+    def name(self, code: int) -> str:
+        """Return an item as text to show to people."""
+        return str(code) if code >= 0 else self._names[-1 - code]
+
+    def _number(self, key: str, name: str) -> int:
+        if key not in self._numbers:
+            self._names.append(name)
+            self._numbers[key] = -len(self._names)
+        return self._numbers[key]
+
+
+@dataclass(frozen=True, slots=True)
+class RankGiven:
+    """Hold what one rank was given in one epoch.
+
+    Attributes:
+        items: Number of each item in the order given, shape (items,).
+        sizes: Number of items in each step's batch, shape (steps,).
+        ended: Whether the epoch came to its end; if not, these are its first items.
+        lengths: What ``len(loader)`` returned before and after the epoch; None where it raised.
+        error: The exception that ended the epoch, as text; None without one.
+        workers: Which worker made each step's batch, shape (steps,).
+        parts: How many items each worker's part of an iterable dataset has, where a patched loader's workers read a
+            part each; empty where they do not.
+    """
+
+    items: Numbers
+    sizes: Numbers
+    ended: bool
+    lengths: tuple[int | None, int | None] = (None, None)
+    error: str | None = None
+    workers: Numbers | None = None
+    parts: tuple[int, ...] = ()
+
+    @property
+    def batches(self) -> list[Numbers]:
+        """Return the items of each step."""
+        return np.split(self.items, np.cumsum(self.sizes)[:-1]) if len(self.sizes) else []
+
+    def first_steps(self, steps: int) -> "RankGiven":
+        """Return what the first ``steps`` steps gave."""
+        sizes = self.sizes[:steps]
+        return replace(self, items=self.items[: int(sizes.sum())], sizes=sizes, ended=False)
+
+    def has_same_samples(self, other: "RankGiven") -> bool:
+        """Tell whether another process was given the same samples, in whatever order."""
+        return len(self.items) == len(other.items) and np.array_equal(np.sort(self.items), np.sort(other.items))
+
+    def read_once(self) -> "RankGiven":
+        """Return what one worker was given if all workers were given the same, in whatever order.
+
+        Workers that all read the whole of an iterable dataset have no more to share than one of them.
+
+        Examples:
+            >>> steps, workers = np.ones(4, int), np.array([0, 1, 0, 1])
+            >>> RankGiven(np.array([5, 5, 6, 6]), steps, True, workers=workers).read_once().items.tolist()
+            [5, 6]
+        """
+        if self.workers is None or not len(self.workers) or self.error is not None:
+            return self
+        of_item, first = np.repeat(self.workers, self.sizes), self.workers[0]
+        sorted_items = [np.sort(self.items[of_item == worker]) for worker in range(int(self.workers.max()) + 1)]
+        if not all(np.array_equal(sorted_items[0], other) for other in sorted_items):
+            return self
+        return replace(self, items=self.items[of_item == first], sizes=self.sizes[self.workers == first], workers=None)
+
+
+# ---- a rank ----
+
+
+# Seed ranks with this and their rank, so that no two are seeded alike.
+_SEED = 20_000
+
+
+class Rank:
+    """Stand for one rank, with its own loader and its own global random states.
+
+    Args:
+        subject: What is audited.
+        rank: The rank.
+        world_size: The number of ranks.
+        seeded_as: The rank whose global random states this one starts with.
+
+    Attributes:
+        is_iterable: Whether the dataset is iterable, so that it is read and has no indices.
+        readers: How many workers read it; 1 of any other dataset.
+        divides_batches: Whether each rank takes a part of every batch of one process.
+        makes_batches: Whether a batch sampler of its own makes the batches, which ranks may share as a whole.
+        drops_batch: Whether the loader leaves out a last, incomplete batch.
+        drops_round: Whether a sampler leaves out the last, incomplete round of ranks.
+        base: The dataset below torch's ``Subset`` layers.
+        is_in_memory: Whether it holds its samples.
+
+    Raises:
+        UnsupportedLoaderError: The dataset ignores its index, so indices tell nothing of what ranks get.
+    """
+
+    def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int) -> None:
+        self._subject = subject
+        self._loader: DataLoader[Any] | None = None
+        self._ambient = PrivateRNG(_SEED, seeded_as)
+        with self._ambient, unwatched():
+            facts = subject.made_for(rank, world_size)
+        require_index(facts)
+        self._facts: LoaderFacts[Any] = facts
+        by, is_unbatched = facts.sharded_by, facts.unit is ShardedUnit.UNBATCHED
+        gives_batches = any(isinstance(sampler, BatchSampler) for sampler in facts.stream.samplers)
+        self.is_iterable: bool = facts.unit is ShardedUnit.ITERABLE
+        self.readers: int = max(1, facts.num_workers) if self.is_iterable else 1
+        self.divides_batches: bool = isinstance(by, EpochSampler) and by.agreed.options.divides_batches
+        are_batches = facts.unit is ShardedUnit.BATCH or (is_unbatched and gives_batches)
+        self.makes_batches: bool = are_batches and not self.divides_batches
+        batches = None if is_unbatched else facts.iterated
+        self.drops_batch: bool = facts.drop_last or getattr(batches, "drop_last", False) is True
+        self.drops_round: bool = any(getattr(sampler, "drop_last", False) is True for sampler in facts.samplers)
+        self.base: Any = _base_of(facts.dataset)
+        self.is_in_memory: bool = _is_in_memory(facts.dataset)
+
+    def epoch(self, number: int, coding: Coding, by_value: bool = False) -> RankGiven:
+        """Iterate the loader once more, as epoch ``number``; compare samples by their values or by their indices."""
+        if self._loader is None:
+            self._loader = self._noting(by_value)
+        with warnings.catch_warnings(), self._ambient, unwatched():
+            # The audit reports wrong lengths itself.
+            warnings.simplefilter("ignore", StreamLengthWarning)
+            warnings.filterwarnings("ignore", "Length of IterableDataset")
+            if self._subject.set_epoch:
+                _set_epoch(self._facts, number)
+            before = steps_of(self._facts.loader)
+            given = _drawn(self._loader, coding, self._subject.max_items)
+            workers = given.workers if self.readers > 1 else None
+            lengths = before, steps_of(self._facts.loader)
+            return replace(given, lengths=lengths, workers=workers, parts=self._parts())
+
+    def _noting(self, by_value: bool) -> DataLoader[Any]:
+        """Return the loader, made to give what tells the samples of its batches from others.
+
+        Workers matter only where they read: of an iterable dataset. Elsewhere there are none, and no sample is read. A
+        factory's loader stays as it is, and so does one whose class has an iteration of its own, which would expect the
+        user's batches: they are iterated as torch's own loader.
+        """
+        facts, kind = self._facts, type(self._facts.loader)
+        are_batches = facts.loader.batch_sampler is not None or self.makes_batches
+        new: dict[str, Any] = {"collate_fn": partial(_noted, are_batches), "pin_memory": False}
+        if not self.is_iterable:
+            new |= {"dataset": facts.dataset if by_value else indexed(facts.dataset)}
+            new |= {"num_workers": 0, "timeout": 0, "persistent_workers": False, "prefetch_factor": None}
+        if not (self._subject.is_made or has_own_iteration(kind) or has_own_iterators(kind)):
+            return change_loader(facts.loader, **new)
+        plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+        kept = {name: value for name, value in vars(facts.loader).items() if name not in OWN_METHODS}
+        # A loader around another one, as accelerate's, has that one's attributes without holding them.
+        others = [name for name in vars(DataLoader([0])) if name not in kept and hasattr(facts.loader, name)]  # type: ignore[arg-type]  # torch takes any sequence
+        kept |= {name: getattr(facts.loader, name) for name in others}
+        if not self.is_iterable:
+            new["sampler" if facts.loader.batch_sampler is None else "batch_sampler"] = facts.iterated
+        vars(plain).update(kept | {RUNNING_ITERATOR: None} | new)
+        return plain
+
+    def _parts(self) -> tuple[int, ...]:
+        """Return how many items each worker's part has, if a patched loader's workers read a part each."""
+        by = self._facts.sharded_by
+        latest = by.rank_passes.latest if isinstance(by, EpochSampler) else None
+        if latest is None or not latest.source.is_in_parts:
+            return ()
+        return tuple(part.length or 0 for part in latest.source.parts(0, 0))
+
+
+def _noted(are_batches: bool, batch: Any) -> tuple[list[_Identity], int]:
     """Serve as a ``collate_fn``: return what tells a batch's samples from others, and which worker made it."""
     info = get_worker_info()
     # A patched loader notes who asks which worker this is. This asks nobody.
     worker = 0 if info is None else object.__getattribute__(info, "id")
-    return identities(batch if are_batches else [batch]), worker
-
-
-def _hearing(facts: LoaderFacts[Any], subject: Audited, traits: Traits, by_value: bool) -> DataLoader[Any]:
-    """Return a rank's loader, made to give what is heard of its batches.
-
-    Workers matter only where they read: of an iterable dataset. Elsewhere there are none, and no sample is read. A
-    factory's loader stays as it is, and so does one whose class has an iteration of its own, which would expect the
-    user's batches: they are heard as torch's own loader.
-    """
-    kind = type(facts.loader)
-    are_batches = facts.loader.batch_sampler is not None or traits.units == "batches"
-    new: dict[str, Any] = {"collate_fn": partial(_heard, are_batches), "pin_memory": False}
-    if not traits.is_iterable:
-        new |= {"dataset": facts.dataset if by_value else indexed(facts.dataset)}
-        new |= {"num_workers": 0, "timeout": 0, "persistent_workers": False, "prefetch_factor": None}
-    if not (subject.is_made or has_own_iteration(kind) or has_own_iterators(kind)):
-        return change_loader(facts.loader, **new)
-    plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
-    kept = {name: value for name, value in vars(facts.loader).items() if name not in OWN_METHODS}
-    # A loader around another one, as accelerate's, has that one's attributes without holding them.
-    others = [name for name in vars(DataLoader([0])) if name not in kept and hasattr(facts.loader, name)]  # type: ignore[arg-type]  # torch takes any sequence
-    kept |= {name: getattr(facts.loader, name) for name in others}
-    if not traits.is_iterable:
-        new["sampler" if facts.loader.batch_sampler is None else "batch_sampler"] = facts.iterated
-    vars(plain).update(kept | {RUNNING_ITERATOR: None} | new)
-    return plain
+    items = batch if are_batches else [batch]
+    if set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**63:
+        return list(items), worker  # indices, as most are
+    return list(map(_identity, items)), worker
 
 
 def _drawn(loader: DataLoader[Any], coding: Coding, most: int) -> RankGiven:
     """Draw an epoch, or its first items; stop when there are ``most``."""
     items, sizes, workers = array("q"), array("q"), array("q")
     ended, error = False, None
-    steps: Iterator[tuple[list[Identity], int]] = iter(())
+    steps: Iterator[tuple[list[_Identity], int]] = iter(())
     try:
         steps = iter(loader)
         for given, worker in steps:
@@ -96,78 +463,6 @@ def _narrow(numbers: Sequence[int]) -> Numbers:
     return codes.astype(np.int32) if fits else codes
 
 
-# Seed simulated ranks with this and their rank, so that no two are seeded alike.
-_SEED = 20_000
-
-
-class Rank:
-    """Stand for one rank.
-
-    A rank has its own loader and its own global random states. Copies of a loader, and loaders of one factory, may
-    share a random generator, so each rank also keeps its own state of every generator.
-
-    Args:
-        subject: What is audited.
-        rank: The rank.
-        world_size: The number of ranks.
-        seeded_as: The rank whose global random states this one starts with.
-        is_real: Whether this process is that rank, with a process group and its own copy of the subject.
-
-    Attributes:
-        traits: Describes its loader.
-        base: The dataset below torch's ``Subset`` layers.
-    """
-
-    def __init__(self, subject: Audited, rank: int, world_size: int, seeded_as: int, *, is_real: bool = False) -> None:
-        self._subject = subject
-        self._loader: DataLoader[Any] | None = None
-        self._ambient = PrivateRNG(_SEED, seeded_as)
-        make = subject.make
-        # What the audited loader holds, and what a factory does that is an object or a partial function.
-        outer = make.stream.holders if isinstance(make, LoaderFacts) else [SimpleNamespace(make=make)]
-        with look(random_generators([] if isinstance(make, LoaderFacts) else outer)), self._ambient, unwatched():
-            facts = subject.made_for(rank, world_size, is_real)
-            held = random_generators([*facts.stream.holders, *outer])
-        self._facts: LoaderFacts[Any] = facts
-        self._held = [[generator, generator_state(generator)] for generator in held]
-        self.traits: Traits = Traits.of(facts)
-        self.base: object = base_of(facts.dataset)
-
-    def epoch(self, number: int, coding: Coding, by_value: bool = False) -> RankGiven:
-        """Iterate the loader once more, as epoch ``number``; compare samples by their values or by their indices."""
-        facts, traits = self._facts, self.traits
-        if self._loader is None:
-            self._loader = _hearing(facts, self._subject, traits, by_value)
-        with warnings.catch_warnings(), self._own_generators(), self._ambient, unwatched():
-            # The audit reports wrong lengths itself.
-            warnings.simplefilter("ignore", StreamLengthWarning)
-            warnings.filterwarnings("ignore", "Length of IterableDataset")
-            if self._subject.set_epoch:
-                _set_epoch(facts, number)
-            before = steps_of(facts.loader)
-            given = _drawn(self._loader, coding, self._subject.max_items)
-            workers = given.workers if traits.readers > 1 else None
-            return replace(given, lengths=(before, steps_of(facts.loader)), workers=workers, parts=self._parts())
-
-    def _parts(self) -> tuple[int, ...]:
-        """Return how many items each worker's part has, if a patched loader's workers read a part each."""
-        by = self._facts.sharded_by
-        latest = by.rank_passes.latest if isinstance(by, EpochSampler) else None
-        if latest is None or not latest.source.is_in_parts:
-            return ()
-        return tuple(part.length or 0 for part in latest.source.parts(0, 0))
-
-    @contextmanager
-    def _own_generators(self) -> Iterator[None]:
-        """Give generators this rank's states, and restore the others' afterwards."""
-        with look(generator for generator, _ in self._held):
-            for generator, state in self._held:
-                set_generator_state(generator, state)
-            yield
-            for held in self._held:
-                held[1] = generator_state(held[0])
-
-
 def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
     if callable(tell := getattr(facts.loader, "set_epoch", None)):
         tell(epoch)
@@ -175,81 +470,3 @@ def _set_epoch(facts: LoaderFacts[Any], epoch: int) -> None:
         tell_epoch(facts.iterated, epoch)
         if facts.unit is ShardedUnit.ITERABLE and callable(tell := getattr(facts.dataset, "set_epoch", None)):
             tell(epoch)
-
-
-@dataclass(frozen=True, slots=True)
-class RealRank:
-    """Hold what a real rank was given.
-
-    Attributes:
-        traits: Describes its loader.
-        epochs: What it was given, by epoch number.
-        coding: Gave its items their numbers, in its own process.
-    """
-
-    traits: Traits
-    epochs: Mapping[int, RankGiven]
-    coding: Coding
-
-    @property
-    def base(self) -> object:
-        """Return what stands for the dataset, which is this process's own."""
-        return self
-
-    def epoch(self, number: int, coding: Coding, by_value: bool = False) -> RankGiven:
-        """Return an epoch, its items in the numbers of another coding."""
-        del by_value  # which a process decides for itself
-        given = self.epochs[number]
-        return replace(given, items=coding.adopt(self.coding, given.items).astype(np.int64))
-
-
-_Ranks: TypeAlias = Sequence[Rank | RealRank]
-
-
-def sampling(rank: int, world_size: int, pickled: bytes, numbers: Sequence[int], seeds: Sequence[int]) -> RealRank:
-    """Draw epochs on one rank; errors call it by this name."""
-    subject: Audited = pickle.loads(pickled)  # noqa: S301 - the parent's own
-    coding = Coding()
-    here = Rank(subject, rank, world_size, seeds[rank], is_real=True)
-    by_value = subject.is_made and here.traits.is_in_memory  # other ranks may hold other data
-    return RealRank(here.traits, {number: here.epoch(number, coding, by_value) for number in numbers}, coding)
-
-
-def ranks_of(
-    subject: Audited,
-    seeds: Sequence[int],
-    numbers: Sequence[int],
-    timeout: float | None,
-    only: Sequence[int] | None = None,
-) -> _Ranks:
-    """Return the ranks of a world.
-
-    Args:
-        subject: What is audited.
-        seeds: For each rank, as which one it is seeded.
-        numbers: The epochs that they will draw.
-        timeout: Seconds until every real rank must have returned, each in a process where it draws one epoch after the
-            other; None for ranks that this process simulates.
-        only: Which ranks to make, where this process simulates them; None for all.
-
-    Raises:
-        InvalidOptionError: The subject cannot be pickled for real ranks.
-    """
-    if timeout is None:
-        return [Rank(subject, rank, len(seeds), seeds[rank]) for rank in only or range(len(seeds))]
-    try:
-        pickled = pickle.dumps(subject)
-    except Exception as error:
-        raise InvalidOptionError(
-            f"audit with processes=True sends what it audits to other processes, and pickling {subject.name} raised "
-            f"{type(error).__name__}: {error}. Pass functions of a module, and numbers for cost=."
-        ) from error
-    return run_ranks(sampling, len(seeds), pickled, numbers, seeds, timeout=timeout)
-
-
-def drawn_anew(ranks: _Ranks, number: int, coding: Coding, by_value: bool) -> list[RankGiven]:
-    """Draw an epoch, and those before it, on new ranks."""
-    for before in range(number):
-        for rank in ranks:
-            rank.epoch(before, coding, by_value)
-    return [rank.epoch(number, coding, by_value) for rank in ranks]

@@ -1,20 +1,22 @@
-"""The report of an audit, several of them, and their page."""
+"""The report of an audit, several of them, and their page: what they hold, and how they show it."""
 
-import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from html import escape
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from ddp_patch.auditing.given import Units
-from ddp_patch.auditing.pictured import Pictured
+import numpy as np
+import torch
+
+from ddp_patch.auditing.picture import Pictured, picture_html, waiting_text
 from ddp_patch.auditing.problems import Problem
-from ddp_patch.auditing.show import as_markdown, as_text, escaped_markdown, notebook, page_of, section, waiting_text
 from ddp_patch.errors import AuditError
 
-__all__ = ["EpochReport", "Report", "Reports", "page"]
+__all__ = ["EpochReport", "Report", "Reports", "annotation", "page"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,7 @@ class EpochReport:
         epoch: The epoch's number, from 0.
         items: Number of samples that each rank got, shape (ranks,).
         steps: Number of batches that each rank got, shape (ranks,).
-        units: What the numbers below count: samples, or batches where ranks shard whole batches.
-        expected: How many a single process would get.
+        expected: How many samples a single process would get.
         distinct: How many different ones a single process would get, as far as they can be distinguished.
         missing: How many no rank got. None where only a part was looked at, or where samples cannot be compared: all
             are equal, or an iterable dataset makes new ones in each pass.
@@ -34,9 +35,9 @@ class EpochReport:
             not. None where it is not known.
         padding: How many of these repeats fill the last round.
         dropped: How many of the missing ones the loader was asked to leave out.
-        imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
-        worst_imbalance: The slowest rank's cost over the ranks' mean, in the worst step. None without ``cost``.
         foreign: How many ranks got that a single process never gets. None where it is not known.
+        imbalance: The slowest rank's cost over the ranks' mean, over all steps; 1 is balance. None without ``cost``.
+        unbalanced: The same without ``cost``, where that balances the loader.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -45,33 +46,57 @@ class EpochReport:
         >>> epoch.expected, epoch.items, epoch.repeated, epoch.padding
         (10, (3, 3, 3, 3), 2, 2)
         >>> str(epoch)
-        '3 samples in 2 steps per rank; of 10 samples, 0 missing, 2 repeats (2 to fill the last round)'
+        '3 samples per rank in 2 steps, each of 10 samples once, 2 padding'
     """
 
     epoch: int
     items: tuple[int, ...]
     steps: tuple[int, ...]
-    units: Units
     expected: int
     distinct: int
     missing: int | None
     repeated: int | None
+    foreign: int | None
     padding: int
     dropped: int
-    foreign: int | None = 0
     imbalance: float | None = None
-    worst_imbalance: float | None = None
+    unbalanced: float | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is known to be missing or repeated but what may be, and nothing foreign."""
+        is_filled = self.repeated in (None, self.padding)
+        return is_filled and self.missing in (None, self.dropped) and not self.foreign
 
     def __str__(self) -> str:
-        told = f"{_range(self.items)} samples in {_range(self.steps)} steps per rank; of {self.expected} {self.units}"
-        told += f" ({self.distinct} different ones)" * (self.distinct < self.expected)
-        if self.repeated is None:
-            return f"{told}, missing and repeated: not known"
-        told += ", missing: not known" if self.missing is None else f", {self.missing} missing"
-        told += f" ({self.dropped} as the loader asks)" * (self.dropped > 0)
-        told += f", {self.repeated} repeat{'s' * (self.repeated != 1)}"
-        told += f" ({self.padding} to fill the last round)" * (self.padding > 0)
-        return told + f", {self.foreign} that one process never gets" * ((self.foreign or 0) > 0)
+        return f"{_range(self.items)} samples per rank in {_told([self])}"
+
+
+def _told(epochs: Sequence[EpochReport]) -> str:
+    """Return what the ranks got in some epochs, in one line."""
+    expected = f"{_range([epoch.expected for epoch in epochs])} samples"
+    counts = {
+        "padding": [epoch.padding for epoch in epochs],
+        "left out": [epoch.dropped for epoch in epochs],
+        "missing": [(epoch.missing or epoch.dropped) - epoch.dropped for epoch in epochs],
+        "repeated": [(epoch.repeated or epoch.padding) - epoch.padding for epoch in epochs],
+        "that one process never gets": [epoch.foreign or 0 for epoch in epochs],
+    }
+    if any(epoch.repeated is None for epoch in epochs):
+        got = f"{expected} that cannot be compared"
+    elif any(epoch.missing is None for epoch in epochs):
+        got = f"the first {_range([sum(epoch.items) for epoch in epochs])} samples"
+    elif not all(epoch.is_right for epoch in epochs):
+        got = f"of {expected}"
+    else:
+        is_once = all(epoch.expected == epoch.distinct for epoch in epochs)
+        got = f"each of {expected} {'once' if is_once else 'as often as in one process'}"
+    more = [f"{_range(found)} {what}" for what, found in counts.items() if any(found)]
+    if first := epochs[0].imbalance:
+        without = epochs[0].unbalanced
+        more.append(f"waiting {waiting_text(first)}" + (f" ({waiting_text(without)} without cost=)" if without else ""))
+    steps = _range([number for epoch in epochs for number in epoch.steps])
+    return ", ".join([f"{steps} steps", got, *more])
 
 
 def _range(values: Sequence[int]) -> str:
@@ -81,13 +106,9 @@ def _range(values: Sequence[int]) -> str:
 
 def _versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a report depends on."""
-    found = {"python": platform.python_version()}
-    for package in ("ddp-patch", "torch", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # a checkout that is imported without being installed
-            found[package] = "not installed"
-    return found
+    own: str = import_module("ddp_patch").__version__
+    found = {"ddp-patch": own, "torch": torch.__version__, "numpy": np.__version__}
+    return {"python": platform.python_version(), **found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,44 +119,34 @@ class Report:
         name: The name of the loader's class, or of the function that makes loaders.
         how: How the loader was sharded and simulated, in words.
         world_size: The number of ranks.
-        units: What ranks shard: whole batches where every epoch was counted in batches, otherwise samples.
         epochs: What the ranks got, epoch by epoch.
         epochs_differ: Whether every epoch had another order; None where there was one epoch.
         is_sample: Whether only the first items of each rank were looked at.
         problems: What is wrong.
         allowed: What is wrong but was allowed.
         pictured: What the picture is drawn from.
-        balanced: The report of the same loader patched with ``cost=``, too. Its problems are among this
-            report's problems. None without ``cost``, and where it cannot be balanced.
-        why_not_balanced: Why it cannot; None where it can, and without ``cost``.
-        code: The file and line where the function is defined, or where the loader was made. None if that is not known:
-            where a loader was made, the command line alone knows.
-        note: What would be faster, though nothing is wrong; None if nothing is known to be.
 
     Examples:
         >>> from torch.utils.data import DataLoader
         >>> from ddp_patch import audit
-        >>> report = audit(DataLoader(range(10), batch_size=2, shuffle=True), world_size=2)
-        >>> report.ok, report.world_size, report.units, report.epochs_differ
-        (True, 2, 'samples', True)
+        >>> report = audit(DataLoader(range(103), batch_size=4, shuffle=True), world_size=4)
+        >>> report.ok, report.world_size, report.epochs_differ
+        (True, 4, True)
+        >>> report.summary
+        '4 ranks x 7 steps, each of 103 samples once, 1 padding'
         >>> print(str(report).splitlines()[0])
-        DataLoader on 2 ranks: PASS
+        DataLoader on 4 ranks: PASS
     """
 
     name: str
     how: str
     world_size: int
-    units: Units
     epochs: tuple[EpochReport, ...]
     epochs_differ: bool | None
     is_sample: bool
     problems: tuple[Problem, ...]
     allowed: tuple[Problem, ...] = ()
     pictured: Pictured = field(default_factory=Pictured, repr=False)
-    balanced: "Report | None" = None
-    why_not_balanced: str | None = None
-    code: str | None = None
-    note: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -151,102 +162,64 @@ class Report:
         if not self.ok:
             raise AuditError(str(self))
 
-    def beside(self, balanced: "Report") -> "Report":
-        """Return the report with that of the same loader patched with ``cost=``, whose problems become its own."""
-        known = {problem.kind for problem in (*self.problems, *self.allowed)}
-
-        def both(own: Sequence[Problem], others: Sequence[Problem]) -> tuple[Problem, ...]:
-            new = (problem for problem in others if problem.kind not in known)
-            return (*own, *(replace(problem, where=f"with cost=, {problem.where}") for problem in new))
-
-        problems, allowed = both(self.problems, balanced.problems), both(self.allowed, balanced.allowed)
-        return replace(self, balanced=balanced, problems=problems, allowed=allowed)
-
     @property
     def summary(self) -> str:
-        """What the ranks of a loader that passes got, in one line.
-
-        Examples:
-            >>> from torch.utils.data import DataLoader
-            >>> from ddp_patch import audit
-            >>> audit(DataLoader(range(103)), world_size=4).summary
-            '4 ranks x 26 steps, each of 103 samples once, 1 padding'
-        """
-        epochs = self.epochs
-        units = f"{_range([epoch.expected for epoch in epochs])} {epochs[0].units}"
-        counts = {
-            "padding": [epoch.padding for epoch in epochs],
-            "left out": [epoch.dropped for epoch in epochs],
-            "missing": [(epoch.missing or epoch.dropped) - epoch.dropped for epoch in epochs],
-            "repeated": [(epoch.repeated or epoch.padding) - epoch.padding for epoch in epochs],
-            "foreign": [epoch.foreign or 0 for epoch in epochs],
-        }
-        if self.is_sample:
-            got = f"the first {_range([sum(epoch.items) for epoch in epochs])} samples"
-        elif any(epoch.repeated is None for epoch in epochs):
-            got = f"{units} that cannot be compared"
-        elif any(any(counts[wrong]) for wrong in ("missing", "repeated", "foreign")):
-            got = f"of {units}"
-        else:
-            is_once = all(epoch.expected == epoch.distinct for epoch in epochs)
-            got = f"each of {units} {'once' if is_once else 'as often as in one process'}"
-        more = [f"{_range(found)} {what}" for what, found in counts.items() if any(found)]
-        waits = [f"waiting {waiting_text(epoch.imbalance)}" for epoch in epochs if epoch.imbalance]
-        steps = _range([number for epoch in epochs for number in epoch.steps])
+        """What the ranks got, in one line."""
         allowed = "".join(f"; allowed: {problem.kind}" for problem in self.allowed)
-        return ", ".join([f"{self.world_size} ranks x {steps} steps", got, *more, *waits[:1]]) + allowed
+        return f"{self.world_size} ranks x {_told(self.epochs)}{allowed}"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what was found as pairs of a name and a text, to show to people."""
-        how = self.how + (" (a sample: the first items of each rank)" if self.is_sample else "")
-        found = [("ranks", str(self.world_size)), ("counted in", self.units), ("how", how)]
-        found += [("code", self.code)] if self.code is not None else []
+        found = [("ranks", str(self.world_size)), ("how", self.how)]
         found += [(f"epoch {epoch.epoch}", str(epoch)) for epoch in self.epochs]
-        for number, epoch in enumerate(self.epochs):
-            if epoch.imbalance:
-                balanced = None if self.balanced is None else self.balanced.epochs[number].imbalance
-                with_it = f" without cost=, {waiting_text(balanced)} with it" if balanced else ""
-                found.append((f"balance {number}", f"ranks wait {waiting_text(epoch.imbalance)} of the time{with_it}"))
-        if self.balanced is not None:
-            found.append(("with cost=", "PASS" if self.balanced.ok else "FAIL"))
-        if self.why_not_balanced is not None:
-            found.append(("with cost=", f"not simulated. {self.why_not_balanced}"))
-        found += [("note", self.note)] if self.note is not None else []
         found.append(("epochs differ", {True: "yes", False: "no", None: "not known"}[self.epochs_differ]))
         return [*found, *(("allowed", f"{problem.kind}: {problem.what}") for problem in self.allowed)]
 
-    def html(self, name: str) -> str:
-        """Return the report as a part of an HTML page; without the picture where matplotlib is not installed."""
-        try:
-            from ddp_patch.auditing.picture import picture_html
-        except ImportError:
-            drawn = "<p>For a picture, install matplotlib, which the extra audit has.</p>"
-        else:
-            drawn = picture_html(self.pictured, None if self.balanced is None else self.balanced.pictured)
-        return section(name, self.facts(), self.problems, drawn)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON has, the same in every run; without ``pictured``, with versions."""
+        found = asdict(replace(self, pictured=Pictured()))
+        del found["pictured"]
+        return {"ok": self.ok, **found, "versions": _versions()}
+
+    def to_markdown(self) -> str:
+        """Return the report as Markdown: a heading with the verdict, a table, and the problems below the table."""
+        rows = [f"| {name} | {_markdown(value)} |" for name, value in self.facts()]
+        listed = [
+            f"- **{_markdown(problem.kind)}** ({_markdown(problem.where)}): {_markdown(problem.what)} "
+            f"{_markdown(problem.why)} *{_markdown(problem.remedy)}*"
+            for problem in self.problems
+        ]
+        heading = f"### {'✔' if self.ok else '✘'} {_markdown(self.name)}: {'PASS' if self.ok else 'FAIL'}"
+        return "\n".join([heading, "", "| | |", "| --- | --- |", *rows, *([""] if listed else []), *listed])
+
+    def html(self, heading: str) -> str:
+        """Return the report as a part of an HTML page: the verdict, the picture, problems and facts."""
+        listed = "".join(
+            f'<div class="ddp-problem"><p><strong class="ddp-bad">✘ {problem.kind}</strong> '
+            f"({escape(problem.where)})</p><p>{escape(problem.what)} {escape(problem.why)}</p>"
+            f"<p><strong>Remedy:</strong> {escape(problem.remedy)}</p></div>"
+            for problem in self.problems
+        )
+        mark = _marked(self.ok, "✔ PASS" if self.ok else "✘ FAIL")
+        below = f"{picture_html(self.pictured)}{listed}{_facts_html(self.facts())}"
+        return f'<section class="ddp-report"><h2>{escape(heading)} {mark}</h2>{below}</section>'
 
     def _repr_html_(self) -> str:
         """Show the report in a notebook."""
-        return notebook([self.html(f"{self.name} on {self.world_size} ranks")])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: numbers, strings, lists and dicts; without ``pictured``, with versions.
-
-        They are the same in every run.
-        """
-        found = asdict(replace(self, balanced=None, pictured=Pictured()))
-        del found["pictured"]
-        plain: dict[str, Any] = json.loads(json.dumps(found))
-        return {"ok": self.ok, **plain, "balanced": self.balanced and self.balanced.to_dict(), "versions": _versions()}
-
-    def to_markdown(self) -> str:
-        """Return the report as Markdown: a heading, a table, and the problems below the table."""
-        return as_markdown(self.name, self.facts(), self.problems)
+        return _notebook({f"{self.name} on {self.world_size} ranks": self})
 
     def __str__(self) -> str:
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-        title = f"{self.name} on {self.world_size} ranks: {'PASS' if self.ok else count}"
-        return as_text(title, self.facts(), self.problems)
+        return f"{self.name} on {self.world_size} ranks: {'PASS' if self.ok else count}\n{self.details}"
+
+    @property
+    def details(self) -> str:
+        """The problems, and below them all that was found, in lines."""
+        lines = []
+        for problem in self.problems:
+            lines += [f"✘ {problem.kind} ({problem.where})", f"{problem.what} {problem.why}"]
+            lines += [f"Remedy: {problem.remedy}", ""]
+        return "\n".join([*lines, *(f"{name}: {value}" for name, value in self.facts())])
 
 
 class Reports(dict[str, Report]):
@@ -280,35 +253,83 @@ class Reports(dict[str, Report]):
 
     def to_markdown(self) -> str:
         """Return the reports as Markdown, each below a heading with its place."""
-        parts = (f"## {escaped_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.items())
-        return "\n\n".join(parts)
+        return "\n\n".join(f"## {_markdown(place)}\n\n{report.to_markdown()}" for place, report in self.items())
 
     def _repr_html_(self) -> str:
         """Show the reports in a notebook."""
-        return notebook([report.html(place) for place, report in self.items()])
+        return _notebook(self)
 
     def __str__(self) -> str:
         return "\n".join(f"{place}: {report}" for place, report in self.items())
 
 
-def page(reports: Mapping[str, Report], command: str) -> str:
+# ---- Markdown, HTML, and what GitHub shows ----
+
+
+def _markdown(text: str) -> str:
+    """Return Markdown that shows a text as it is, in one line."""
+    # Leave underscores within a word: Markdown takes them as they are.
+    special = r"[\\`*\[\]<>|]|(?<![^\W_])_+|_+(?![^\W_])"
+    return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), " ".join(text.split()))
+
+
+def annotation(place: str, problem: Problem) -> str:
+    """Return what GitHub shows of a job that prints it.
+
+    Examples:
+        >>> problem = Problem("padding", "50 % are", "epoch 0", "It counts twice.", "Use uneven='keep'.")
+        >>> annotation("val, all", problem)
+        "::error title=val%2C all%3A padding::50 %25 are It counts twice. Use uneven='keep'."
+    """
+    text = _escaped(f"{problem.what} {problem.why} {problem.remedy}", "%\r\n")
+    return f"::error title={_escaped(f'{place}: {problem.kind}')}::{text}"
+
+
+def _escaped(value: str, signs: str = "%\r\n:,") -> str:
+    """Return a text of an annotation: in its title more signs have a meaning than in its text."""
+    return "".join(f"%{ord(sign):02X}" if sign in signs else sign for sign in value)
+
+
+def _css(name: str) -> str:
+    return Path(__file__).with_name(name).read_text("utf-8")
+
+
+def _marked(is_good: bool, text: str) -> str:
+    return f'<span class="ddp-{"good" if is_good else "bad"}">{text}</span>'
+
+
+def _facts_html(facts: Sequence[tuple[str, str]]) -> str:
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
+    return f'<dl class="ddp-facts">{rows}</dl>'
+
+
+def _notebook(reports: Mapping[str, Report]) -> str:
+    """Return reports below their headings with all that they need, to show in a notebook."""
+    sections = "".join(report.html(heading) for heading, report in reports.items())
+    return f"<div><style>{_css('report.css')}</style>{sections}</div>"
+
+
+def page(reports: Mapping[str, Report]) -> str:
     """Return reports as an HTML page that holds everything it shows.
 
     Args:
         reports: The reports by the places of their loaders, such as ``loaders.train``.
-        command: The command line, or what stands for it.
 
     Examples:
         >>> from torch.utils.data import DataLoader
         >>> from ddp_patch import audit
         >>> report = audit(DataLoader(range(10), batch_size=2), world_size=4)
-        >>> html = page({"train": report}, "a test")
+        >>> html = page({"train": report})
         >>> html.count("<section"), "http" in html
         (1, False)
     """
     failed = sum(not report.ok for report in reports.values())
     verdict = f"✘ {failed} of {len(reports)} FAIL" if failed else f"✔ {len(reports)} of {len(reports)} PASS"
-    sections = [report.html(place) for place, report in reports.items()]
-    used = ", ".join(f"{name} {number}" for name, number in _versions().items())
-    made = [("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"), ("command", command), ("versions", used)]
-    return page_of(verdict, not failed, sections, made)
+    sections = "".join(report.html(place) for place, report in reports.items())
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>DDP audit: {verdict}</title><style>{_css('page.css')}{_css('report.css')}</style></head><body><header>"
+        f"<h1>DDP audit: {_marked(not failed, verdict)}</h1></header>"
+        f"<main>{sections}</main><footer>{_facts_html([*_versions().items()])}</footer></body></html>\n"
+    )

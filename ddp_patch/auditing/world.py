@@ -1,21 +1,180 @@
-"""A made-up world: what every rank is given, in one process or in several."""
+"""A made-up world: what every rank is given in an epoch, and how that compares with what one process is given."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ddp_patch.auditing.given import Coding, EpochGiven, RankGiven, joined, signature
-from ddp_patch.auditing.ranks import Rank, RealRank, drawn_anew, ranks_of
-from ddp_patch.auditing.subject import Audited, Traits
+from ddp_patch.auditing.ranks import Audited, Coding, Numbers, Rank, RankGiven
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.sharding.refusals import unit_shared
 
-__all__ = ["MadeUpWorld"]
+__all__ = ["Costs", "Coverage", "EpochGiven", "StepCosts", "World", "counts_of", "coverage", "dense", "signature"]
+
+
+Costs: TypeAlias = NDArray[np.float64]
+# Tells what each step cost that a rank was given.
+StepCosts: TypeAlias = Callable[[RankGiven], Costs]
+# Numbers of the samples that all ranks together got too seldom, too often, and that one process never gets: each as
+# many times as it is too seldom or too often, in order.
+Coverage: TypeAlias = tuple[Numbers, Numbers, Numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochGiven:
+    """Hold one epoch as every rank was given it, and as a single process would.
+
+    Attributes:
+        number: The epoch's number, from 0.
+        ranks: What each rank was given, by rank.
+        alone: What a single process would be given, its last incomplete batch included.
+        parts: How many samples each part has that ranks share in rounds of its own; empty where they share one stream.
+        is_iterable: Whether items are samples read from an iterable dataset, not indices.
+    """
+
+    number: int
+    ranks: Sequence[RankGiven]
+    alone: RankGiven
+    parts: tuple[int, ...]
+    is_iterable: bool
+
+    @property
+    def is_sample(self) -> bool:
+        """Tell whether only a part of the epoch was drawn."""
+        return not all(given.ended for given in (*self.ranks, self.alone))
+
+    @property
+    def largest_batch(self) -> int:
+        """Return how many samples the largest batch has."""
+        return max(int(given.sizes.max(initial=1)) for given in (*self.ranks, self.alone))
+
+    def coverage(self) -> Coverage | None:
+        """Compare samples; None where they cannot be compared.
+
+        They cannot where all samples are equal, where an iterable dataset makes others in each pass, and in a part of
+        an epoch in which one process repeats some.
+        """
+        expected, shares = self.alone.items, [given.items for given in self.ranks]
+        if self.is_constant or self._is_made_anew():
+            return None
+        if not self.is_sample:
+            return coverage(expected, shares)
+        is_distinct = len(np.unique(expected)) == len(expected)
+        return coverage(np.unique(_joined(shares)), shares) if is_distinct else None
+
+    @property
+    def is_constant(self) -> bool:
+        """Tell whether all samples are equal, which indices of different samples never are."""
+        items = self.alone.items
+        is_by_value = len(items) > 1 and (self.is_iterable or items[0] < 0)
+        return bool(is_by_value) and all(bool((each.items == items[0]).all()) for each in (self.alone, *self.ranks))
+
+    def _is_made_anew(self) -> bool:
+        """Tell whether ranks got hardly any sample that one process got of an iterable dataset, if none is a number.
+
+        Rank 0 does not count: it starts with the random states of the single process, and may make the same samples.
+        """
+        got = _joined([given.items for given in self.ranks[1:]])
+        if not self.is_iterable or self.is_sample or not len(self.alone.items) or got.max(initial=-1) >= 0:
+            return False
+        return bool(10 * np.count_nonzero(np.isin(got, self.alone.items)) < len(got))
+
+    def foreign_batches(self) -> list[Numbers]:
+        """Return the batches of ranks that are none of one process': those hold other samples, or in another order."""
+        own = {batch.astype(np.int64).tobytes() for batch in self.alone.batches}
+        every = (batch for given in self.ranks for batch in given.batches)
+        return [batch for batch in every if batch.astype(np.int64).tobytes() not in own]
+
+    def has_torn_batches(self) -> bool:
+        """Tell whether several ranks hold pieces of most of the batches that one process makes."""
+        wholes = {frozenset(batch.tolist()) for batch in self.alone.batches}
+        whole_of = {item: whole for whole in wholes for item in whole}
+        ranks_with_piece: dict[frozenset[int], set[int]] = {}
+        for rank, given in enumerate(self.ranks):
+            for piece in {frozenset(batch.tolist()) for batch in given.batches}:
+                for whole in {whole_of[item] for item in piece if item in whole_of}:
+                    if piece < whole:
+                        ranks_with_piece.setdefault(whole, set()).add(rank)
+        return 2 * sum(len(ranks) > 1 for ranks in ranks_with_piece.values()) > len(wholes)
+
+
+# ---- counting ----
+
+
+def coverage(expected: Numbers, shares: Sequence[Numbers]) -> Coverage:
+    """Compare what ranks' shares hold with what is expected.
+
+    Examples:
+        >>> [found.tolist() for found in coverage(np.array([0, 1, 2]), [np.array([0, 2]), np.array([2, 0, 0, 7])])]
+        [[1], [0, 0, 2], [7]]
+    """
+    names, (counted, got) = dense([expected, _joined(shares)])
+    difference = counts_of(counted, len(names))
+    is_expected = difference > 0
+    difference -= counts_of(got, len(names))
+
+    def as_often(where: Numbers) -> Numbers:
+        return np.repeat(names[where], np.abs(difference[where]))
+
+    too_seldom, too_often = np.flatnonzero(difference > 0), np.flatnonzero(difference < 0)
+    repeated = is_expected[too_often]
+    return as_often(too_seldom), as_often(too_often[repeated]), as_often(too_often[~repeated])
+
+
+def _joined(parts: Sequence[Numbers]) -> Numbers:
+    """Return arrays, of which there may be none, one after the other."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def dense(arrays: Sequence[Numbers]) -> tuple[Numbers, list[Numbers]]:
+    """Renumber what arrays hold, from 0 and with few gaps, so that a table indexed by number is small.
+
+    Returns:
+        The old number of each new one, shape (numbers,); and the arrays in new numbers, in their shapes.
+
+    Examples:
+        >>> names, (first, second) = dense([np.array([10**15, 7]), np.array([7])])
+        >>> names.tolist(), first.tolist(), second.tolist()
+        ([7, 1000000000000000], [1, 0], [0])
+    """
+    bounds = [int(bound) for array in arrays if len(array) for bound in (array.min(), array.max())]
+    low, high = min(bounds, default=0), max(bounds, default=-1)
+    if high - low < 4 * sum(map(len, arrays)) + 1024:  # dense enough already, as indices of a dataset are
+        names = np.arange(low, high + 1, dtype=np.result_type(*arrays))
+        return names, [array - low if low else array for array in arrays]
+    names, places = np.unique(np.concatenate(arrays), return_inverse=True)
+    return names, np.split(places, np.cumsum([len(array) for array in arrays])[:-1])
+
+
+# Count this many items at once: bincount converts its argument to 64 bits.
+_PIECE = 2**21
+
+
+def counts_of(items: Numbers, span: int) -> Numbers:
+    """Return how often each number below ``span`` occurs, shape (span,)."""
+    counts = np.zeros(span, np.int32)
+    for start in range(0, len(items), _PIECE):
+        counts += np.bincount(items[start : start + _PIECE], minlength=span).astype(np.int32)
+    return counts
+
+
+def signature(ranks: Sequence[RankGiven]) -> bytes:
+    """Return a hash of what ranks were given: two epochs with one order have one hash."""
+    running = hashlib.blake2b(digest_size=16)
+    for given in ranks:
+        running.update(b"%d:" % len(given.items))
+        running.update(np.ascontiguousarray(given.items, np.int64).data)
+    return running.digest()
+
+
+# ---- the world ----
 
 
 # Cuts what one process gets into a rank's share.
@@ -24,62 +183,48 @@ _Cut: TypeAlias = Callable[[int, RankGiven], RankGiven]
 _ALL, _SOME = 64, 8
 
 
-class MadeUpWorld:
+class World:
     """Draw what is audited on every rank, and in a world of one rank, which gets everything there is to shard.
 
     Args:
         subject: What is audited.
         world_size: The number of ranks.
-        epochs: How many epochs each rank draws.
-        timeout: Seconds until every real rank, a process of its own, must have returned; None where this process
-            simulates them.
 
     Attributes:
         coding: Gives every item its number.
-        traits: Describes rank 0's loader.
-        by_value: Whether samples are compared by their values, because each rank holds data of its own in memory.
         iterating: Which ranks iterate their own loaders. The others' shares are cut from what one process gets, as
             long as that gives what these iterate.
+        rank0: Rank 0, whose loader is like that of every rank.
 
     Raises:
         InvalidOptionError: Each rank has a dataset of its own, so one index is another sample on each, and the samples
             are not held in memory.
     """
 
-    def __init__(self, subject: Audited, world_size: int, epochs: int, timeout: float | None) -> None:
-        self.processes: bool = timeout is not None
-        if self.processes and subject.patches:
-            # Real ranks take rank 0's seed. Fix one, so that the single process has the same.
-            subject = replace(subject, options={"seed": 0, **subject.options})
+    def __init__(self, subject: Audited, world_size: int) -> None:
         self.subject: Audited = subject
         self.world_size: int = world_size
-        self.epochs: int = epochs
         self.coding: Coding = Coding()
-        self._timeout = timeout
-        self._cut = None if self.processes or world_size <= _ALL else _cut_of(subject, world_size)
-        self.iterating: Sequence[int] = range(world_size)
-        if self._cut is not None:
-            self.iterating = np.linspace(0, world_size - 1, _SOME).astype(int).tolist()
-        self._ranks = self._made(subject, self.iterating)
+        self._cut = None if world_size <= _ALL else _cut_of(subject, world_size)
+        some = np.linspace(0, world_size - 1, _SOME).astype(int).tolist()
+        self.iterating: Sequence[int] = range(world_size) if self._cut is None else some
+        self._ranks = [Rank(subject, rank, world_size, rank) for rank in self.iterating]
         # What balanced ranks get is compared with what one process gets without: it loses nothing in a deal.
         given = {name: value for name, value in subject.options.items() if name != "cost"}
         self._whole = replace(subject, max_items=subject.max_items * world_size, whole=True, options=given)
-        (self._alone,) = ranks_of(self._whole, [0], range(epochs), timeout)
-        self.traits: Traits = self._ranks[0].traits
-        self.by_value: bool = subject.is_made and self._holds_own_data()
-
-    def _made(self, subject: Audited, only: Sequence[int] | None = None) -> Sequence[Rank | RealRank]:
-        """Make ranks that iterate their own loaders."""
-        return ranks_of(subject, range(self.world_size), range(self.epochs), self._timeout, only)
+        self._alone = Rank(self._whole, 0, 1, 0)
+        self.rank0: Rank = self._ranks[0]
+        # Compare samples by their values where each rank holds data of its own in memory.
+        self._by_value = subject.is_made and self._holds_own_data()
 
     def _holds_own_data(self) -> bool:
         """Tell whether ranks have datasets of their own below torch's ``Subset`` layers, which hold their samples."""
         everyone = [*self._ranks, self._alone]
         if len({id(rank.base) for rank in everyone}) == 1:
             return False
-        if all(rank.traits.is_in_memory for rank in everyone):
+        if all(rank.is_in_memory for rank in everyone):
             return True
-        *lengths, alone = (rank.traits.base_length for rank in everyone)
+        *lengths, alone = (None if rank.is_iterable else length_of(rank.base, ()) for rank in everyone)
         if other := [rank for rank, length in enumerate(lengths) if length != alone]:
             raise InvalidOptionError(
                 f"audit compares what ranks draw with what one process does, and in {self.subject.name}(rank, "
@@ -90,20 +235,16 @@ class MadeUpWorld:
             )
         return False
 
-    def drawn(self) -> Iterator[EpochGiven]:
-        """Yield every epoch, drawn just then. Call it once: ranks go on from where they are."""
-        # Keep no reference to an epoch here: it may be large, and the caller drops it before the next one is drawn.
-        return map(self._epoch, range(self.epochs))
-
-    def _epoch(self, number: int) -> EpochGiven:
-        *ranks, alone = (rank.epoch(number, self.coding, self.by_value) for rank in (*self._ranks, self._alone))
+    def epoch(self, number: int) -> EpochGiven:
+        """Draw an epoch: ranks go on from where they are, so ask for all, one after the other."""
+        *ranks, alone = (rank.epoch(number, self.coding, self._by_value) for rank in (*self._ranks, self._alone))
         if not self.subject.patches:
             alone = alone.read_once()
         if self._cut is not None:
             ranks = self._with_others(self._cut, number, ranks, alone)
         # Each batch that is divided is a part that ranks share, too.
-        parts = tuple(alone.sizes.tolist()) if self.traits.divides_batches else alone.parts
-        return EpochGiven(number, _in_step(ranks), alone, self._alone.traits.units, parts, self.traits.is_iterable)
+        parts = tuple(alone.sizes.tolist()) if self.rank0.divides_batches else alone.parts
+        return EpochGiven(number, _in_step(ranks), alone, parts, self.rank0.is_iterable)
 
     def _with_others(self, cut: _Cut, number: int, some: Sequence[RankGiven], alone: RankGiven) -> list[RankGiven]:
         """Return what all ranks get: cut from what one process does if some of them got just that, else iterated."""
@@ -112,28 +253,33 @@ class MadeUpWorld:
         if all(_are_equal(*_in_step([mine, ranks[rank]])) for rank, mine in own.items()):
             return [own.get(rank, share) for rank, share in enumerate(ranks)]
         self._cut, self.iterating = None, range(self.world_size)
-        self._ranks = self._made(self.subject)
-        return drawn_anew(self._ranks, number, self.coding, self.by_value)
+        self._ranks = [Rank(self.subject, rank, self.world_size, rank) for rank in self.iterating]
+        return self._drawn_to(number, self._ranks)
+
+    def _drawn_to(self, number: int, ranks: Sequence[Rank]) -> list[RankGiven]:
+        """Draw an epoch, and those before it, on new ranks."""
+        for before in range(number):
+            for rank in ranks:
+                rank.epoch(before, self.coding, self._by_value)
+        return [rank.epoch(number, self.coding, self._by_value) for rank in ranks]
 
     def alike(self, epoch: EpochGiven) -> EpochGiven:
         """Draw an epoch again, on new ranks that are all seeded alike."""
         if self._cut is not None:
             return epoch  # what one process gets does not depend on how ranks are seeded
-        ranks = ranks_of(self.subject, [0] * self.world_size, range(epoch.number + 1), self._timeout)
-        return replace(epoch, ranks=_in_step(drawn_anew(ranks, epoch.number, self.coding, self.by_value)))
+        ranks = [Rank(self.subject, rank, self.world_size, 0) for rank in range(self.world_size)]
+        return replace(epoch, ranks=_in_step(self._drawn_to(epoch.number, ranks)))
 
     def is_changed_by_epoch(self, first: RankGiven) -> bool:
         """Tell whether ``set_epoch(1)`` would have given rank 0 another first pass than ``first``."""
-        subject = replace(self.subject, set_epoch=True)
-        ranks = ranks_of(subject, range(self.world_size), [1], self._timeout, only=[0])
-        again = ranks[0].epoch(1, self.coding, self.by_value).first_steps(len(first.sizes))
+        rank = Rank(replace(self.subject, set_epoch=True), 0, self.world_size, 0)
+        again = rank.epoch(1, self.coding, self._by_value).first_steps(len(first.sizes))
         return signature([again]) != signature([first])
 
-    def unpatched(self, seed: int) -> RankGiven:
+    def unpatched(self, seeded_as: int) -> RankGiven:
         """Draw the first epoch of the loader as it is, whole, in one process."""
         subject = replace(self._whole, patch=False, options={}, set_epoch=True)
-        (rank,) = ranks_of(subject, [seed], [0], self._timeout)
-        return rank.epoch(0, self.coding)
+        return Rank(subject, 0, 1, seeded_as).epoch(0, self.coding)
 
 
 def _cut_of(subject: Audited, world_size: int) -> _Cut | None:
@@ -144,42 +290,38 @@ def _cut_of(subject: Audited, world_size: int) -> _Cut | None:
     shared = unit_shared(subject.make, options.share)
     if shared.unit is ShardedUnit.ITERABLE or options.divides_batches or options.costs is not None:
         return None
-    if shared.unit is ShardedUnit.SAMPLE:
-        batching, most = shared.batching, subject.max_items
-        return lambda rank, alone: share_of_samples(Plan(rank, world_size, options.uneven), batching, most, alone)
-    return lambda rank, alone: share_of_steps(Plan(rank, world_size, options.uneven), alone)
+    batching = shared.batching if shared.unit is ShardedUnit.SAMPLE else None
+    return lambda rank, alone: share_of(Plan(rank, world_size, options.uneven), batching, alone)
 
 
-def share_of_samples(plan: Plan, batching: Batching, most: int, alone: RankGiven) -> RankGiven:
-    """Return what a rank gets of the samples that one process does, in batches of its own; ``most`` of a long epoch.
+def share_of(plan: Plan, batching: Batching | None, alone: RankGiven) -> RankGiven:
+    """Return what a rank gets of what one process does: its samples, in batches of its own, or its batches.
+
+    Args:
+        plan: Says which are the rank's.
+        batching: How a rank makes batches of its samples; None where ranks share the batches of one process.
+        alone: What one process gets.
 
     Examples:
         >>> alone = RankGiven(np.array([7, 8, 9, 5, 6]), np.array([2, 2, 1]), ended=True)
-        >>> batching = Batching(2, drop_last=False)
-        >>> [share_of_samples(Plan(rank, 2), batching, 100, alone).items.tolist() for rank in range(2)]
+        >>> [share_of(Plan(rank, 2), Batching(2, drop_last=False), alone).items.tolist() for rank in range(2)]
         [[7, 9, 6], [8, 5, 7]]
+        >>> [share_of(Plan(rank, 2), None, alone).items.tolist() for rank in range(2)]
+        [[7, 8, 6], [9, 5, 7, 8]]
     """
-    if alone.ended:
-        own, again = plan.own_and_repeated(len(alone.items))
-        items = alone.items[own.start : own.stop : own.step]
-        items = joined([items, alone.items[again.start : again.stop : again.step]]) if again else items
-    else:
-        items = alone.items[plan.rank :: plan.num_replicas][:most]
-    size, over = batching.size, len(items) % batching.size
+    n = len(alone.sizes if batching is None else alone.items)
+    own, repeated = plan.own_and_repeated(n) if alone.ended else (range(plan.rank, n, plan.num_replicas), range(0))
+    places = np.concatenate([np.arange(part.start, part.stop, part.step) for part in (own, repeated)])
+    if batching is None:
+        ends = np.cumsum(alone.sizes)
+        batches = [alone.items[ends[place] - alone.sizes[place] : ends[place]] for place in places]
+        return RankGiven(_joined(batches), alone.sizes[places], alone.ended)
+    over = len(places) % batching.size
     if over and (batching.drop_last or not alone.ended):
-        items, over = items[: len(items) - over], 0
-    sizes = np.full(-(-len(items) // size), size, np.int32)
-    sizes[len(sizes) - 1 :] = over or size
-    return RankGiven(items, sizes, alone.ended)
-
-
-def share_of_steps(plan: Plan, alone: RankGiven) -> RankGiven:
-    """Return what a rank gets of the steps that one process makes."""
-    places = plan.own_and_repeated(len(alone.sizes)) if alone.ended else (plan.share(len(alone.sizes)),)
-    steps = np.concatenate([np.asarray(part, np.int64) for part in places])
-    ends = np.cumsum(alone.sizes)
-    batches = [alone.items[ends[step] - alone.sizes[step] : ends[step]] for step in steps]
-    return RankGiven(joined(batches), alone.sizes[steps], alone.ended)
+        places, over = places[: len(places) - over], 0
+    sizes = np.full(-(-len(places) // batching.size), batching.size, np.int32)
+    sizes[len(sizes) - 1 :] = over or batching.size
+    return RankGiven(alone.items[places], sizes, alone.ended)
 
 
 def _are_equal(one: RankGiven, other: RankGiven) -> bool:

@@ -27,8 +27,8 @@ from ddp_patch.walks import stored
 
 __all__ = [
     "costs_compared",
-    "ignored_index_text",
     "require_costs",
+    "require_index",
     "require_one_of_each",
     "require_shareable",
     "require_shuffle",
@@ -173,7 +173,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
     if found is None:
         _require_copyable(facts)
         _require_processes(facts)
-        _require_index(facts)
+        require_index(facts)
         if facts.unit is ShardedUnit.ITERABLE:
             _require_iterable_options(facts, options, world)
         if options.costs is not None:
@@ -232,20 +232,15 @@ def _require_processes(facts: LoaderFacts[Any]) -> None:
         )
 
 
-def _require_index(facts: LoaderFacts[Any]) -> None:
-    """Refuse a map-style dataset that ignores its index: every rank would read one stream from its beginning."""
-    if facts.unit is not ShardedUnit.ITERABLE:
-        why, remedy = ignored_index_text(facts.dataset)
-        if why:
-            raise UnsupportedLoaderError(
-                f"{type(facts.dataset).__name__} cannot be shared by its indices: {why} {remedy}"
-            )
+def require_index(facts: LoaderFacts[Any]) -> None:
+    """Refuse a map-style dataset that ignores its index: every rank would read one stream from its beginning.
 
-
-def ignored_index_text(dataset: object) -> tuple[str, str]:
-    """Return why the indices of a map-style dataset choose nothing, and what to do; empty if they may choose."""
-    if (found := next((each for each in streams_in(dataset) if ignores_index(type(each[0]))), None)) is None:
-        return "", ""
+    Raises:
+        UnsupportedLoaderError: It does.
+    """
+    parts = () if facts.unit is ShardedUnit.ITERABLE else streams_in(facts.dataset)
+    if (found := next((each for each in parts if ignores_index(type(each[0]))), None)) is None:
+        return
     part, attribute = found
     name, held = type(part).__name__, getattr(part, attribute)
     if isinstance(held, IterableDataset):
@@ -255,11 +250,11 @@ def ignored_index_text(dataset: object) -> tuple[str, str]:
         )
     else:
         remedy = "Make it an IterableDataset that yields these items, or let __getitem__ return the item of its index."
-    why = (
-        f"{name}.__getitem__ ignores its index, and takes what comes next from a {type(held).__name__} (attribute "
-        f"{attribute!r}), so all ranks would get the same items."
+    raise UnsupportedLoaderError(
+        f"{type(facts.dataset).__name__} cannot be shared by its indices: {name}.__getitem__ ignores its index, and "
+        f"takes what comes next from a {type(held).__name__} (attribute {attribute!r}), so all ranks would get the "
+        f"same items. {remedy}"
     )
-    return why, remedy
 
 
 def _require_readable(facts: LoaderFacts[Any]) -> None:

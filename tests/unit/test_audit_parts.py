@@ -48,5 +48,5 @@ def test_foreign_samples_are_counted_and_shown() -> None:
     (epoch,) = report.epochs
     assert (epoch.missing, epoch.repeated, epoch.foreign) == (0, 0, 8)
     assert "104 on rank 0" in report.problems[0].what
-    shown = page({"train": report}, "a test")
+    shown = page({"train": report})
     assert all("8 that one process never gets" in text for text in (str(report), report.to_markdown(), shown))

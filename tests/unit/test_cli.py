@@ -163,10 +163,10 @@ def test_a_project_of_three_right_loaders_takes_three_lines(path: str) -> None:
     assert run("audit", f"{path}:three", "-w", "4").output.count("\n") == 3
 
 
-def test_annotations_stand_beside_the_line_of_the_loader(path: str) -> None:
+def test_problems_are_annotations(path: str) -> None:
     done = run("audit", f"{path}:make", "-w", "4", "--format", "github")
     assert done.exit_code == 1
-    assert done.output.startswith(f"::error file={path},line=17,title=make%3A same_order::2 epochs")
+    assert done.output.startswith("::error title=make%3A same_order::2 epochs")
     assert done.output.count("\n") == 1
 
 
@@ -177,11 +177,11 @@ def test_balance_is_shown_without_cost_and_with_it(path: str) -> None:
     lengths = [1 + index % 2 for index in range(103)]
     loader: DataLoader[Any] = DataLoader(range(103), batch_size=8, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
     report = audit(loader, 4, 1, cost=Cost(lengths, of="padded", window=4))
-    assert told["epochs"][0]["imbalance"] == report.epochs[0].imbalance
-    assert report.balanced is not None
-    assert told["balanced"]["epochs"][0]["imbalance"] == report.balanced.epochs[0].imbalance
+    (epoch,) = report.epochs
+    assert told["epochs"][0]["imbalance"] == epoch.imbalance
+    assert told["epochs"][0]["unbalanced"] == epoch.unbalanced
     markdown = run("audit", f"{path}:train", "-w", "4", "-e", "1", *balance, "--format", "markdown").stdout
-    assert all(part in markdown for part in ("without cost=,", "with it", "| with cost= | PASS |"))
+    assert "% without cost=)" in markdown
 
 
 # Parameters that have no option, and why.
@@ -192,7 +192,8 @@ NO_OPTION = {
     "rank": "the audit gives every rank its own",
     "num_replicas": "is --world-size",
     "process_group": "is made for the audit",
-    "device_mesh": "is a set-up of groups, which a factory with processes=True can make",
+    "device_mesh": "is a set-up of groups, which are of real ranks",
+    "timeout": "is of real ranks",
 }
 
 
@@ -206,8 +207,8 @@ def test_every_parameter_has_its_option() -> None:
 @pytest.mark.parametrize(
     ("options", "passed"),
     [
-        ([], {"patch": True, "padding": True, "timeout": 120.0}),
-        (["--timeout", "5", "--order", "seeded"], {"timeout": 5.0, "order": "seeded"}),
+        ([], {"patch": True, "padding": True}),
+        (["--order", "seeded"], {"order": "seeded"}),
         (
             ["--order", "scalable", "--share", "by_worker"],
             {"order": "scalable", "share": "by_worker"},
@@ -218,8 +219,8 @@ def test_every_parameter_has_its_option() -> None:
             {"seed": 4, "uneven": "drop"},
         ),
         (
-            ["--max-items", "9", "--epochs", "3", "--processes", "--epochs-differ"],
-            {"max_items": 9, "epochs": 3, "processes": True, "epochs_differ": True},
+            ["--max-items", "9", "--epochs", "3", "--epochs-differ"],
+            {"max_items": 9, "epochs": 3, "epochs_differ": True},
         ),
     ],
 )
@@ -237,7 +238,7 @@ def test_what_is_given_is_passed_on(
     assert run("audit", f"{path}:train", "-w", "2", *options).exit_code == 0
     assert passed.items() <= seen.items()
     given = {option.removeprefix("--").replace("-", "_") for option in options if option.startswith("--")}
-    assert ({*seen} & PATCHS) - {"timeout"} == given & PATCHS - {"timeout"}
+    assert {*seen} & PATCHS == given & PATCHS
 
 
 PATCHS = {*inspect.signature(patch_dataloader_to_ddp).parameters}
@@ -326,13 +327,9 @@ def test_an_error_in_the_arguments_shows_no_code(path: str) -> None:
     assert "--traceback" not in done.output
 
 
-def test_json_says_where_the_loader_is_and_with_what_it_was_audited(path: str) -> None:
+def test_json_says_with_what_it_was_audited(path: str) -> None:
     told = json.loads(run("audit", f"{path}:loaders", "-w", "2", "--format", "json").stdout)["loaders.train"]
-    assert told["code"] == f"{path}:4"
     assert told["versions"]["torch"].startswith("2.")
-    assert (
-        json.loads(run("audit", f"{path}:make", "-w", "2", "--format", "json").stdout)["make"]["code"] == f"{path}:17"
-    )
 
 
 def test_an_error_whose_message_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -349,16 +346,6 @@ def test_where_to_look_it_up_is_said_last(tmp_path: Path) -> None:
     file.write_text("import ddp_patch\ndef make():\n    ddp_patch.patch_dataloader_to_ddp(3)\n")
     lines = run("audit", f"{file}:make", "-w", "2").output.splitlines()
     assert lines[-1].endswith("python -m ddp_patch explain NotALoaderError")
-
-
-def test_what_ranks_raise_is_shown(tmp_path: Path) -> None:
-    file = tmp_path / "raising_on_ranks.py"
-    text = "from torch.utils.data import DataLoader\n" + RAISING
-    file.write_text(text.replace("return inner", "return DataLoader(range(9)) if world_size == 1 else inner"))
-    done = run("audit", f"{file}:make", "-w", "2", "--processes")
-    assert done.exit_code == 2
-    assert "ranks 0, 1 raised, as rank 0 reports it" in done.output
-    assert "LookupError: no shard for rank 0" in done.output
 
 
 @pytest.mark.parametrize("form", ["text", soaked("json"), soaked("markdown")])

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
 from zoo import Source
 
-from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.options import Uneven
 
@@ -245,14 +245,3 @@ def test_nothing_is_said_where_nothing_would_be_faster(
     caplog.set_level("INFO", logger="ddp_patch")
     list(patch_dataloader_to_ddp(DataLoader(dataset, 4, num_workers=workers), **options))
     assert not [text for text in caplog.messages if "by_worker" in text]
-
-
-def test_the_audit_notes_what_would_be_faster() -> None:
-    options: Any = {"world_size": 4, "epochs": 1}
-    report = audit(DataLoader(Shards((8, 8, 8)), 4, num_workers=2), **options)
-    report.raise_for_problems()
-    assert report.note is not None
-    assert "each of 4 ranks read all 24 items" in report.note
-    assert report.note in str(report) + dict(report.facts())["note"]
-    assert audit(DataLoader(Source(), 4, num_workers=2), **options).note is None
-    assert audit(DataLoader(Shards((8, 8, 8)), 4), **options).note is None

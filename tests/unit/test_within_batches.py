@@ -188,7 +188,7 @@ def test_an_audit_judges_each_batch_by_itself() -> None:
     for make in (pk_batches, TokenBatches):
         for uneven in ("pad", "keep"):
             report = audit(loader(batch_sampler=make()), 3, share="within_batches", uneven=uneven)
-            assert (report.ok, report.epochs[0].units) == (True, "samples"), report
+            assert report.ok, report
 
 
 # What cannot be divided.
