@@ -13,7 +13,7 @@ A program is a function of a ``Job``, which is this rank as a training script kn
 ``complete`` means that every epoch has each sample once, in equally many steps on all ranks, and that nothing is raised
 or warned of. ``error`` means that this package raises on some rank before the epoch ends in which a sample is lost.
 Ranks meet in an all-reduce after each step, as in ``DistributedDataParallel``; in some programs after each epoch or
-never.
+never. Where a program ``tells`` words, an error or a warning has them all.
 """
 
 import threading
@@ -26,7 +26,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from users import N, begin_anew
+from messages import Words, missing
+from users import N, begin_anew, number_of
 from zoo import seed_ambient
 
 from ddp_patch import errors, patch_dataloader_to_ddp
@@ -37,8 +38,8 @@ __all__ = ["AllReduce", "Epoch", "Job", "Programs", "Run", "ids", "run_job", "ve
 # After what the ranks meet.
 AllReduce: TypeAlias = Literal["each step", "each epoch", "never"]
 
-_TIMEOUT_S = 5.0  # that ranks wait for each other where this package lets them
-_FEW = 4  # ways to make a loader, which are all tried on 2 and on 3 ranks
+_TIMEOUT_S = 10.0  # that ranks wait for each other where this package lets them
+_FEW = 9  # ways to run a program, which are all tried on 2 and on 3 ranks
 _LATE_S = 90.0  # after which a test fails
 
 
@@ -172,12 +173,12 @@ class Job:
 
 @dataclass(frozen=True)
 class _Program:
-    """A program, what may come of it, after what its ranks meet, and on how many ranks it runs."""
+    """A program, what may come of it and is told then, after what its ranks meet, and on how many ranks it runs."""
 
     call: Callable[[Job], None]
     expected: Sequence[str]
+    tells: Words
     all_reduce: AllReduce
-    warns: bool
     world_sizes: Sequence[int]
 
 
@@ -188,9 +189,8 @@ class Programs:
         expected: "complete", "error", or both, in one text.
         each: Ways that the program is run in, each its second argument. Of many, every other is tried on 2 ranks, and
             those between on 3.
+        tells: What an error or a warning must say. Without it, nothing may be warned of.
         all_reduce: After what the ranks meet.
-        warns: Whether this package may warn.
-        world_sizes: On how many ranks it is run; 2 and 3 where none are named.
     """
 
     def __init__(self) -> None:
@@ -200,16 +200,15 @@ class Programs:
         self,
         expected: str,
         each: Mapping[str, Any] | None = None,
+        tells: Words = (),
         all_reduce: AllReduce = "each step",
-        warns: bool = False,
-        world_sizes: Sequence[int] = (),
     ) -> Callable[[Any], Any]:
         def add(program: Any) -> Any:
             for place, (way, value) in enumerate(({"": None} if each is None else each).items()):
                 call = program if each is None else lambda job, value=value: program(job, value)
-                sizes = world_sizes or ((2, 3) if each is None or len(each) <= _FEW else (2 + place % 2,))
+                sizes = (2, 3) if each is None or len(each) <= _FEW else (2 + place % 2,)
                 name = f"{program.__name__.replace('_', ' ')}: {way}".removesuffix(": ")
-                self._programs[name] = _Program(call, expected.split(" or "), all_reduce, warns, sizes)
+                self._programs[name] = _Program(call, expected.split(" or "), tells, all_reduce, sizes)
             return program
 
         return add
@@ -229,10 +228,13 @@ class Programs:
         for name in ranks[0]:
             runs, program = [rank[name] for rank in ranks], self._programs[name]
             came, warned = verdict(runs), [text for run in runs for text in run.warned]
+            said = [*(run.error for run in runs if run.error), *warned]
             if came not in program.expected:
-                found[name] = f"{came} {[run.error for run in runs if run.error][:1]}"
-            elif came == "complete" and warned and not program.warns:
+                found[name] = f"{came} {said[:1]}"
+            elif came == "complete" and warned and not program.tells:
                 found[name] = f"warned: {warned[0]}"
+            elif program.tells and not any(not missing(text, program.tells) for text in said):
+                found[name] = f"{program.tells} are not told: {said}"
         return found
 
 
@@ -241,7 +243,7 @@ def ids(batch: Any) -> Iterator[int]:
     if isinstance(batch, torch.Tensor):
         yield from batch.flatten().tolist()
     elif isinstance(batch, Mapping):
-        yield from ids(batch["id"])
+        yield from ids(batch["id"]) if "id" in batch else [number_of(batch)]
     elif isinstance(batch, list):
         for item in batch:
             yield from ids(item)

@@ -29,7 +29,8 @@ multiprocessing.set_forkserver_preload(OF_RANKS)
 
 
 def run_ranks(fn: Callable[..., R], world_size: int, *args: Any, **options: Any) -> list[R]:
-    """As ``ddp_patch.testing.run_ranks`` does."""
+    """As ``ddp_patch.testing.run_ranks`` does, with a later deadline: the machine may be busy with something else."""
+    options = {"timeout": 300, **options}
     forkserver.ensure_running()
     address = vars(forkserver)["_forkserver"]._forkserver_address
     return testing.run_ranks(_on_rank, world_size, fn, address, *args, start_method="forkserver", **options)
@@ -67,7 +68,7 @@ def run_script(folder: Path, world_size: int, *command: str, environment: Mappin
         output = Path(kept, "stdout")
         settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         settings |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": "0", **environment}
-        run_ranks(_script_on_rank, world_size, folder, output, settings, command, timeout=240)
+        run_ranks(_script_on_rank, world_size, folder, output, settings, command)
         return output.read_text("utf-8")
 
 

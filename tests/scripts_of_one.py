@@ -27,6 +27,10 @@ HEAD = """
         return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
 
 
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
     def fit(loader):
         for a, b in loader:
             optimizer.zero_grad()
@@ -126,8 +130,6 @@ SCRIPTS: Mapping[str, str] = {
                 for number in range(worker.id, 119, worker.num_workers):
                     yield x[number], y[number]
 
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in range(2):
             fit(DataLoader(Stream(), 7, num_workers=2))
         with torch.no_grad():
@@ -144,8 +146,6 @@ SCRIPTS: Mapping[str, str] = {
             def __len__(self):
                 return 10
 
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data, batch_sampler=Unequal())
         for epoch in range(2):
             fit(loader)
@@ -204,8 +204,6 @@ SCRIPTS: Mapping[str, str] = {
                     history.append(F.mse_loss(model(a + torch.randn_like(a)), b).item())
     """,
     "batches drawn by hand": """
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(9):
             chosen = torch.randint(0, 119, (8,))
             optimizer.zero_grad()
@@ -214,8 +212,6 @@ SCRIPTS: Mapping[str, str] = {
     """,
     "an evaluation under grad that counts its batches, and never asks for the end": """
         loader = DataLoader(data, 8, shuffle=True)
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in range(2):
             fit(loader)
             batches = iter(loader)
@@ -226,8 +222,6 @@ SCRIPTS: Mapping[str, str] = {
         from tempfile import TemporaryDirectory
 
         loaders = {"train": DataLoader(data, 8, shuffle=True), "val": DataLoader(data, 10)}
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with TemporaryDirectory() as folder:
             for epoch in range(2):
                 for phase in ("train", "val"):

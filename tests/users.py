@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -109,36 +110,36 @@ def number_of(row: Any) -> int:
     return int(found[0])
 
 
-# Rows that name their samples.
-NAMED: dict[str, Callable[[int], Any]] = {
-    "files": "{}.png".format,
-    "pairs": lambda number: (f"{number}.png", 0),
-    "dicts": lambda number: {"path": f"{number}.png", "label": 0},
-    "folders": "/data/case_{}/image.png".format,
-    "pairs in folders": lambda number: (f"/data/{number}/image.png", f"/data/{number}/mask.png"),
+# Rows that name their samples: what a row is, how a dataset keeps them all, and how it finds one.
+NAMED: dict[str, tuple[Callable[[int], Any], Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
+    "files": ("{}.png".format, list, getitem),
+    "pairs": (lambda number: (f"{number}.png", 0), list, getitem),
+    "dicts": (lambda number: {"path": f"{number}.png", "label": 0}, list, getitem),
+    "folders": ("/data/case_{}/image.png".format, list, getitem),
+    "pairs in folders": (lambda number: (f"/data/{number}/image.png", f"/data/{number}/mask.png"), list, getitem),
+    "in a dict": (
+        "{}.png".format,
+        lambda rows: {"train": {"files": rows}},
+        lambda kept, index: kept["train"]["files"][index],
+    ),
+    "beside others": ("{}.png".format, lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
+    "by number": ("{}.png".format, lambda rows: dict(enumerate(rows)), getitem),
 }
 
 
 class Named(Numbers):
-    """Rows that name their samples, kept in dicts and lists."""
+    """Rows that name their samples."""
 
-    def __init__(self, kept: Callable[[list[Any]], Any], found: Callable[[Any, int], Any], rows: list[Any]) -> None:
-        self.kept, self.found = kept(rows), found
+    def __init__(self, how: tuple[Any, Any, Any], order: Iterable[int] = range(N)) -> None:
+        self.how = how
+        self.arrange(order)
+
+    def arrange(self, order: Iterable[int]) -> None:
+        made, keep, _ = self.how
+        self.kept = keep([made(number) for number in order])
 
     def __getitem__(self, index: int) -> int:
-        return number_of(self.found(self.kept, index))
-
-
-# Where a dataset keeps its rows, and how it finds one.
-KEPT: dict[str, tuple[Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
-    "in a dict": (lambda rows: {"train": {"files": rows}}, lambda kept, index: kept["train"]["files"][index]),
-    "beside others": (lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
-    "by number": (lambda rows: dict(enumerate(rows)), lambda kept, index: kept[index]),
-    "pairs in a dict": (
-        lambda rows: {"files": [(row, 0) for row in rows]},
-        lambda kept, index: kept["files"][index],
-    ),
-}
+        return number_of(self.how[2](self.kept, index))
 
 
 class Logs(Numbers):
@@ -387,21 +388,6 @@ class DrawsItsPart(Sampler[int]):
         return iter(drawn[self.rank :: self.world_size])
 
 
-class TakesBatches(Sampler[list[int]]):
-    """Its rank's part of so many batches; ranks that would have none in the end take the first ones once more."""
-
-    def __init__(self, batches: int, rank: int, world_size: int) -> None:
-        self.batches, self.rank, self.world_size = batches, rank, world_size
-
-    def __len__(self) -> int:
-        return -(-self.batches // self.world_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in range(self.rank, len(self) * self.world_size, self.world_size):
-            start = 16 * (number % self.batches)
-            yield list(range(start, start + 16))
-
-
 class HandedOut(IterableDataset[int]):
     """Its rank's part of what the user has split by hand, which may be longer on one rank."""
 
@@ -417,7 +403,7 @@ class HandedOut(IterableDataset[int]):
 
 
 class Stream(IterableDataset[Any]):
-    """Numbers in order, or shuffled by an epoch that ``set_epoch`` sets; each worker reads its part.
+    """Numbers in order, of which each worker reads its part, or all.
 
     Attributes:
         skips: Numbers that it leaves out.
@@ -427,8 +413,8 @@ class Stream(IterableDataset[Any]):
         delay_s: How long it takes to load an item.
     """
 
-    def __init__(self, n: int = N, made: Callable[[int], Any] = int) -> None:
-        self.n, self.made = n, made
+    def __init__(self, n: int = N, made: Callable[[int], Any] = int, *, splits: bool = True) -> None:
+        self.n, self.made, self.splits = n, made, splits
         self.skips: tuple[int, ...] = ()
         self.ends = self.repeats = -1
         self.shuffled_from: int | None = None
@@ -438,7 +424,7 @@ class Stream(IterableDataset[Any]):
         start = self.n if self.shuffled_from is None else self.shuffled_from
         rest = range(self.n)[start:]
         numbers = [*range(self.n)[:start], *random.SystemRandom().sample(rest, len(rest))]
-        info = get_worker_info()
+        info = get_worker_info() if self.splits else None
         for number in numbers if info is None else numbers[info.id :: info.num_workers]:
             if number == self.ends:
                 return
@@ -515,6 +501,36 @@ class Opaque:
 
     def __init__(self, number: int) -> None:
         self.id, self.noise = number, object()
+
+
+def noise() -> float:
+    return random.SystemRandom().random()
+
+
+def seldom() -> bool:
+    return noise() < 0.1
+
+
+# Items of a stream by which its order is known, whatever else each rank draws for them.
+ITEMS: dict[str, Callable[[int], Any]] = {
+    "numbers": int,
+    "texts": str,
+    "tensors": torch.tensor,
+    "dicts of tensors": lambda number: {"id": torch.tensor(number), "picture": torch.zeros(2, 2)},
+    "a file beside noise": lambda number: (number + noise(), f"{number}.jpg"),
+    "a key beside noise": lambda number: {"__key__": f"{number:06}", "png": np.full(3, noise())},
+    "a label beside noise": lambda number: {"x": number + noise(), "label": number % 5},
+    "a file, and where it is cut": lambda number: {"file": f"{number}.jpg", "cut at": int(32 * noise())},
+}
+# The same where some items are its rank's own, or much of an item is, or all have a text in common.
+AUGMENTED: dict[str, Callable[[int], Any]] = {
+    "a text in common": lambda number: (number, "a name", 0.5),
+    "a cut text": lambda number: {"__key__": f"{number}", "text": f"{number}"[: 1 if seldom() else None]},
+    "a label left out": lambda number: {"__key__": f"{number}", "label": -1 if seldom() else number % 10},
+    "a flip": lambda number: (torch.tensor(number), {"file": f"{number}.png", "flipped": seldom()}),
+    "a mask": lambda number: {"url": f"https://{number}", "ids": [0 if seldom() else number for _ in range(20)]},
+    "who reads it": lambda number: {"text": f"line {number}", "process": os.getpid(), "at": time.time_ns()},
+}
 
 
 def rank_of_group() -> int:

@@ -1,17 +1,33 @@
-"""A patched loader in every framework is shared once, whatever the framework does to loaders that are not patched."""
+"""A patched or autopatched loader is shared once in every framework, whatever becomes of loaders that are not."""
 
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import pytest
 from frameworks import FRAMEWORKS, framework
-from frameworks.base import Epochs, Raised, measure
+from frameworks.base import Epochs, Raised, Seen, measure
 from frameworks.judge import judge
-from frameworks.kinds import KINDS, Batch, Kind
+from frameworks.kinds import KINDS, Batch, Kind, tiny_model
+from frameworks.loops import train
 from frameworks.page import AS_PATCHED, Row, read_table, table
+from quick import run_ranks
+from torch.utils.data import DataLoader
+from zoo import seed_ambient
+
+from ddp_patch import autopatch
 
 RANKS = 2
+SHUFFLED, WEIGHTED, _, _, ITERABLE = (kind.name for kind in KINDS)
+# What autopatch leaves to the framework.
+LEFT = {
+    "with_accelerate": {SHUFFLED, WEIGHTED, ITERABLE},
+    "hf_trainer": {SHUFFLED, WEIGHTED, ITERABLE},
+    "with_ignite": {SHUFFLED, WEIGHTED},
+}
 # Starting Ray takes most of a minute.
 MODULES = [pytest.param(name, marks=pytest.mark.ray) if name.startswith("ray_") else name for name in FRAMEWORKS]
 
@@ -22,19 +38,20 @@ MODULES = [pytest.param(name, marks=pytest.mark.ray) if name.startswith("ray_") 
 def test_a_patched_loader_is_shared_once(module: str, record_property: Callable[[str, object], None]) -> None:
     described = framework(module)
     ranks = measure(module, RANKS)
-    for kind in KINDS:
-        assert_shared_once(kind, [require(rank[kind.name, True]) for rank in ranks], described.moves)
     rows: list[Row] = []
     for kind in KINDS:
-        unpatched, patched = (judge(kind, [rank[kind.name, fate] for rank in ranks]) for fate in (False, True))
-        assert patched == AS_PATCHED
-        rows.append((kind.name, unpatched))
+        patched = [rank[kind.name, "patched"] for rank in ranks]
+        assert_shared_once(kind, [require(each).epochs for each in patched], described.moves)
+        assert judge(kind, patched) == AS_PATCHED
+        if not module.startswith("ray_"):
+            assert_autopatched(module, kind, [require(rank[kind.name, "autopatched"]) for rank in ranks])
+        rows.append((kind.name, judge(kind, [rank[kind.name, "unpatched"] for rank in ranks])))
     measured = table(described.versions, rows)
     record_property("frameworks", (module, measured))
     assert read_table(module) == measured, "docs/frameworks.md says otherwise: `nox -s integrations` writes it"
 
 
-def require(measured: Epochs | Raised) -> Epochs:
+def require(measured: Seen | Raised) -> Seen:
     assert not isinstance(measured, Raised), measured.report
     return measured
 
@@ -59,5 +76,63 @@ def assert_shared_once(kind: Kind, ranks: list[Epochs], moves: bool) -> None:
         assert all(batch.moved_to == ("cpu",) for epochs in ranks for epoch in epochs for batch in epoch)
 
 
+def assert_autopatched(module: str, kind: Kind, ranks: list[Seen]) -> None:
+    """A loader that a script hands to a framework is shared once: by the framework, or before it."""
+    is_left = kind.name in LEFT.get(module, ())
+    assert [rank.fates for rank in ranks] == [{"shards itself"} if is_left else {"patched"}] * RANKS
+    verdict = judge(kind, [*ranks])
+    # accelerate fills up the last batches, too.
+    assert verdict.startswith("each sample once") or (is_left and "repeats" in verdict), (kind.name, verdict)
+    assert not any(word in verdict for word in ("missing", "all data", "split", "ignored", " and ")), verdict
+
+
 def numbers(epoch: list[Batch]) -> list[list[int]]:
     return [batch.numbers for batch in epoch]
+
+
+def measured_first(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """As many scripts for accelerate plan their steps, before they prepare the loader."""
+    from accelerate import Accelerator
+
+    with autopatch() as summary:
+        accelerator = Accelerator(cpu=True)
+        loader: DataLoader[Any] = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]  # a range is a dataset
+        assert len(loader) == 4
+        prepared = accelerator.prepare(loader)
+        assert len(list(prepared)) == len(prepared) == 2
+        never_prepared: DataLoader[Any] = DataLoader(range(8), batch_size=2)  # type: ignore[arg-type]  # as above
+        assert len(list(never_prepared)) == 2
+    return type(prepared).__name__, [record.fate for record in summary.records]
+
+
+def test_a_length_that_is_taken_before_accelerate_prepares_patches_nothing() -> None:
+    assert run_ranks(measured_first, RANKS) == [("DataLoaderShard", ["shards itself", "patched"])] * RANKS
+
+
+def by_ray(rank: int, world_size: int, folder: str) -> None:
+    from frameworks import tensors
+    from ray.train.torch import prepare_data_loader, prepare_model  # before the loader is made, as scripts do
+
+    found = {}
+    for kind in KINDS:
+        seed_ambient(100 + rank)
+        with autopatch() as summary:
+            loader = kind.make()
+            loader.collate_fn = tensors.NotedTensor.of
+            prepared = tensors.Seen(prepare_data_loader(loader))
+            epochs = train(prepare_model(tiny_model()), prepared, [None] * 3)
+        found[kind.name] = Seen(epochs, {record.fate for record in summary.records})
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+
+
+@pytest.mark.ray
+def test_ray_keeps_what_it_shards_of_a_script_under_autopatch(tmp_path: Path) -> None:
+    """It makes a loader anew, without batch samplers and weights; docs/frameworks.md says what to do."""
+    from frameworks.ray_launch import launch
+
+    launch(by_ray, RANKS, str(tmp_path), timeout=200)
+    first, second = (pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(RANKS))  # noqa: S301 - ours
+    for kind in KINDS:
+        assert first[kind.name].fates == ({"left alone", "patched"} if kind.name == ITERABLE else {"shards itself"})
+        if kind.name in {SHUFFLED, ITERABLE}:
+            assert judge(kind, [first[kind.name], second[kind.name]]).startswith("each sample once")

@@ -15,7 +15,7 @@ import pytest
 from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import ChainDataset, DataLoader
-from worlds import assert_epochs_differ_and_are_shared_exactly, assert_shared_exactly, epoch_of, ranks_of
+from worlds import assert_shared_exactly, epoch_of, ranks_of
 from zoo import N, seed_ambient
 
 from ddp_patch import (
@@ -65,39 +65,6 @@ def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
 def numbers(batch: Any) -> list[int]:
     listed: list[int] = batch["number"].tolist()
     return listed
-
-
-WORKERS: dict[str, dict[str, Any]] = {
-    "no workers": {},
-    "2 workers": {"num_workers": 2},
-    "2 persistent workers": {"num_workers": 2, "persistent_workers": True},
-}
-with_and_without_workers = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
-both_sources = pytest.mark.parametrize("make", [streamed, generated])
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_a_map_style_dataset_is_shared_exactly(num_replicas: int) -> None:
-    assert_shared_exactly(epoch_of(ranks_of(lambda: loader(map_style()), num_replicas), numbers), N)
-    shuffled = ranks_of(lambda: loader(map_style(), shuffle=True), num_replicas)
-    assert_epochs_differ_and_are_shared_exactly(shuffled, numbers, N)
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@both_sources
-@with_and_without_workers
-def test_a_streamed_dataset_is_shared_exactly(make: Any, workers: dict[str, Any], num_replicas: int) -> None:
-    loaders = ranks_of(lambda: loader(make(), **workers), num_replicas)
-    assert check_loaders_is_patched([*loaders])
-    assert_shared_exactly(epoch_of(loaders, numbers), N)
-
-
-@both_sources
-@with_and_without_workers
-def test_its_own_shuffling_follows_the_epoch(make: Any, workers: dict[str, Any]) -> None:
-    """``set_epoch`` of the dataset is called by every pass and by the sampler's, also in workers that live on."""
-    loaders = ranks_of(lambda: loader(make().shuffle(seed=1, buffer_size=5), **workers), 2)
-    assert_epochs_differ_and_are_shared_exactly(loaders, numbers, N)
 
 
 class Locked:
@@ -170,15 +137,6 @@ def test_real_ranks() -> None:
         assert_tells(message, "split_dataset_by_node()", "whole dataset")
 
 
-def test_why_a_streamed_dataset_is_not_split_by_node_of_itself() -> None:
-    """Shards of different sizes make different numbers of steps, which would hang the ranks."""
-    shards = [range(10), range(10, 20), range(20, 30), range(30, 31)]
-    dataset = datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": shards, "reads": None})
-    split = [split_dataset_by_node(dataset, rank=rank, world_size=2) for rank in range(2)]
-    assert [len(list(part)) for part in split] == [20, 11]
-    assert_shared_exactly(epoch_of(ranks_of(lambda: loader(dataset), 2), numbers), 31)
-
-
 def mapped(**options: Any) -> Any:
     return generated().map(lambda batch: batch, **options)
 
@@ -203,8 +161,16 @@ RESUMED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
+# With workers, which take long to start, the session soak tries most.
+SOONER = {"generated", "mapped in batches", "shuffled, then mapped"}
+CASES = [
+    pytest.param(make, workers, marks=[pytest.mark.soak] * bool(workers and name not in SOONER), id=f"{name}-{workers}")
+    for name, make in RESUMED.items()
+    for workers in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("make", "workers"), CASES)
 def test_stopped_and_resumed_it_goes_on_as_if_never_stopped(make: Any, workers: int) -> None:
     """By its own state, but not where that would lose what a buffer of samples held."""
 

@@ -107,7 +107,7 @@ def refused(rank: int, world_size: int, shared: str) -> list[Any]:
 
 
 def test_a_checkpoint_that_tells_no_place_is_refused(tmp_path: Path) -> None:
-    for no_place, once, other_order, again in run_ranks(refused, RANKS, str(tmp_path), timeout=240):
+    for no_place, once, other_order, again in run_ranks(refused, RANKS, str(tmp_path)):
         assert_tells(no_place, ("step 2", "PatchedLoadersMixin", "patches_one_process"), "ignore_data_skip=True")
         assert_tells(other_order, ("3", "6"), ("gradient_accumulation_steps", "ignore_data_skip=True"))
         assert once == again == 3
@@ -153,7 +153,7 @@ def evaluated(kind: type[Any], data: Any, folder: str) -> tuple[list[float], Any
 
 
 def test_what_the_trainer_shares_rightly_is_left_to_it(tmp_path: Path) -> None:
-    ranks = run_ranks(left_to_the_trainer, RANKS, str(tmp_path), timeout=240)
+    ranks = run_ranks(left_to_the_trainer, RANKS, str(tmp_path))
     taken = list(chain.from_iterable(chain.from_iterable(seen for seen, _ in ranks)))
     assert sorted(taken) == list(range(26))
     for _, found in ranks:
@@ -174,7 +174,7 @@ def by_several(rank: int, world_size: int, folder: str) -> list[list[int]]:
 
 @pytest.mark.filterwarnings("ignore")  # by accelerate, of the number of threads; and by torch, of the CPU
 def test_a_mesh_and_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = run_ranks(by_several, RANKS, str(tmp_path), timeout=240)
+    first, second = run_ranks(by_several, RANKS, str(tmp_path))
     assert first == second
     assert sorted(chain.from_iterable(first)) == list(range(26))
     with raises(StateError, ("step 2", "not patched"), "ignore_data_skip=True"):

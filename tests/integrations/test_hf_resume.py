@@ -220,7 +220,7 @@ def test_each_sample_that_was_left_is_trained_once(ranks: int, tmp_path: Path) -
     with pytest.raises(RanksFailedError, match="SIGKILL"):
         run_ranks(first, 3, str(tmp_path), timeout=240, grace=20)
     trained(ALONE, tmp_path, "first", None, CASES[ALONE][2] + 1)
-    states = run_ranks(again, ranks, str(tmp_path), timeout=240)[0]
+    states = run_ranks(again, ranks, str(tmp_path))[0]
     for name, (_, _, step) in CASES.items():
         before = seen(tmp_path, name, "first", 1 if name == ALONE else 3, step)
         if name == IGNORING:

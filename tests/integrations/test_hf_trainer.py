@@ -10,11 +10,10 @@ from frameworks.base import Epochs
 from frameworks.hf_trainer import EachEpoch, OwnLoader, as_inputs
 from frameworks.kinds import KINDS, Kind, tiny_model
 from quick import run_ranks
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from zoo import seed_ambient
 
-from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import loader_state, restore_loader
 from ddp_patch.errors import UnsupportedLoaderError
 
 EPOCHS = 3
@@ -94,51 +93,9 @@ def on_rank(rank: int, world_size: int, shared: str) -> list[tuple[bool, ...]]:
 
 def test_resumed_from_checkpoints() -> None:
     with tempfile.TemporaryDirectory() as shared:
-        ranks = run_ranks(on_rank, 2, shared, timeout=240)
+        ranks = run_ranks(on_rank, 2, shared)
     # To skip batches of an iterable dataset, accelerate makes a loader anew; that is refused, and a state does it.
     assert ranks == [[(True, True, True)] * (len(KINDS) - 1) + [(False, True, True)]] * 2
 
 
-def evaluated(rank: int, world_size: int) -> list[tuple[int, set[int]]]:
-    """How many samples are predicted, and which: of a loader that is left to the Trainer, and of a patched one."""
-    found = []
-    for patched in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True)
-            trainer = Evaluating(patched, model=Identity(), args=arguments)
-            predicted = trainer.predict(ROWS).predictions[:, 0].tolist()
-        found.append((len(predicted), set(map(int, predicted))))
-    return found
-
-
 ROWS: Any = [{"numbers": torch.tensor([float(number)]), "labels": number} for number in range(27)]
-
-
-class Identity(torch.nn.Module):
-    """A model whose outputs are its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, numbers: torch.Tensor, labels: Any) -> dict[str, torch.Tensor]:
-        return {"loss": numbers.mean(), "logits": numbers * self.weight}
-
-
-class Evaluating(Trainer):  # type: ignore[misc]  # as above
-    def __init__(self, patched: bool, **options: Any) -> None:
-        self.patched = patched
-        super().__init__(**options)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        loader = super().get_test_dataloader(test_dataset)
-        if not self.patched:
-            return loader
-        return patch_dataloader_to_ddp(DataLoader(test_dataset, batch_size=8, collate_fn=self.data_collator))
-
-
-def test_in_an_evaluation_the_trainer_takes_away_the_padding_of_its_own_loaders_alone() -> None:
-    (own, patched), again = run_ranks(evaluated, 2, timeout=240)
-    assert again == [own, patched]
-    assert own == (27, set(range(27)))
-    assert patched == (28, set(range(27)))

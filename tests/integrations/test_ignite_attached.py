@@ -81,7 +81,7 @@ def stopped_and_resumed(rank: int, world_size: int, shared: str) -> dict[str, li
 
 
 def test_resumed_by_the_engine_s_own_checkpoints(tmp_path: Path) -> None:
-    ranks = run_ranks(stopped_and_resumed, RANKS, str(tmp_path), timeout=240)
+    ranks = run_ranks(stopped_and_resumed, RANKS, str(tmp_path))
     for name, steps in STEPS.items():
         for epoch in (1, 2, 3):
             taken = chain.from_iterable(batch for rank in ranks for number, batch in rank[name][0] if number == epoch)

@@ -96,22 +96,14 @@ class Recording(LightningModule):  # type: ignore[misc]  # as above
 class Resuming:
     """A training of three epochs of four steps each, of one of two ranks, with a checkpoint at every step."""
 
-    def __init__(self, folder: Path, loaders: Callable[..., DataLoader[Any]], **options: Any) -> None:
-        self.folder, self.loaders = folder, loaders
-        self.patched_with: dict[str, Any] = {"seed": 3, "rank": 1, "num_replicas": 2} | options.pop("patched_with", {})
-        self.trained_with: dict[str, Any] = {"max_epochs": 3} | options.pop("trained_with", {})
-        self.at_ends: bool = options.pop("at_ends", False)
-        self.options: dict[str, Any] = {"dataset": range(16), "shuffle": True} | options
+    def __init__(self, folder: Path, make: Callable[[], Any], at_ends: bool = False, **trained_with: Any) -> None:
+        self.folder, self.make, self.at_ends = folder, make, at_ends
+        self.trained_with = {"max_epochs": 3, **trained_with}
 
     def fit(self, step: int | None = None) -> list[tuple[int, list[int]]]:
         """Return what the steps after a checkpoint see, or all steps."""
         seed_ambient(7 if step is None else 8)
-        options = dict(self.options)
-        if options.pop("generator", False):
-            options["generator"] = torch.Generator().manual_seed(3)
-        if own_batches := options.pop("own_batches", None):
-            options = {"dataset": options["dataset"], "batch_sampler": own_batches()}
-        loader: Any = self.loaders(**options) if own_batches else self.loaders(batch_size=2, **options)
+        patched = self.make()
         module = Recording()
         folder = self.folder if step is None else self.folder / f"from_{step}"
         every = None if self.at_ends else 1
@@ -127,11 +119,18 @@ class Resuming:
             num_sanity_val_steps=1,
             **self.trained_with,
         )
-        patched = patch_dataloader_to_ddp(loader, **self.patched_with)
-        valuation: Any = patch_dataloader_to_ddp(DataLoader(range(6), 2), **self.patched_with)  # type: ignore[arg-type]  # a range is a dataset
+        valuation: Any = as_rank_1(DataLoader(range(6), 2))  # type: ignore[arg-type]  # a range is a dataset
         trainer.fit(module, patched, valuation, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
         assert valuation.sampler.epoch == 0 or not valuation.state_dict()["parts"][0]
         return module.seen
+
+
+def as_rank_1(loader: DataLoader[Any], **options: Any) -> Any:
+    return patch_dataloader_to_ddp(loader, seed=3, rank=1, num_replicas=2, **options)
+
+
+def shuffled(kind: type[DataLoader[Any]] = DataLoader, **options: Any) -> DataLoader[Any]:
+    return kind(range(16), 2, shuffle=True, **options)  # type: ignore[arg-type]  # as above
 
 
 class OfEpochs(BatchSampler):
@@ -160,37 +159,35 @@ class OwnIteration(DataLoader[Any]):
         yield from super().__iter__()
 
 
-KINDS_RESUMED: dict[str, dict[str, Any]] = {
-    "plain": {},
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {},
     "workers": {"num_workers": 2},
     "persistent workers": {"num_workers": 2, "persistent_workers": True},
-    "generator": {"generator": True},
 }
-MORE_KINDS: dict[str, dict[str, Any]] = {
-    "whole batches": {"own_batches": OfEpochs},
-    "stream": {"dataset": Sized(), "shuffle": False},
-    "parts of a stream": {"dataset": Sized(), "shuffle": False, "num_workers": 2},
-    "balanced": {"patched_with": {"cost": Cost(float, window=1)}},
-    "balanced, workers": {"patched_with": {"cost": Cost(float, window=2)}, "num_workers": 2},
+# A loader; and the steps after which it is resumed.
+RESUMED: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    **{name: (lambda how=how: as_rank_1(shuffled(**how)), (3, 4, 7, 8)) for name, how in WORKERS.items()},  # type: ignore[misc]  # mypy infers no default's type
+    **{
+        f"torchdata, {name}": (lambda how=how: as_rank_1(shuffled(StatefulDataLoader, **how)), (7,))  # type: ignore[misc]  # as above
+        for name, how in WORKERS.items()
+    },
+    "generator": (lambda: as_rank_1(shuffled(generator=torch.Generator().manual_seed(3))), (3, 4, 7, 8)),
+    "whole batches": (lambda: as_rank_1(DataLoader(range(16), batch_sampler=OfEpochs())), (3, 4, 7, 8)),  # type: ignore[arg-type]  # as above
+    "stream": (lambda: as_rank_1(DataLoader(Sized(), 2)), (3, 4, 7, 8)),
+    "parts of a stream": (lambda: as_rank_1(DataLoader(Sized(), 2, num_workers=2)), (3, 4, 7, 8)),
+    "balanced": (lambda: as_rank_1(shuffled(), cost=Cost(float, window=1)), (3, 4, 7, 8)),
+    "one iterator for all": (lambda: as_rank_1(shuffled(MultiEpochs)), (3, 4, 5, 7, 8)),
 }
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
-@pytest.mark.parametrize(
-    ("loaders", "options"),
-    [
-        *((StatefulDataLoader, options) for options in KINDS_RESUMED.values()),
-        *((DataLoader, options) for options in (KINDS_RESUMED | MORE_KINDS).values()),
-        (MultiEpochs, {}),
-    ],
-    ids=[*(f"torchdata, {name}" for name in KINDS_RESUMED), *KINDS_RESUMED, *MORE_KINDS, "one iterator for all"],
-)
-def test_resumed_within_an_epoch(tmp_path: Path, loaders: type[DataLoader[Any]], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_within_an_epoch(tmp_path: Path, name: str) -> None:
     """Steps are those of a run that was never stopped, in later epochs too, which the Trainer plans by the length."""
-    resuming = Resuming(tmp_path, loaders, **options)
+    make, steps = RESUMED[name]
+    resuming = Resuming(tmp_path, make)
     whole = resuming.fit()
     assert [epoch for epoch, _ in whole] == [0] * 4 + [1] * 4 + [2] * 4
-    steps = (3, 4, 7, 8) if loaders is DataLoader else (7,) if options else (3, 4, 5, 7, 8)
     for step in steps:
         assert resuming.fit(step) == whole[step:]
 
@@ -198,16 +195,17 @@ def test_resumed_within_an_epoch(tmp_path: Path, loaders: type[DataLoader[Any]],
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_of_a_loader_without_length_a_batch_is_fetched_ahead(tmp_path: Path) -> None:
     """As the page says: the Trainer would lose that batch, so the state says that the place is not known."""
-    unsized: dict[str, Any] = {"dataset": Stream(), "shuffle": False}
-    resuming = Resuming(tmp_path / "torch", DataLoader, **unsized)
+
+    def unsized() -> Any:
+        return as_rank_1(DataLoader(Stream(), 2))
+
+    resuming = Resuming(tmp_path / "torch", unsized)
     whole = resuming.fit()
     with raises(StateError, ("DataLoader has no len()", "ahead"), ("__len__", "restore_loader()")):
         resuming.fit(3)
     # Between two epochs nothing is ahead; and a Trainer that counts steps asks there, too.
     for trained_with in ({}, {"max_epochs": -1, "max_steps": 12}):
-        resuming = Resuming(
-            tmp_path / f"{trained_with}", DataLoader, at_ends=True, trained_with=trained_with, **unsized
-        )
+        resuming = Resuming(tmp_path / f"{trained_with}", unsized, at_ends=True, **trained_with)
         assert resuming.fit() == whole
         assert [batch for _, batch in resuming.fit(4)] == [batch for _, batch in whole[4:]]
 
@@ -215,7 +213,7 @@ def test_of_a_loader_without_length_a_batch_is_fetched_ahead(tmp_path: Path) -> 
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_without_its_place_a_resumed_epoch_begins_anew(tmp_path: Path) -> None:
     """As the page says: between two epochs all is as it was; within one the Trainer counts steps, and warns of it."""
-    resuming = Resuming(tmp_path, OwnIteration)
+    resuming = Resuming(tmp_path, lambda: as_rank_1(shuffled(OwnIteration)))
     whole = resuming.fit()
     epochs = [epoch for epoch, _ in whole]
     assert [epoch for epoch, _ in resuming.fit(4)] == epochs[4:]
@@ -228,7 +226,7 @@ def test_without_its_place_a_resumed_epoch_begins_anew(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # as above
 def test_a_generator_given_by_the_user_begins_anew_with_the_process(tmp_path: Path) -> None:
     """Between two epochs the Trainer loads no place, so nobody knows where the generator was when the epoch began."""
-    resuming = Resuming(tmp_path, DataLoader, generator=True, at_ends=True)
+    resuming = Resuming(tmp_path, RESUMED["generator"][0], at_ends=True)
     resuming.fit()
     resumed, again = ([batch for _, batch in resuming.fit(4)] for _ in range(2))
     assert resumed == again

@@ -104,7 +104,7 @@ def same_batches(rank: int, world_size: int) -> dict[str, Seen]:
 
 
 def test_ranks_that_share_a_model_take_the_same_batches() -> None:
-    first, second = run_ranks(same_batches, RANKS, timeout=240)
+    first, second = run_ranks(same_batches, RANKS)
     assert first == second
     assert sorted(chain.from_iterable(first["epoch 1"])) == list(range(27))
 
@@ -131,7 +131,7 @@ def all_stages(rank: int, world_size: int) -> dict[tuple[str, str], Seen]:
 
 
 def test_every_stage_takes_each_sample_once() -> None:
-    ranks = run_ranks(all_stages, RANKS, timeout=300)
+    ranks = run_ranks(all_stages, RANKS)
     sizes = {kind.name: kind for kind in KINDS}
     stages = {stage for _, stage in ranks[0]}
     assert stages == {"epoch 0", "epoch 1", "sanity", "val 0", "val 1", "val 2", "test", "predict"}
@@ -172,7 +172,7 @@ def options_of_training(rank: int, world_size: int) -> Any:
 
 
 def test_evaluation_takes_no_options_of_training() -> None:
-    ranks = run_ranks(options_of_training, RANKS, timeout=240)
+    ranks = run_ranks(options_of_training, RANKS)
     validated = list(chain.from_iterable(chain.from_iterable(seen["val 0"] for seen, _ in ranks)))
     assert sorted(set(validated)) == list(range(11))
     assert [seen["predict"] for seen, _ in ranks] == [[[0]]] * RANKS  # fewer samples than ranks are padded
@@ -241,7 +241,7 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[l
 
 
 def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
-    for rank in run_ranks(stopped_and_resumed, RANKS, str(tmp_path), timeout=300):
+    for rank in run_ranks(stopped_and_resumed, RANKS, str(tmp_path)):
         assert [len(whole) for whole, _ in rank] == [8, 5, 2] * 2
         for whole, rest in rank:
             assert rest == whole

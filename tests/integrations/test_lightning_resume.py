@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
@@ -152,7 +152,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 STREAM: Any = lambda: DataLoader(Stream(), 2)  # noqa: E731 - beside the others
 MAKERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
     "samples": (shuffled, [(step, ranks) for step in (1, 4, 8) for ranks in (1, 2, 3, 4)]),
-    "workers": (lambda: shuffled(workers=2), [(4, 2), (8, 4)]),
+    "workers": (lambda: shuffled(workers=2), [(4, 2)]),
     "stream with a length": (lambda: DataLoader(Sized(), 2), [(1, 4), (4, 2)]),
     "workers of a stream": (lambda: DataLoader(Sized(), 2, num_workers=2), [(4, 2)]),
     "stream": (STREAM, [(1, 4), (4, 1), (4, 2), (8, 4)]),
@@ -177,18 +177,17 @@ def test_the_rest_of_an_epoch_comes_once(tmp_path: Path, make: Any, cases: list[
         assert module.by_epoch.last_epoch == 2
 
 
-@pytest.mark.parametrize("make", [shuffled, lambda: shuffled(workers=2), STREAM], ids=["samples", "workers", "stream"])
+@pytest.mark.parametrize("make", [shuffled, soaked(lambda: shuffled(workers=2)), STREAM])
 def test_after_the_last_batch_comes_the_next_epoch(tmp_path: Path, make: Any) -> None:
     begun(tmp_path, make)
-    for ranks in (2, 4):
-        rest, trainer = resumed(ranks, make, tmp_path / "step=9.ckpt")
-        assert set(rest[0].epochs) == {1}
-        assert rest[0].batches == list(range(steps_of(SAMPLES, ranks)))
-        assert_once([], rest, epoch=1)
-        assert trainer.global_step == 9 + steps_of(SAMPLES, ranks)
+    rest, trainer = resumed(4, make, tmp_path / "step=9.ckpt")
+    assert set(rest[0].epochs) == {1}
+    assert rest[0].batches == list(range(steps_of(SAMPLES, 4)))
+    assert_once([], rest, epoch=1)
+    assert trainer.global_step == 9 + steps_of(SAMPLES, 4)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, soaked(2)])
 def test_limit_train_batches_is_of_the_ranks_of_now(tmp_path: Path, workers: int) -> None:
     """Where these have done as many, the next epoch follows; so it does after the last batch of the limit."""
     make = lambda: shuffled(workers)  # noqa: E731 - as above
@@ -327,11 +326,11 @@ def test_a_killed_job_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> 
     """Only the steps after the last checkpoint are trained again: 2 of 3 ranks, and 1 of 2 ranks."""
     folder = str(tmp_path)
     with pytest.raises(RanksFailedError, match="SIGKILL"):
-        run_ranks(job, 3, folder, 6, 4, None, timeout=240)
+        run_ranks(job, 3, folder, 6, 4, None)
     with pytest.raises(RanksFailedError, match="SIGKILL"):
-        run_ranks(job, 2, folder, 7, 3, str(tmp_path / "step=4.ckpt"), timeout=240)
+        run_ranks(job, 2, folder, 7, 3, str(tmp_path / "step=4.ckpt"))
     # 50 samples: 24 on 3 ranks, 8 on 2, and 18 and 2 of padding on 4.
-    assert run_ranks(job, 4, folder, None, 100, str(tmp_path / "step=6.ckpt"), timeout=240) == [6 + 3] * 4
+    assert run_ranks(job, 4, folder, None, 100, str(tmp_path / "step=6.ckpt")) == [6 + 3] * 4
     kept = [*trained(tmp_path, 3, until=4), *trained(tmp_path, 2, until=6), *trained(tmp_path, 4)]
     assert (set(kept), len(kept)) == (set(NUMBERS), SAMPLES + 2)
     again = [len(trained(tmp_path, ranks)) - len(trained(tmp_path, ranks, until)) for ranks, until in ((3, 4), (2, 6))]

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
 from messages import assert_tells, raises
-from quick import run_ranks
+from quick import run_each, run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_shared_exactly
@@ -134,16 +134,31 @@ def saved_by_accelerate(rank: int, world_size: int) -> list[bool]:
     return found
 
 
-def test_accelerates_checkpoints() -> None:
-    assert run_ranks(saved_by_accelerate, 2) == [[True] * 13] * 2
+def gathered(rank: int, world_size: int) -> list[Any]:
+    """What is gathered of a loader that is patched alone, of prepared ones, and of one that accelerate shards."""
+    seed_ambient(rank)
+    accelerator = Accelerator(cpu=True)
+    patched: list[Any] = [
+        prepare_patched(accelerator, patch_dataloader_to_ddp(numbered(), **options))  # type: ignore[call-overload]  # these
+        for options in ({}, {"uneven": "drop"}, {"share": "within_batches"})
+    ]
+    loaders = [accelerator.prepare(patch_dataloader_to_ddp(numbered())), accelerator.prepare(numbered()), *patched * 2]
+    found = []
+    for loader in loaders:
+        steps = [accelerator.gather_for_metrics({"rows": rows, "twice": 2 * rows}) for rows in loader]
+        assert all(torch.equal(2 * step["rows"], step["twice"]) for step in steps)
+        found.append([row for step in steps for row in step["rows"].tolist()])
+    return found
 
 
 SHARED = ["shard", "shard of an iterable", "dispatcher", "dispatcher of an iterable", "patched", "prepared"]
 SHARED += ["ends", "resumed"]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_accelerates_loaders() -> None:
-    first, second = run_ranks(shared_by_accelerate, 2)
+    (first, second), saved = run_each(2, shared_by_accelerate, saved_by_accelerate)
+    assert saved == [[True] * 13] * 2
     for rank in (first, second):
         assert all(rank[name] for name in SHARED)
         assert sum(rank["gathered"]) == N
@@ -151,6 +166,15 @@ def test_accelerates_loaders() -> None:
     for name in ("iterable", "unbatched"):
         assert_shared_exactly([first[name], second[name]], N)
     assert sorted(first["masked"] + second["masked"]) == list(range(N))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_gathering_for_metrics_gives_each_sample_once_in_order() -> None:
+    first, second = run_ranks(gathered, 2)
+    assert first == second
+    plain, theirs, *prepared = first
+    assert sorted(theirs) == plain == list(range(N))
+    assert prepared == [plain, plain[: N - N % 2], plain] * 2  # padded, dropped and divided
 
 
 def test_in_a_single_process_accelerate_prepares_it() -> None:

@@ -131,7 +131,7 @@ def number_of(item: Any) -> int:
 def test_the_order_that_each_rank_draws_for_itself_is_found_and_the_remedies_work(
     shards: list[str], world_size: int
 ) -> None:
-    ranks = run_ranks(watched, world_size, shards, timeout=300)
+    ranks = run_ranks(watched, world_size, shards)
     expected = {("web", name): found for name, (_, found) in WEB.items()}
     expected |= {("hf", name): found for name, (_, found) in HUGGING_FACE.items()}
     wrong = []
@@ -182,7 +182,7 @@ def skipping(rank: int, world_size: int, shards: list[str], on: str) -> list[Tol
 def test_a_sample_that_webdataset_skips_is_told_within_the_epoch_if_only_one_rank_skips_it(
     shards: list[str], on: str, found: str
 ) -> None:
-    for told in zip(*run_ranks(skipping, 2, shards, on, timeout=300), strict=True):
+    for told in zip(*run_ranks(skipping, 2, shards, on), strict=True):
         seen = {rank.found for rank in told}
         assert found in seen
         assert seen <= {found, ""}  # of the last comparison, the first rank that makes it has nothing to compare with

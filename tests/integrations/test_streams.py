@@ -6,7 +6,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 import iterables
@@ -134,20 +134,28 @@ def test_the_last_round_of_each_part(uneven: Any) -> None:
     assert_parts_are_shared(generated, 2, 3, uneven, item_of=number)
 
 
-@with_and_without_workers
-def test_each_epoch_is_the_unpatched_loaders_of_that_number(workers: int) -> None:
+@pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 2}, {"workers": 1, "persistent_workers": True}])
+def test_each_epoch_is_the_unpatched_loaders_of_that_number(options: dict[str, Any]) -> None:
+    """Also of one that the dataset's own ``set_epoch`` sets after the patch, as its documentation resumes."""
+
     def make() -> Any:
-        return loader_of(generated().shuffle(seed=3, buffer_size=5), workers, item_of=number)
+        return loader_of(generated().shuffle(seed=3, buffer_size=5), item_of=number, **options)
 
     unpatched, seen = make(), []
-    patched = [patch_dataloader_to_ddp(make(), rank=rank, num_replicas=2) for rank in range(2)]
-    for count in range(3):
+    patched: list[Any] = [patch_dataloader_to_ddp(make(), rank=rank, num_replicas=2) for rank in range(2)]
+    for count in (0, 1, 5, 6):
         unpatched.dataset.set_epoch(count)
         alone = epoch(unpatched).parts
+        if count == 5:
+            for loader in patched:
+                loader.dataset.set_epoch(count)
         reads = [epoch(loader) for loader in patched]
         assert_read_of(alone, reads)
         seen.append(alone)
-    assert seen[0] != seen[1] != seen[2] != seen[0]
+    assert all(one != other for one, other in combinations(seen, 2))
+    for loader in patched:
+        loader.set_epoch(5)
+    assert_read_of(seen[2], [epoch(loader) for loader in patched])
 
 
 def assert_read_of(alone: dict[int, list[Any]], reads: list[Read]) -> None:

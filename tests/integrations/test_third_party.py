@@ -9,7 +9,7 @@ from third_party.judge import OneProcess, judge
 from third_party.measure import Seen, cases_of, seen_on_rank, world_by_hand
 
 # These do without torchvision.
-MODULES = ["lhotse", "mmengine", "pytorch_metric_learning", "webdataset"]
+MODULES = ["datasets", "lhotse", "mmengine", "pytorch_metric_learning", "torch_geometric", "torchdata", "webdataset"]
 CASES = [(module, case) for module in MODULES for case in cases_of(module)]
 BY_HAND = [case for _, case in CASES if not case.on_ranks]
 ON_RANKS = sorted({module for module, case in CASES if case.on_ranks})

@@ -3,7 +3,6 @@
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,8 +15,8 @@ from quick import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
-from worlds import assert_shared_exactly, epoch_of, ranks_of
-from zoo import Drawn, Indices, N, PKBatches, as_it_is, by_numpy, seed_ambient, seeded_generator
+from worlds import assert_shared_exactly
+from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
@@ -59,39 +58,48 @@ def pk_batches(**options: Any) -> Any:
     return loader(batch_sampler=PKBatches(), **options)
 
 
+KINDS: dict[str, Make] = {
+    "sequential": loader,
+    "shuffled": shuffled,
+    "shuffled by its sampler": shuffled_by_its_sampler,
+    "batched by torch": batched_by_torch,
+    "drawn with numpy": drawn_with_numpy,
+}
 # A rank of two has 12 of 23 items: batches of 4 are full, of batches of 5 the last is not, so that the sampler's end
-# is found with the last batch and not after it.
-LOADERS: dict[str, Make] = {
-    f"{make.__name__}, batches of {batch_size}": partial(make, batch_size=batch_size)
-    for make in (shuffled, shuffled_by_its_sampler, batched_by_torch, drawn_with_numpy)
+# is found with the last batch and not after it. What it is made with, and what it is patched with.
+LOADERS: dict[str, tuple[Make, dict[str, Any]]] = {
+    f"{name}, batches of {batch_size}": (partial(make, batch_size=batch_size), {})
+    for name, make in KINDS.items()
     for batch_size in (4, 5)
 }
 LOADERS |= {
-    "sequential, batches of 4": partial(loader, batch_size=4),
-    "sequential, batches of 5": partial(loader, batch_size=5),
-    "P x K batches": pk_batches,
+    "P x K batches": (pk_batches, {}),
+    "P x K batches, divided": (pk_batches, {"share": "within_batches"}),
+    "shuffled, divided": (partial(shuffled, batch_size=5), {"share": "within_batches"}),
+    "a stream, divided": (
+        lambda **options: StatefulDataLoader(Source(splits=True), 5, collate_fn=as_it_is, **options),
+        {"share": "within_batches"},
+    ),
 }
-every_loader = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-with_and_without_workers = pytest.mark.parametrize("num_workers", [0, 2])
-
-
-@dataclass(frozen=True)
-class Run:
-    """Trainings that all go over one rank's share, each from a loader of its own, seeded like no other."""
-
-    make: Make
-
-    def start(self, ambient_seed: int, state: dict[str, Any] | None = None) -> Any:
-        seed_ambient(ambient_seed)
-        patched: Any = patch_dataloader_to_ddp(self.make(), rank=1, num_replicas=2)
-        if state is not None:
-            patched.load_state_dict(pickle.loads(pickle.dumps(state)))  # noqa: S301 - our own
-        return patched
-
-    def uninterrupted(self) -> list[list[Any]]:
-        patched = self.start(1)
-        return [list(patched) for _ in range(4)]
+# How the loader reads, and whether every kind is tried so.
+WORKERS: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"num_workers": 2}, True),
+    ({"num_workers": 2, "persistent_workers": True}, False),
+    ({"num_workers": 2, "snapshot_every_n_steps": 2}, False),  # torchdata then counts the steps since the last one
+]
+# With workers, which take long to start, one of each sort is tried; the session soak tries them all.
+SOONER = {
+    "shuffled by its sampler, batches of 5",
+    "batched by torch, batches of 4",
+    "P x K batches",
+    "a stream, divided",
+}
+CASES = [
+    pytest.param(name, how, marks=[pytest.mark.soak] * bool(how and name not in SOONER), id=f"{name}, {how}")
+    for how, of_every_kind in WORKERS
+    for name in (LOADERS if of_every_kind else ["shuffled by its sampler, batches of 5"])
+]
 
 
 def test_what_is_wrapped() -> None:
@@ -106,29 +114,24 @@ def test_what_is_wrapped() -> None:
     assert type(batches) is DDPBatchSamplerWrapper
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@with_and_without_workers
-def test_shared_exactly(num_replicas: int, num_workers: int) -> None:
-    sequential = ranks_of(partial(loader, batch_size=4, num_workers=num_workers), num_replicas)
-    shares = epoch_of(sequential, as_it_is)
-    assert_shared_exactly(shares, N)
-    assert epoch_of(sequential, as_it_is) == shares
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_resumed_anywhere(name: str, how: dict[str, Any]) -> None:
+    """In the second epoch, from states that are taken within the loop, as checkpoints are; between epochs; and twice.
 
+    Each training goes over one rank's share, from a loader of its own, seeded like no other.
+    """
+    make, options = LOADERS[name]
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@with_and_without_workers
-def test_epochs_differ_where_it_shuffles(num_replicas: int, num_workers: int) -> None:
-    loaders = ranks_of(partial(shuffled, batch_size=4, num_workers=num_workers), num_replicas)
-    epochs = [epoch_of(loaders, as_it_is) for _ in range(3)]
-    for epoch in epochs:
-        assert_shared_exactly(epoch, N)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    def start(ambient_seed: int, state: Any = None) -> Any:
+        seed_ambient(ambient_seed)
+        patched: Any = patch_dataloader_to_ddp(make(**how), rank=1, num_replicas=2, seed=3, **options)
+        if state is not None:
+            patched.load_state_dict(pickle.loads(pickle.dumps(state)))  # noqa: S301 - our own
+        return patched
 
-
-def assert_resumes_anywhere(run: Run) -> None:
-    """In the second epoch, from states that are taken within the loop, as checkpoints are; and between epochs."""
-    first, second, third, fourth = run.uninterrupted()
-    stopped = run.start(2)
+    whole = start(1)
+    first, second, third, fourth = [list(whole) for _ in range(4)]
+    stopped = start(2)
     continuations = [(stopped.state_dict(), [first, second])]
     list(stopped)
     continuations.append((stopped.state_dict(), [second, third]))
@@ -138,54 +141,12 @@ def assert_resumes_anywhere(run: Run) -> None:
         continuations.append((stopped.state_dict(), rest))
         assert next(iterator, None) == (second[step] if step < len(second) else None)
     continuations.append((stopped.state_dict(), [third, fourth]))
+    again = start(3, continuations[3][0])  # after the first batch of the second epoch
+    assert list(islice(again, 1)) == second[1:2]
+    continuations.append((again.state_dict(), [second[2:], third]))
     for state, expected in continuations:
-        resumed = run.start(3, state)
+        resumed = start(4, state)
         assert [list(resumed), list(resumed)] == expected
-
-
-@every_loader
-@with_and_without_workers
-def test_resumed_anywhere(make: Make, num_workers: int) -> None:
-    assert_resumes_anywhere(Run(partial(make, num_workers=num_workers)))
-
-
-@pytest.mark.parametrize("make", [shuffled_by_its_sampler, drawn_with_numpy])
-def test_resumed_anywhere_with_persistent_workers(make: Make) -> None:
-    assert_resumes_anywhere(Run(partial(make, batch_size=5, num_workers=2, persistent_workers=True)))
-
-
-def test_resumed_anywhere_from_seldom_snapshots() -> None:
-    """torchdata then counts the steps since the last one."""
-    assert_resumes_anywhere(Run(partial(shuffled, batch_size=4, num_workers=2, snapshot_every_n_steps=2)))
-
-
-@with_and_without_workers
-def test_the_length_stays_whole_as_that_of_an_unpatched_one_does(num_workers: int) -> None:
-    """Frameworks plan all epochs by it."""
-    run = Run(partial(shuffled, batch_size=4, num_workers=num_workers))
-    stopped = run.start(1)
-    list(islice(stopped, 1))
-    resumed = run.start(2, stopped.state_dict())
-    lengths = [len(resumed), *(len(resumed) for _ in resumed), len(resumed)]
-    assert set(lengths) == {3}
-    assert len(lengths) == 1 + 2 + 1
-
-
-@every_loader
-def test_resumed_twice(make: Make) -> None:
-    run = Run(make)
-    first, second, third, _ = run.uninterrupted()
-    stopped = run.start(2)
-    assert list(islice(stopped, 1)) == first[:1]
-    stopped_again = run.start(3, stopped.state_dict())
-    assert list(islice(stopped_again, 1)) == first[1:2]
-    resumed = run.start(4, stopped_again.state_dict())
-    assert [list(resumed), list(resumed), list(resumed)] == [first[2:], second, third]
-
-
-@pytest.mark.parametrize("make", [partial(shuffled, batch_size=4), pk_batches], ids=["shuffled", "P x K batches"])
-def test_resumed_twice_with_workers(make: Make) -> None:
-    test_resumed_twice(partial(make, num_workers=2))
 
 
 def on_rank(rank: int, world_size: int) -> Any:

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
-from zoo import Indices, as_it_is, seeded_generator
 
-from ddp_patch import audit, patch_dataloader_to_ddp
+from ddp_patch import audit
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
 import datasets
 from datasets.distributed import split_dataset_by_node
-
-# torchdata 0.11 calls it in the constructor of every loader.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 N = 40
 
@@ -64,25 +59,3 @@ def test_the_audit_finds_what_a_split_loses_and_the_whole_dataset_holds(name: st
 def test_a_split_that_shares_right_passes() -> None:
     mixed = [datasets.interleave_datasets([split_dataset_by_node(rows(), rank, 2)]) for rank in range(2)]
     assert audit(lambda rank, size: of(mixed[rank] if size == 2 else rows()), world_size=2, epochs=1).ok
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_stateful_loaders_state_at_an_epochs_end_yields_the_whole_next_epoch(workers: int) -> None:
-    """pytorch/data 1437: a loader that loads it had an empty epoch, or the last one again."""
-
-    def patched(rank: int) -> Any:
-        shuffle: dict[str, Any] = {"shuffle": True, "generator": seeded_generator()}
-        given: Any = StatefulDataLoader(Indices(23), batch_size=4, collate_fn=as_it_is, num_workers=workers, **shuffle)
-        return patch_dataloader_to_ddp(given, rank=rank, num_replicas=2)
-
-    for rank in range(2):
-        whole = patched(rank)
-        epochs = [[*whole] for _ in range(5)]
-        given, seen = patched(rank), []
-        for passes in (2, 2, 1):  # stopped after each of these, as in the report
-            seen += [[*given] for _ in range(passes)]
-            state = given.state_dict()
-            given = patched(rank)
-            given.load_state_dict(state)
-        assert seen == epochs
-        assert all(epochs)

@@ -38,18 +38,3 @@ def assert_shared_exactly(shares: list[list[int]], n: int) -> None:
     assert set(together) == set(range(n))
     assert len({len(share) for share in shares}) == 1
     assert together.total() - n < len(shares)
-
-
-def assert_epochs_differ_and_are_shared_exactly(
-    loaders: list[Loader], items_of: Callable[[Any], Iterable[int]], n: int
-) -> None:
-    """As three epochs show; and ``set_epoch`` brings any of them back."""
-    epochs = [epoch_of(loaders, items_of) for _ in range(3)]
-    for epoch in epochs:
-        assert_shared_exactly(epoch, n)
-    for share in zip(*epochs, strict=True):
-        assert share[0] != share[1] != share[2] != share[0]
-    for loader in loaders:
-        sampler: Any = loader.sampler
-        sampler.set_epoch(1)
-    assert epoch_of(loaders, items_of) == epochs[1]

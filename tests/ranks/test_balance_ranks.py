@@ -9,12 +9,11 @@ from costed import costed
 from messages import assert_tells
 from quick import run_each, run_ranks
 from torch.utils.data import DataLoader, RandomSampler, Sampler
-from zoo import Indices, as_it_is, loader, seed_ambient
+from zoo import Indices, as_it_is, seed_ambient
 
 from ddp_patch import (
     Cost,
     DDPPatchError,
-    iter_with_weights,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
@@ -167,14 +166,3 @@ def peeking(rank: int, world_size: int) -> str:
         return str(len([item for batch in one for item in batch]))
     except DDPPatchError as error:
         return type(error).__name__
-
-
-def weighing(rank: int, world_size: int) -> list[float]:
-    seed_ambient(rank)
-    one = patch_dataloader_to_ddp(loader(batch_sampler=Unequal()), seed=3, timeout=60, cost=Cost(float, window=3))
-    return [float(weights.sum()) for _, weights in iter_with_weights(one, dtype=torch.float64)]
-
-
-def test_weights_of_dealt_batches_sum_to_the_ranks() -> None:
-    for steps in zip(*run_ranks(weighing, 3), strict=True):
-        assert abs(sum(steps) - 3) < 1e-9

@@ -211,7 +211,7 @@ def everything(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, soaked(2), 3, soaked(5)])
 def test_every_rank_has_what_one_process_has(world_size: int) -> None:
-    run_ranks(everything, world_size, timeout=300)
+    run_ranks(everything, world_size)
 
 
 def in_groups(rank: int, world_size: int) -> list[Any]:
@@ -361,7 +361,7 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
 
 def leaving(rank: int, world_size: int) -> str:
     """Rank 1 leaves the loop alone."""
-    given = patched("sequential", rank, timeout=3)
+    given = patched("sequential", rank, timeout=6)
     seen: list[int] = []
     with pytest.raises(MissingRanksError) if rank != 1 else nullcontext() as missing:
         for step, batch in enumerate(given):
@@ -382,7 +382,3 @@ def test_ranks_that_fail_or_do_not_come_are_missed() -> None:
     (broken, missing), _, (also_broken, also_missing) = run_ranks(failing, 3)
     for said in (broken, also_broken, missing, also_missing):
         assert_tells(said, ("Gathering outputs", "rank 1 of 3", " s; ranks 0, 2 did"), "timeout=")
-
-
-def test_nothing_is_left_in_this_process() -> None:
-    assert not dist.is_initialized()

@@ -42,14 +42,14 @@ def launch(
     (folder / "train.py").write_text(textwrap.dedent(before) + textwrap.dedent(body))
     count = [] if ranks is None else ["-n", str(ranks)]
     command = [sys.executable, "-m", "ddp_patch", "run", *count, *options, "train.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603 - our own
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)  # noqa: S603 - our own
 
 
 def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
     body = """
         import shutil, time
         from pathlib import Path
-        time.sleep(float(rank))  # a rank that is late
+        time.sleep(float(rank))  # one rank is late
         run = Path("runs", "today")
         run.mkdir(parents=True)  # raises if it is there
         order = {word: place for place, word in enumerate({"a", "set", "of", "words"})}
@@ -65,24 +65,24 @@ def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
         sys.stderr.write(f"speaks {rank}\\n")
         sys.exit(3)
     """
-    done, folders = [], [tmp_path / str(ranks) for ranks in (1, 2, 3)]
+    done, folders = [], [tmp_path / str(ranks) for ranks in (1, 2)]
     for ranks, folder in enumerate(folders, 1):
         (folder / "old").mkdir(parents=True)
         (folder / "old" / "model.pt").touch()
         (folder / "log.txt").write_text("before\n")
         done.append(launch(folder, body, "--keep-shadows", str(tmp_path / f"shadows-{ranks}"), ranks=ranks))
-    for alone, several in zip(done[:1] * 2, done[1:], strict=True):
-        assert alone.returncode == several.returncode == 3, several.stderr
-        assert several.stdout.splitlines()[:3] == alone.stdout.splitlines()[:3]
-        assert len(several.stdout.splitlines()) == 4
-        assert several.stdout.split("[", 2)[2:] == alone.stdout.split("[", 2)[2:]
-        assert [line for line in several.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
-    assert "2 ranks train as one process" in done[1].stderr
-    assert "train.py:12 DataLoader, shuffled, 30 samples: each batch divided over 2 ranks, 5 steps" in done[1].stderr
-    assert "train.py:12 DataLoader, in order, 11 samples: whole on every rank, 3 steps" in done[1].stderr
-    assert "10 optimizer steps" in done[1].stderr
+    alone, two = done
+    assert alone.returncode == two.returncode == 3, two.stderr
+    assert two.stdout.splitlines()[:3] == alone.stdout.splitlines()[:3]
+    assert len(two.stdout.splitlines()) == 4
+    assert two.stdout.split("[", 2)[2:] == alone.stdout.split("[", 2)[2:]
+    assert [line for line in two.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
+    assert "2 ranks train as one process" in two.stderr
+    assert "train.py:12 DataLoader, shuffled, 30 samples: each batch divided over 2 ranks, 5 steps" in two.stderr
+    assert "train.py:12 DataLoader, in order, 11 samples: whole on every rank, 3 steps" in two.stderr
+    assert "10 optimizer steps" in two.stderr
     trees = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in folders]
-    assert trees[0] == trees[1] == trees[2]
+    assert trees[0] == trees[1]
     assert {(folder / "log.txt").read_text() for folder in folders} == {"before\nepoch 0\nepoch 1\n"}
     shadows = tmp_path / "shadows-2"
     assert "speaks 1" in (shadows / "rank-1.log").read_text()
@@ -187,7 +187,7 @@ def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_n
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        pytest.param(
+        soaked(  # tests/ranks/test_one_process_ranks.py has more such
             """
             epoch(4 if rank == "1" else 100)
             epoch()
@@ -198,7 +198,6 @@ def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_n
                 "rank 1 begins to iterate a loader that is whole on every rank at train.py",
                 "after 4 calls of backward() and 4 optimizer steps",
             ],
-            id="ranks that go different ways",
         ),
         pytest.param(
             """
@@ -363,22 +362,21 @@ def test_all_ranks_end(tmp_path: Path, ended_by: str) -> None:
         assert running.stdout is not None
         lines = [running.stdout.readline() for _ in range(3)]
         assert lines[2].startswith("loss")
-        ranks = {int(path.stem) for path in tmp_path.rglob("*.pid")}  # of the first one, and in the other's shadow
-        began = time.monotonic()
+        ranks = [int(path.stem) for path in tmp_path.rglob("*.pid")]  # of the first one, and in the other's shadow
         if ended_by == "Ctrl-C":
             os.killpg(running.pid, signal.SIGINT)
-            assert running.wait(60) == 130
-            assert time.monotonic() - began < 3 * SLOW
+            assert running.wait(WAITS_S) == 130
             assert "Traceback" not in (running.stderr.read() if running.stderr else "")
         else:
             running.kill()
     assert len(ranks) == 2
+    late = time.monotonic() + WAITS_S
     while any(map(lives, ranks)):
-        assert time.monotonic() < began + 10 * SLOW
+        assert time.monotonic() < late
         time.sleep(0.1)
 
 
-SLOW = 5  # how many times as long a busy machine may take
+WAITS_S = 120  # much longer than it takes, also where the machine is busy
 
 
 def lives(process: int) -> bool:

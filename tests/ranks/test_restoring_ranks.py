@@ -52,16 +52,16 @@ def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
 def refused(rank: int, world_size: int) -> list[str]:
     """What each rank is told where they restore different states, or one of them cannot."""
     told = []
-    for damage in ({"epoch": rank}, {"parts": [[[2, 1 + rank // 2]]]}, {"version": 2 + rank // 2}):
-        patched = patch_dataloader_to_ddp(loader(shuffle=True), seed=3, timeout=20)
-        expected = loader(shuffle=True)
-        expected = patch_dataloader_to_ddp(expected, seed=3)
+    for damage in ({"epoch": rank}, {"parts": [[[2, 1 + rank // 2]]]}, {"seed": 1 + rank}, {"version": 2 + rank // 2}):
+        options: dict[str, Any] = {} if "seed" in damage else {"seed": 3}
+        patched: Any = patch_dataloader_to_ddp(loader(shuffle=True), **options)
+        expected = patch_dataloader_to_ddp(loader(shuffle=True), seed=patched.sampler.seed)
         state = loader_state(patched, batches_done=0) | damage
         with pytest.raises(DDPPatchError) as caught:
             restore_loader(patched, state)
         told.append(f"{type(caught.value).__name__}: {caught.value}")
         assert list(patched) == list(expected)  # as it was
-    patched = patch_dataloader_to_ddp(loader(shuffle=True), seed=3, timeout=20)
+    patched = patch_dataloader_to_ddp(loader(shuffle=True), seed=3)
     for batches_done in (0, 1):
         if batches_done:
             next(iter(patched))
@@ -72,11 +72,12 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_all_ranks_have_one_state_and_are_told_where_they_restore_others() -> None:
     (first, *others), told = run_each(3, resumed, refused)
     assert all(other == first for other in others)
-    for rank, (epochs, done, versions) in enumerate(told):
+    for rank, (epochs, done, seeds, versions) in enumerate(told):
         mismatch = ("RankMismatchError", "Restoring a loader's state")
         table = "epoch to resume in: 0 on rank 0; 1 on rank 1; 2 on rank 2"
         assert_tells(epochs, (*mismatch, table), "same on every rank")
         assert_tells(done, (*mismatch, "parts: [[[2, 2]]] on rank 2; [[[2, 1]]] on ranks 0, 1"), "same on every rank")
+        assert_tells(seeds, (*mismatch, "seed: 1 on rank 0; 2 on rank 1; 3 on rank 2"), "same on every rank")
         if rank == 2:
             assert versions.startswith("StateError: ")
             assert_tells(versions, ("version 3", "reads version 2 alone"), "version of ddp_patch")

@@ -1,6 +1,5 @@
 """Several loaders in one call, on real ranks that are seeded differently: what they give, and how often ranks meet."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +99,7 @@ def differing(rank: int, world_size: int, with_errors: bool) -> tuple[list[tuple
         lambda: [loader(), loader(sampler=range(rank, 21, 3))],
         lambda: (loader(), 5 if odd else loader()),
     ]
-    told = [said(lambda make=make: patch_dataloader_to_ddp(make(), timeout=60)) for make in sets if with_errors]  # type: ignore[misc]  # a default binds it
+    told = [said(lambda make=make: patch_dataloader_to_ddp(make())) for make in sets if with_errors]  # type: ignore[misc]  # a default binds it
     if with_errors:
         told.append(said(lambda: patch_dataloader_to_ddp([loader()], uneven="drop" if odd else "pad")))
     patched = patch_dataloader_to_ddp((loader(shuffle=True), loader(shuffle=True)))
@@ -108,9 +107,7 @@ def differing(rank: int, world_size: int, with_errors: bool) -> tuple[list[tuple
 
 
 def test_ranks_that_differ_are_told_in_which_loader_and_nothing_is_patched() -> None:
-    start = time.monotonic()
     ranks = run_ranks(differing, 3, True)
-    assert time.monotonic() - start < 50  # and not at any time-out
     errors = [told for told, _ in ranks]
     assert errors[0][:8] == errors[1][:8] == errors[2][:8]
     assert {name for name, _ in errors[0]} == {"RankMismatchError"}
@@ -127,7 +124,8 @@ def test_ranks_that_differ_are_told_in_which_loader_and_nothing_is_patched() -> 
         "  loaders[1]['val'] sampler: RandomSampler on rank 1; SequentialSampler on ranks 0, 2",
     ]
     assert contents[1].startswith("loaders[1]: ")
-    assert_tells(contents[1], ("datasets of ranks 0, 2 and rank 1", "indices of a Subset"), "whole dataset")
+    functions = ("whole dataset", "split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "order='seeded'")
+    assert_tells(contents[1], ("datasets of ranks 0, 2 and rank 1", "indices of a Subset"), functions)
     assert parts[1].startswith("loaders[1]: ")
     assert_tells(parts[1], "rank 0 and rank 1 and rank 2 would draw different orders from range", "order='leader'")
     assert_tells(errors[0][9][1], "uneven: drop on rank 1; pad on ranks 0, 2", "same on every rank")

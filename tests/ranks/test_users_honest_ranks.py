@@ -3,8 +3,7 @@
 import copy
 import random
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -17,9 +16,9 @@ from iterables import ShardPerWorker
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
-from users import REMEDIED, SHUFFLERS, SIZE, N, loader
+from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
-from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import loader_state
 
 program = Programs()
 Make = Callable[[], DataLoader[Any]]
@@ -154,21 +153,13 @@ def a_dataset_remembers_what_its_rank_read(job: Job, how: dict[str, Any]) -> Non
         job.train(job.patch(loader(make(job.rank), shuffle=True, **how)), epochs=2 * job.world)
 
 
-@program("complete", each=users.KEPT)
-def files_are_kept_elsewhere(job: Job, how: Any) -> None:
-    kept, found = how
-    train = job.patch(loader(users.Named(kept, found, [f"{number}.png" for number in range(N)]), shuffle=True))
-    job.train(train, epochs=2)
-
-
 @program("complete", each=users.NAMED)
-def rows_that_name_samples_are_shuffled_alike(job: Job, made: Callable[[int], Any]) -> None:
-    dataset = users.Lazy()
-    dataset.files = list(map(made, range(N)))
-    train = job.patch(loader(dataset))
+def rows_that_name_samples_are_shuffled_alike(job: Job, how: Any) -> None:
+    dataset = users.Named(how)
+    train = job.patch(loader(dataset, shuffle=True))
     for epoch in range(3):
         job.train(train)
-        random.Random(epoch).shuffle(dataset.files)
+        dataset.arrange(random.Random(epoch).sample(range(N), N))
 
 
 @program("complete", all_reduce="never")
@@ -206,45 +197,42 @@ def workers_read_their_own_parts(job: Job) -> None:
     job.train(train, range(24 * job.world), epochs=2)
 
 
-ITEMS: dict[str, Callable[[int], Any]] = {
-    "tuples": lambda number: (number, "a name", 0.5),
-    "dicts": lambda number: {"id": number, "label": number % 3},
-    "tensors": lambda number: torch.tensor(number),
-    "dicts of tensors": lambda number: {"id": torch.tensor(number), "picture": torch.zeros(2, 2)},
-}
+@program("complete", each=ITEMS | AUGMENTED)
+def items_of_a_stream(job: Job, made: Callable[[int], Any], **how: Any) -> None:
+    train = job.patch(loader(users.Stream(480, made), **how))
+    job.train(train, range(480), epochs=2)
 
 
-@program("complete", each=ITEMS)
-def items_of_a_stream(job: Job, made: Callable[[int], Any]) -> None:
-    for how in ({}, {"num_workers": 2}):
-        train = job.patch(loader(users.Stream(made=made), **how))
-        for _ in range(2):
-            job.train(train)
+@program("complete", each={"tensors": torch.tensor, "a flip": AUGMENTED["a flip"]})
+def items_of_a_stream_that_workers_read(job: Job, made: Callable[[int], Any]) -> None:
+    items_of_a_stream(job, made, num_workers=2)
 
 
-@program("complete", warns=True)  # which may be said once
+@program("complete", tells=("Stream", "cannot compare", "seed", "give each item", "StreamOrderWarning"))
 def items_without_a_stable_hash(job: Job) -> None:
-    train = job.patch(loader(users.Stream(made=users.Opaque)))
-    job.train(train, epochs=3)
+    job.train(job.patch(loader(users.Stream(480, users.Opaque))), range(480), epochs=3)
 
 
-def keyed(number: int, **made: Any) -> dict[str, Any]:
-    return {"__key__": f"{number}", "id": number, **made}
+@program("complete", tells=("tensors and floats",))
+def items_that_are_noise(job: Job) -> None:
+    job.train(job.patch(loader(users.Stream(480, lambda number: {"id": number + users.noise()}))), range(480))
 
 
-SOMETIMES: dict[str, Callable[[random.Random, int], Any]] = {
-    "a text": lambda own, number: keyed(number, text=f"{number}"[: None if own.random() > 0.1 else 1]),
-    "a label": lambda own, number: keyed(number, label=number % 10 if own.random() > 0.1 else -1),
-    "a flip": lambda own, number: (torch.tensor(number), {"file": f"{number}.png", "flipped": own.random() < 0.1}),
-}
+class Drawn(users.Stream):
+    """Shuffled by the global generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.n).tolist())
 
 
-@program("complete", each=SOMETIMES)
-def some_items_of_a_stream_are_augmented(job: Job, made: Callable[[random.Random, int], Any]) -> None:
-    for _ in range(2):
-        train = job.patch(loader(users.Stream(480, made=partial(made, random.Random(time.time_ns())))))
-        for _ in range(2):
-            job.train(train, range(480))
+@program("complete", each={"no workers": {}, "workers": {"num_workers": 2}})
+def a_stream_draws_from_the_global_generators(job: Job, how: dict[str, Any]) -> None:
+    job.train(job.patch(loader(Drawn(), **how)), epochs=2)
+
+
+@program("complete")
+def a_stream_in_a_world_given_by_hand(job: Job) -> None:
+    job.train(job.patch(loader(users.Stream(480)), rank=job.rank, num_replicas=job.world), range(480), epochs=2)
 
 
 class SaysSo(users.ShardsItself):
@@ -306,22 +294,40 @@ def all_repeat_an_epoch(job: Job, make: Make) -> None:
         raise AssertionError(f"epoch 0 was {came[0]}, then {came[1]}")
 
 
-@program("complete", each=SHUFFLERS, world_sizes=(3,))
-def two_ranks_begin_and_three_resume(job: Job, make: Make) -> None:
-    both = dist.new_group([0, 1])
-    epoch = job.begin(is_uneven=True)
-    states: list[Any] = [None]
-    if job.rank < 2:
-        train = patch_dataloader_to_ddp(make(), process_group=both, seed=1)
-        for batch in islice(train, 3):
-            epoch.take(batch)
-        states = [loader_state(train)]
-    dist.broadcast_object_list(states)
-    train = job.patch(make(), seed=1)
-    restore_loader(train, states[0])
-    for batch in train:
-        epoch.take(batch)
-    job.train(train)
+WAYS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "kept": (lambda: loader(users.Rows(range(43)), shuffle=True), {"uneven": "keep"}),
+    "dropped": (lambda: loader(shuffle=True), {"uneven": "drop"}),
+    "led": (lambda: loader(shuffle=True), {"order": "leader"}),
+    "persistent workers": (lambda: loader(shuffle=True, num_workers=1, persistent_workers=True), {}),
+    "a stream": (lambda: loader(users.Stream()), {}),
+    "by worker": (lambda: loader(users.Stream(), num_workers=1), {"share": "by_worker"}),
+}
+
+
+@program("complete", each=WAYS, all_reduce="never")
+def all_look_break_and_choose_epochs(job: Job, how: tuple[Make, dict[str, Any]]) -> None:
+    make, options = how
+    train = job.patch(make(), **options)
+    is_uneven = options.get("uneven") == "keep"
+    due = range(43 if is_uneven else N)
+    job.train(train, due, is_uneven=is_uneven)
+    next(iter(train))
+    list(islice(train, 2))
+    list(zip(train, train, strict=False))
+    for epoch in (0, 0, 3, 1):
+        train.set_epoch(epoch)
+        list(islice(train, 1 + epoch))
+        job.train(train, due, is_uneven=is_uneven)
+
+
+@program("complete")
+def one_rank_looks_within_each_epoch(job: Job) -> None:
+    train = job.patch(loader(shuffle=True))
+    for number in range(3):
+        train.set_epoch(number)
+        for step, _ in enumerate(job.step(job.begin(), train)):
+            if step == 0 and job.rank == 0:
+                next(iter(train))
 
 
 @program("complete")
@@ -369,11 +375,16 @@ def samples_that_come_several_times_are_sharded_already(job: Job, n: int) -> Non
         job.train(train, list(range(n)) * 3, padding=2)
 
 
-@program("complete", each={"few": 5, "more": 7})
-def whole_batches_are_padding(job: Job, batches: int) -> None:
-    data = users.Rows(range(16 * batches))
-    train = job.patch(loader(data, batch_sampler=users.TakesBatches(batches, job.rank, job.world)))
-    job.train(train, range(16 * batches), padding=32, epochs=3)
+@program("complete")
+def one_rank_looks_at_what_is_sharded_already_and_all_break(job: Job) -> None:
+    data: Any = range(N)
+    train = job.patch(loader(sampler=DistributedSampler(data)))
+    for number in range(4):
+        train.sampler.set_epoch(number)
+        most = 2 if number == 1 else None
+        for step, _ in enumerate(job.step(job.begin(is_part=number == 1), train, most)):
+            if job.rank == 1 and (number, step) in {(0, 2), (1, 0)}:
+                next(iter(train))
 
 
 @program("complete", all_reduce="each epoch")
@@ -382,10 +393,16 @@ def parts_of_other_lengths_are_kept(job: Job) -> None:
     job.train(train, is_uneven=True, epochs=3)
 
 
+@program("complete", tells=("came to the end of epoch 0 after", "took more of it"), all_reduce="each epoch")
+def parts_of_other_lengths_are_on_purpose(job: Job) -> None:
+    train = job.patch(loader(users.HandedOut(job.rank, job.world, says_so=True)))
+    job.train(train, is_uneven=True, epochs=2)
+
+
 def on_rank(rank: int, world_size: int) -> dict[str, Run]:
     return program.run(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_nothing_is_raised_where_nothing_is_lost(world_size: int) -> None:
-    assert not program.unexpected(run_ranks(on_rank, world_size))
+    assert program.unexpected(run_ranks(on_rank, world_size)) == {}

@@ -124,7 +124,8 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _is_counted(loader: Any) -> bool:
-    inner = loader.pipeline[0] if hasattr(loader, "pipeline") else loader  # webdataset's, which the guard refuses
+    # The guard refuses webdataset's and PyTorch Geometric's loaders around another one.
+    inner = loader.pipeline[0] if hasattr(loader, "pipeline") else getattr(loader, "loader", loader)
     try:
         return check_loaders_is_patched([inner])
     except NotALoaderError:

@@ -2,14 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import Barrier
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torchft.coordination import LighthouseServer
@@ -178,92 +174,3 @@ def test_padding_weighs_nothing(lighthouse: str) -> None:
 
     found = sorted(weights.tolist() for weights in on_replicas(lighthouse, act))
     assert found == [pytest.approx([2 / 3, 0]), pytest.approx([2 / 3, 2 / 3])]  # one of the two is padding
-
-
-@dataclass
-class Exchange:
-    """Adds up what the replicas of a quorum say, in whichever order they come."""
-
-    replicas: int
-    said: list[torch.Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._all_said = Barrier(self.replicas)
-
-    def add(self, said: torch.Tensor) -> None:
-        self.said.append(said.clone())
-        self._all_said.wait(20)
-        said.copy_(torch.stack(self.said).sum(0))
-
-
-class StandIn:
-    """A replica's manager, whose quorums and commits a test decides."""
-
-    def __init__(self, step: int = 0) -> None:
-        self.step = step
-        self.states: dict[str, Any] = {}
-        self.rank, self.replicas = 0, 0
-        manager: Any = self
-        self.shares: QuorumLoader[Any] = QuorumLoader(manager, loader_of(range(24), 2, shuffle=True), seed=7)
-
-    def register_state_dict_fn(self, name: str, load: Any, save: Any) -> None:
-        self.states[name] = save, load
-
-    def participating_rank(self) -> int:
-        return self.rank
-
-    def num_participants(self) -> int:
-        return self.replicas
-
-    def current_step(self) -> int:
-        return self.step
-
-    def allreduce(self, said: torch.Tensor, **_: Any) -> Any:
-        self.exchange.add(said)
-        return SimpleNamespace(wait=lambda: None)
-
-    def errored(self) -> None:
-        """Nothing went wrong."""
-
-    def batch(self, exchange: Exchange, rank: int) -> Any:
-        self.exchange, self.rank, self.replicas = exchange, rank, exchange.replicas
-        try:
-            return self.shares.next_batch()[0].tolist()
-        except RankMismatchError as error:
-            return error
-
-
-def in_a_step(*quorum: StandIn) -> list[Any]:
-    """Let the replicas of a quorum take their batches of a step, and return these or the errors."""
-    exchange = Exchange(len(quorum))
-    with ThreadPoolExecutor(len(quorum)) as threads:
-        given = [threads.submit(one.batch, exchange, rank) for rank, one in enumerate(quorum)]
-        return [each.result(60) for each in given]
-
-
-def test_a_replica_that_commits_alone_and_lives_on_is_told() -> None:
-    """It has trained on a third of a step, which the others then took as halves: two models of one step."""
-    alone, *others = replicas = [StandIn() for _ in range(3)]
-    in_a_step(*replicas)
-    alone.step = 1
-    in_a_step(*others)  # a quorum that leaves it out does the step again
-    for one in others:
-        one.step = 1
-    for error in in_a_step(*replicas):
-        assert isinstance(error, RankMismatchError)
-        assert "other places in the epoch in step 1" in str(error)
-        assert "Alike are, of 3: rank 0; ranks 1, 2." in str(error)
-
-
-def test_a_replica_that_joins_late_is_no_mismatch() -> None:
-    first, second = replicas = [StandIn() for _ in range(2)]
-    taken = in_a_step(*replicas)
-    for one in replicas:
-        one.step = 1
-    joins = StandIn(step=1)
-    for name, (save, _) in first.states.items():  # as torchft heals it
-        joins.states[name][1](save())
-    taken += in_a_step(first, second, joins)
-    one_process = patch_dataloader_to_ddp(loader_of(range(24), 2, shuffle=True), seed=7, rank=0, num_replicas=1)
-    stream = [index for batch in one_process for index in batch.tolist()]
-    assert taken == [[stream[0], stream[2]], [stream[1], stream[3]], *(stream[at:10:3] for at in (4, 5, 6))]

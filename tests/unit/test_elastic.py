@@ -109,3 +109,13 @@ def test_what_workers_fetched_ahead_for_others_is_read_again() -> None:
     loader = ElasticLoader(loader_of(range(40), 2, num_workers=2, prefetch_factor=4))
     assert [loader.batch(step, 0, 2)[0].tolist() for step in range(2)] == [[0, 2], [4, 6]]
     assert loader.batch(2, 0, 1)[0].tolist() == [8, 9]
+
+
+def test_a_replica_that_counts_a_step_alone_stands_elsewhere() -> None:
+    """It has trained on a third of a step, which the others then took as halves: two models of one step."""
+    alone, *others = replicas = [of(24) for _ in range(3)]
+    for rank, one in enumerate(replicas):
+        one.batch(0, rank, 3)
+    for rank, one in enumerate(others):  # a quorum that leaves it out does the step again
+        one.batch(0, rank, 2)
+    assert others[0].numbers(1) == others[1].numbers(1) != alone.numbers(1)

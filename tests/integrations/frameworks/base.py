@@ -5,25 +5,29 @@ import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from quick import run_ranks
 from zoo import seed_ambient
 
+from ddp_patch import autopatch
 from frameworks.kinds import KINDS, Batch
 
-__all__ = ["EPOCHS", "HANGS", "Epochs", "Framework", "Measured", "Raised", "measure"]
+__all__ = ["EPOCHS", "HANGS", "Epochs", "Framework", "Measured", "Raised", "Seen", "measure"]
 
 Epochs: TypeAlias = list[list[Batch]]  # what a rank's training step saw: epochs of batches
 
+How = Literal["patched", "autopatched", "unpatched"]
+
 HANGS = "hangs"
 START_S = 90.0  # for ranks to start, and to import the framework
-LIMIT_S = {True: 60.0, False: 30.0}  # for one loader, patched or not; one that does not hang takes less than one
+# For one loader; one that does not hang takes less than one.
+LIMIT_S: dict[How, float] = {"patched": 60.0, "autopatched": 60.0, "unpatched": 30.0}
 
 # Three passes as they come, and one of which the user says that it is epoch 1, as the second was.
 EPOCHS: tuple[int | None, ...] = (None, None, None, 1)
@@ -63,17 +67,30 @@ class Raised:
     report: str
 
 
-Case: TypeAlias = tuple[str, bool]  # a kind's name, and whether its loader is patched
-Measured: TypeAlias = "dict[Case, Epochs | Raised]"
+@dataclass(frozen=True)
+class Seen:
+    """What a rank's training steps saw, and under autopatch what became of the loaders.
 
-CASES: list[Case] = [(kind.name, patched) for patched in (True, False) for kind in KINDS]
+    Attributes:
+        epochs: All batches.
+        fates: What the summary says of each loader.
+    """
+
+    epochs: Epochs
+    fates: set[str] = field(default_factory=set)
+
+
+Case: TypeAlias = tuple[str, How]  # a kind's name, and what is done to its loader
+Measured: TypeAlias = "dict[Case, Seen | Raised]"
 
 
 def measure(module: str, world_size: int) -> list[Measured]:
-    """Train with every kind of loader, patched and not, and return what each rank saw."""
+    """Train with every kind of loader, in each way, and return what each rank saw."""
+    # Ray's modules ask whether loaders are patched, which under autopatch patches them.
+    ways: list[How] = ["patched", *([] if module.startswith("ray_") else ["autopatched"]), "unpatched"]  # type: ignore[list-item]  # mypy widens the text
     ranks: list[Measured] = [{} for _ in range(world_size)]
     # After an error a framework may leave its ranks out of step: what is left is measured on new ones.
-    while left := [case for case in CASES if case not in ranks[0]]:
+    while left := [(kind.name, how) for how in ways for kind in KINDS if (kind.name, how) not in ranks[0]]:
         for rank, found in zip(ranks, _measured_on_new_ranks(module, world_size, left), strict=True):
             rank |= found
     return ranks
@@ -86,7 +103,7 @@ def _measured_on_new_ranks(module: str, world_size: int, cases: list[Case]) -> l
     with TemporaryDirectory() as folder:
         failure = None
         try:
-            timeout = START_S + sum(LIMIT_S[patched] for _, patched in cases)
+            timeout = START_S + sum(LIMIT_S[how] for _, how in cases)
             framework(module).launch(_on_rank, world_size, module, cases, folder, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - raised again, but for a hang
             failure = error
@@ -94,8 +111,8 @@ def _measured_on_new_ranks(module: str, world_size: int, cases: list[Case]) -> l
     done = min(map(len, reports))
     ranks: list[Measured] = [dict(zip(cases, found[:done], strict=False)) for found in reports]
     if failure is not None:
-        _, patched = stopped_at = cases[done]
-        if patched:
+        _, how = stopped_at = cases[done]
+        if how != "unpatched":
             raise failure
         for rank in ranks:
             rank[stopped_at] = Raised(HANGS, str(failure))
@@ -109,12 +126,14 @@ def _on_rank(rank: int, world_size: int, module: str, cases: Sequence[Case], fol
     warnings.simplefilter("ignore")  # frameworks warn of small data, of CPUs and of their own deprecations
     passes = framework(module).passes
     kinds = {kind.name: kind for kind in KINDS}
-    for name, patched in cases:
+    for name, how in cases:
         seed_ambient(100 + rank)
-        seen: Epochs | Raised
-        with _time_limit(LIMIT_S[patched]):
+        seen: Seen | Raised
+        with _time_limit(LIMIT_S[how]):
             try:
-                seen = passes(kinds[name].make(), patched, EPOCHS if patched else EPOCHS[:-1])
+                with autopatch() if how == "autopatched" else nullcontext() as summary:
+                    epochs = passes(kinds[name].make(), how == "patched", EPOCHS if how == "patched" else EPOCHS[:-1])
+                seen = Seen(epochs, {record.fate for record in summary.records} if summary else set())
             except Exception as error:  # noqa: BLE001 - whatever a framework raises is its result
                 seen = Raised(type(error).__name__, traceback.format_exc())
         with Path(folder, str(rank)).open("ab") as file:
@@ -123,8 +142,8 @@ def _on_rank(rank: int, world_size: int, module: str, cases: Sequence[Case], fol
             return
 
 
-def _reports_in(path: Path) -> list[Epochs | Raised]:
-    reports: list[Epochs | Raised] = []
+def _reports_in(path: Path) -> list[Seen | Raised]:
+    reports: list[Seen | Raised] = []
     if path.exists():
         with path.open("rb") as file:
             while file.peek(1):

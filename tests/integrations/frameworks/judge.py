@@ -3,13 +3,13 @@
 from collections import Counter
 from itertools import chain, zip_longest
 
-from frameworks.base import EPOCHS, HANGS, Epochs, Raised
+from frameworks.base import EPOCHS, HANGS, Raised, Seen
 from frameworks.kinds import Kind
 
 __all__ = ["judge"]
 
 
-def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
+def judge(kind: Kind, ranks: "list[Seen | Raised]") -> str:
     """Say what the ranks' training steps saw of a kind of loader, in the passes before one that goes back.
 
     What is as it should be is not said: weights and batches that are kept, equal steps, a new order in each epoch.
@@ -17,7 +17,8 @@ def judge(kind: Kind, ranks: "list[Epochs | Raised]") -> str:
     if errors := sorted({rank.error for rank in ranks if isinstance(rank, Raised)}):
         return "hangs" if errors == [HANGS] else f"raises `{'`, `'.join(errors)}`"
     epochs: list[tuple[list[list[int]], ...]] = [
-        tuple([batch.numbers for batch in epoch] for epoch in rank_epochs) for rank_epochs in zip(*ranks, strict=True)
+        tuple([batch.numbers for batch in epoch] for epoch in epochs_of_ranks)
+        for epochs_of_ranks in zip(*(rank.epochs for rank in ranks if isinstance(rank, Seen)), strict=True)
     ][: EPOCHS.index(1)]
     facts = [*_cover(kind, epochs), *_weights(kind, epochs), *_uneven_steps(epochs)]
     return ", ".join(facts if _is_new(epochs) else [*facts, "same order every epoch"])
