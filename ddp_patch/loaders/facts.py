@@ -39,7 +39,7 @@ from ddp_patch.loaders.samples import (
     steps_of,
 )
 from ddp_patch.orders.digest import fingerprint
-from ddp_patch.orders.random_states import torch_generators
+from ddp_patch.orders.random_states import RandomGenerator, random_generators
 from ddp_patch.plan import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
@@ -77,7 +77,7 @@ class StreamFacts:
         source: What the stream comes from: a sampler, a batch sampler or an iterable dataset.
         samplers: The source and all samplers nested in it, from the outside in.
         dataset: What the samples come from, where that is known. It is never copied.
-        holders: What may hold a ``torch.Generator`` of the user's.
+        holders: What may hold a random generator of the user's.
     """
 
     source: Any
@@ -152,9 +152,12 @@ class StreamFacts:
         return length_of(self.dataset, nested_samplers(self.dataset))
 
     @property
-    def generators(self) -> Sequence[torch.Generator]:
-        """The user's ``torch.Generator`` objects."""
-        return torch_generators(self.holders)
+    def generators(self) -> Sequence[RandomGenerator]:
+        """The generators that ranks begin alike: torch's, and those that samplers draw from alone."""
+        of_dataset = {*map(id, random_generators([self.dataset]))}
+        of_samplers = {*map(id, random_generators(self.samplers))} - of_dataset
+        found = random_generators(self.holders)
+        return [each for each in found if isinstance(each, torch.Generator) or id(each) in of_samplers]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from ddp_patch.orders.random_states import (
     look,
     plain_attributes,
     random_generators,
-    torch_generators,
+    seeded_anew,
+    set_native_state,
 )
 from ddp_patch.walks import held, walk
 
@@ -197,8 +198,8 @@ def copy_to_draw(sampler: object, dataset: object, *, seeded: bool = True) -> It
         if not seeded:
             yield drawn
             return
-        for generator in torch_generators(nested_samplers(drawn)):
-            generator.manual_seed(0)
+        for generator in random_generators(nested_samplers(drawn)):
+            set_native_state(generator, seeded_anew(generator, None))
         yield drawn
 
 

@@ -57,7 +57,6 @@ __all__ = [
     "set_generator_states",
     "set_native_state",
     "shuffle_key",
-    "torch_generators",
     "torch_seed",
     "was_seeded",
 ]
@@ -78,11 +77,6 @@ _GLOBAL = (
 _OTHERS = (type, ModuleType, Dataset, DataLoader, nn.Module, nn.Parameter)
 # Packages whose classes draw from their instances' attributes alone.
 _LIBRARIES = frozenset({"builtins", "collections", "ddp_patch", "numpy", "torch", "torchdata", "typing"})
-
-
-def torch_generators(holders: Iterable[object]) -> list[torch.Generator]:
-    """Return the ``torch.Generator`` objects that the holders draw from, each once."""
-    return [generator for generator in random_generators(holders) if isinstance(generator, torch.Generator)]
 
 
 def random_generators(holders: Iterable[object]) -> list[RandomGenerator]:

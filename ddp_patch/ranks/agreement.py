@@ -18,7 +18,7 @@ from ddp_patch.loaders.overlap import FirstSamples, in_common
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
-from ddp_patch.orders.random_states import Seed, loader_seed
+from ddp_patch.orders.random_states import RandomGenerator, Seed, generator_state, loader_seed, set_generator_state
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
 from ddp_patch.ranks.leader import Leader
@@ -147,7 +147,7 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     decisions = exchange(members, AGREEING, report, judge_reports, options.timeout)
     for found, decision in zip(generators, decisions, strict=True):
         for generator, state in zip(found, decision["generators"], strict=True):
-            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+            set_generator_state(generator, state)
     return [_agreed(world, options, agreed_mailbox(members, decision["number"]), decision) for decision in decisions]
 
 
@@ -184,7 +184,7 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
     }
 
 
-def _report(options: Options, subject: Subject, generators: Sequence[torch.Generator], is_first: bool) -> Report:
+def _report(options: Options, subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
     """Return what a rank reports of one loader.
 
     It has fingerprints of the order of the stream's first items, of the samples that the dataset holds, and of what
@@ -202,7 +202,7 @@ def _report(options: Options, subject: Subject, generators: Sequence[torch.Gener
         "order": stream.order if stream is not None and options.order in {"auto", "scalable"} else None,
         "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
-        "generators": [each.get_state().numpy().tobytes().hex() for each in generators] if is_first else [],
+        "generators": [*map(generator_state, generators)] if is_first else [],
         "made_for": subject.made_for,
         "claim": subject.claim,
     }

@@ -120,6 +120,10 @@ class SamplerPasses(Passes[T]):
         if draws_nothing:
             self._draws_nothing_at = now
 
+    def note_changed(self) -> None:
+        """Record that the user has set an attribute of the sampler: it may be another dataset."""
+        self._draws_nothing_at = ()
+
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
         if not self._order_is_drawn:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
 from zoo import KINDS, STEPS, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
-from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch import DDPPatchError, DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import message_of
 from ddp_patch.plan import Plan
 
@@ -91,6 +92,53 @@ def disagreeing(rank: int, world_size: int) -> Any:
         led = patch_dataloader_to_ddp(make(), order="leader")
         told[name] = said(lambda make=make: patch_dataloader_to_ddp(make())), [items(led) for _ in range(2)]  # type: ignore[misc]
     return told
+
+
+class Shuffler(Sampler[int]):
+    """Shuffles by a generator of its own, which is seeded by nobody or by the rank."""
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        order = [*range(N)]
+        self.rng.shuffle(order)
+        return iter(order)
+
+
+OWN: list[Callable[[int], Any]] = [
+    lambda rank: np.random.default_rng(),
+    lambda rank: np.random.RandomState(rank),
+    lambda rank: random.Random(rank),
+]
+
+
+def of_own_generators(rank: int, world_size: int) -> list[list[list[int]]]:
+    """What each gives in three epochs, and then resumed."""
+    given = []
+    for make in OWN:
+        patched = patch_dataloader_to_ddp(loader(sampler=Shuffler(make(rank))))
+        epochs = [items(patched) for _ in range(2)]
+        begun = iter(patched)
+        next(begun)
+        state = loader_state(patched, batches_done=1)
+        again = patch_dataloader_to_ddp(loader(sampler=Shuffler(make(rank + 7))))
+        restore_loader(again, state)
+        given.append([*epochs, [int(item) for batch in begun for item in batch], items(again)])
+    return given
+
+
+def test_generators_of_samplers_begin_alike_on_all_ranks() -> None:
+    ranks = run_ranks(of_own_generators, 3)
+    for place in range(len(OWN)):
+        for epoch in range(2):
+            assert {item for told in ranks for item in told[place][epoch]} == set(range(N))
+        for told in ranks:
+            *_, rest, resumed = told[place]
+            assert rest == resumed
 
 
 def partial_permutation(generator: np.random.Generator) -> Callable[[], Any]:

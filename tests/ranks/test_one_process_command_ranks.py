@@ -362,7 +362,7 @@ def test_all_ranks_end(tmp_path: Path, ended_by: str) -> None:
         assert running.stdout is not None
         lines = [running.stdout.readline() for _ in range(3)]
         assert lines[2].startswith("loss")
-        ranks = [int(path.stem) for path in tmp_path.rglob("*.pid")]  # of the first one, and in the other's shadow
+        ranks = {int(path.stem) for path in tmp_path.rglob("*.pid")}  # of the first one, and in the other's shadow
         if ended_by == "Ctrl-C":
             os.killpg(running.pid, signal.SIGINT)
             assert running.wait(WAITS_S) == 130

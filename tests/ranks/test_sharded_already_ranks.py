@@ -122,11 +122,14 @@ SAME: list[Words] = ["as it is"]
 CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
     "by itself": (
         lambda rank, ranks: over(Padded()),
-        [("rank 0 and rank 1", "sharded already"), ("Build Padded for one process", "is_ddp_aware = True in Padded")],
+        [
+            ("rank 0 and rank 1", "different orders from Padded"),
+            ("build Padded for one process", "is_ddp_aware = True"),
+        ],
     ),
     "by indices": (
         lambda rank, ranks: over(SubsetRandomSampler([*range(N - 1)][rank::ranks])),
-        [("rank 0 and rank 1", "sharded already"), "Build SubsetRandomSampler for one process"],
+        [("rank 0 and rank 1", "different orders from SubsetRandom"), "build SubsetRandomSampler for one process"],
     ),
     "marked": (lambda rank, ranks: over(Marked()), SAME),
     "made for this world": (lambda rank, ranks: over(Made(rank, ranks)), SAME),
@@ -144,7 +147,7 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
     "made for one process": (lambda rank, ranks: over(Made(0, 1)), ["patched"]),
     "of another seed": (
         lambda rank, ranks: over(DistributedSampler(Indices(), ranks, rank, seed=117 + 17 * rank)),
-        [("DistributedSampler", "another seed: 117 on rank 0; 134 on rank 1"), "Make its seed the same on every rank"],
+        ["seed of its DistributedSampler: 117 on rank 0; 134 on rank 1", "the same on every rank"],
     ),
     "of the same seed": (lambda rank, ranks: over(DistributedSampler(Indices(), ranks, rank, seed=117)), SAME),
     "a DistributedSampler of a part": (
@@ -160,7 +163,10 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
     ),
     "in unequal runs": (
         lambda rank, ranks: DataLoader(Indices(), 1, sampler=Runs(rank, ranks)),
-        [("Runs", "12 batches on rank 0; 11 batches on rank 1"), "uneven='keep'"],
+        [
+            ("batches of its Runs (uneven='keep' lets them differ)", "12 on rank 0; 11 on rank 1"),
+            "the same on every rank",
+        ],
     ),
     "a pipeline": (lambda rank, ranks: DataLoader(Pipeline()), SAME),
     "a list": (

@@ -87,7 +87,7 @@ LOOKED_AT: dict[str, Make] = {
     "workers": lambda: loader(shuffle=True, num_workers=1),
     "a stream": lambda: loader(users.Stream()),
 }
-LOOK = ("DataLoader patched at", "jobs.py:", "rank 0 left epoch 0 after 1", "a look", "took more of it")
+LOOK = ("DataLoader patched at", "jobs.py:", "rank 0 left epoch 0 after 1 batch", "took more of it")
 REMEDY = ("Look at a batch on every rank", "iterate the unpatched loader", "loader.set_epoch(N)")
 
 
@@ -108,7 +108,7 @@ def rank_0_looks_and_keeps_its_iterator(job: Job) -> None:
     job.train(train)
 
 
-@program("error", tells=("rank 0 left epoch 2 after 1", "a look", *REMEDY))
+@program("error", tells=("rank 0 left epoch 2 after 1 batch", *REMEDY))
 def rank_0_looks_after_the_epoch_is_set(job: Job) -> None:
     train = job.patch(loader(shuffle=True))
     train.set_epoch(2)

@@ -135,7 +135,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     add(InvalidOptionError, "dst", lambda value: gather_in_order([0] * 8, after_a_pass(), dst=value), [3, "x", -1, 1.5])
     add(InvalidOptionError, "audit world_size", lambda value: audited(given(), value), [0, None, *WHOLES])
     add(InvalidOptionError, "audit epochs", lambda value: audited(given(), 2, value), [0, None, "2"])
-    for option in ("patch", "set_epoch", "padding", "epochs_differ", "processes"):
+    for option in ("patch", "set_epoch", "padding", "epochs_differ"):
         add(InvalidOptionError, f"audit {option}", lambda value, o=option: audited(given(), 2, **{o: value}), ["no", 1])
     add(InvalidOptionError, "audit allow", lambda value: audited(given(), 2, allow=value), ["x", ["x"], 3, None, [3]])
     add(InvalidOptionError, "audit max_items", lambda value: audited(given(), 2, max_items=value), [0, "3", 1.5])
