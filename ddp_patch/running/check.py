@@ -179,9 +179,15 @@ def _size(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 def _texts_apart(one: Any, again: Any, many: Any) -> list[tuple[Any, str | None, str | None]]:
     """Return what differs of the texts of one rank and of several, but for what differs by itself, such as times."""
-    varying = {each for each in {*one, *again} if not _alike(one.get(each), again.get(each))}
-    pairs = [(each, one.get(each), many.get(each)) for each in sorted({*one, *many} - varying)]
+    varying = {_but_for_numbers(each) for each in {*one, *again} if not _alike(one.get(each), again.get(each))}
+    compared = sorted(each for each in {*one, *many} if _but_for_numbers(each) not in varying)
+    pairs = [(each, one.get(each), many.get(each)) for each in compared]
     return [(each, mine, other) for each, mine, other in pairs if not _alike(mine, other)]
+
+
+def _but_for_numbers(name: str | int) -> str | int:
+    """Return a file's path without numbers, which may be times; a line's number as it is."""
+    return _NUMBER.sub("#", name) if isinstance(name, str) else name
 
 
 def _alike(a: str | None, b: str | None) -> bool:

@@ -236,7 +236,9 @@ def test_what_goes_wrong_is_told(tmp_path: Path, body: str, told: list[str]) -> 
     [
         pytest.param(
             """
+            import time
             open("model.txt", "w").write("of the check")
+            open(f"events.{time.time_ns()}.log", "w").write("begun")
             for epoch in range(2):
                 for batch in train:
                     optimizer.zero_grad()
@@ -249,7 +251,7 @@ def test_what_goes_wrong_is_told(tmp_path: Path, body: str, told: list[str]) -> 
                 "steps: differs from step 2 on, first in",
                 "in double precision",
                 "printed lines: the same, 2 in these steps",
-                "files: the same, 1 in these steps",
+                "files: the same, 2 in these steps",
                 "Not the same. The parts' losses have the mean",
                 "it is a loss of the whole batch",
             ],
