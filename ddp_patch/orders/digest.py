@@ -14,7 +14,7 @@ from datetime import date, time, timedelta
 from enum import Enum
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ __all__ = [
     "COMPARED",
     "END",
     "Digest",
-    "Mark",
     "evenly_spread",
     "fingerprint",
     "mark_counts",
@@ -148,18 +147,6 @@ END = -1
 _NUMBERS = frozenset({int, bool, np.int64, np.int32})
 
 
-class Mark(NamedTuple):
-    """A digest at a count.
-
-    Attributes:
-        at: How many items it is of; ``END`` if it is of all, and of how many these are.
-        value: The digest, 64 bits with a sign.
-    """
-
-    at: int
-    value: int
-
-
 def next_mark(count: int) -> int:
     """Return the first count after this one at which a mark is made.
 
@@ -203,11 +190,6 @@ class Digest:
         self.value: int = 0
         self.marks: dict[int, int] = {}
         self._next = 1
-
-    @property
-    def latest(self) -> Mark | None:
-        """The mark that was made last; None before the first."""
-        return Mark(*next(reversed(self.marks.items()))) if self.marks else None
 
     def add(self, items: Sequence[Any]) -> None:
         """Add the items that come next."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ddp_patch.compat.packages import SAMPLE_KEY
-from ddp_patch.orders.digest import END, Digest, Mark, mark_counts
+from ddp_patch.orders.digest import END, Digest, mark_counts
 from ddp_patch.streams.shared_state import MOST_MARKS, STREAM, SharedWorkerState
 
 __all__ = ["StreamDigest", "marked", "name_of"]
@@ -108,12 +108,6 @@ class StreamDigest:
         ]
         values = max(parts, key=len) if self._is_one_stream else map(hash, zip(*parts, strict=False))
         return dict(zip((*_COUNTS, END), values, strict=False))
-
-    @property
-    def latest(self) -> Mark | None:
-        """The latest mark; None before the first."""
-        marks = self.marks
-        return Mark(*next(reversed(marks.items()))) if marks else None
 
     @property
     def asked_rank(self) -> bool:

@@ -49,13 +49,13 @@ def differ(mine: StreamDigest, theirs: StreamDigest) -> bool | None:
     """Return what ranks see when each has what the other left last; None if they have no count in common."""
     seen = []
     for one, other in ((mine, theirs), (theirs, mine)):
-        if (latest := one.latest) is not None and latest.at in other.marks:
-            seen.append(other.marks[latest.at] != latest.value)
+        if (at := latest_count(one)) in other.marks:
+            seen.append(other.marks[at] != one.marks[at])
     return any(seen) if seen else None
 
 
 def latest_count(digest: StreamDigest) -> int | None:
-    return None if digest.latest is None else digest.latest.at
+    return next(reversed(digest.marks), None)
 
 
 SKIPPED = [*range(500), *range(501, 1001)]
@@ -120,7 +120,7 @@ def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() 
 
 def test_other_numbers_of_readers_of_one_stream_have_one_digest() -> None:
     alone, together = read(range(100)), read(range(100), range(100), are_parts=False)
-    assert alone.latest == together.latest
+    assert alone.marks == together.marks
     assert together.workers_differ() is None
     further = read(range(100), [], are_parts=False)
     assert further.marks[93] == alone.marks[93]
@@ -193,7 +193,7 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     for _ in patched:
         pass
     digest = patched.sampler.rank_passes.latest.source.digest
-    assert digest.latest == read(range(30)).latest
+    assert digest.marks == read(range(30)).marks
 
 
 def test_another_reader_of_the_same_pass_marks_nothing() -> None:
