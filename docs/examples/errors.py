@@ -24,16 +24,16 @@ class Numbers(Dataset[int]):
 
 
 class OwnOrder(Sampler[int]):
-    """Draws with a generator that is seeded by rank."""
+    """Has an order that each rank shuffled by a seed of its own."""
 
     def __init__(self, rank: int) -> None:
-        self.random = random.Random(rank)
+        self.order = random.Random(rank).sample(range(8), 8)
 
     def __len__(self) -> int:
         return 8
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.random.sample(range(8), 8))
+        return iter(self.order)
 
 
 class Faulty(Sampler[int]):
