@@ -11,7 +11,7 @@ from typing import Any
 from zoo import seed_ambient
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.errors import NotALoaderError, UnsupportedLoaderError
+from ddp_patch.errors import NotALoaderError, RankMismatchError, UnsupportedLoaderError
 from third_party.base import Batch, Case, Fate, World
 
 __all__ = ["EPOCHS", "Seen", "cases_of", "one_process", "seen_on_rank", "world_by_hand"]
@@ -94,7 +94,7 @@ def case_patched(case: Case, loader: Any, options: dict[str, Any], seen: Seen) -
     """Patch the loader, and where that is refused do what the refusal says."""
     try:
         patched = patch_dataloader_to_ddp(loader, **options)
-    except (NotALoaderError, UnsupportedLoaderError) as error:
+    except (NotALoaderError, RankMismatchError, UnsupportedLoaderError) as error:
         seen.fate, seen.message = Fate.REFUSED, str(error)
         if case.remedy is None:
             raise
