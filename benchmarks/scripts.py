@@ -197,18 +197,6 @@ def template(at: Path) -> None:
     mnist(at / "run" / "data")
 
 
-def images(at: Path) -> None:
-    """Write 23 images of noise, and masks."""
-    from PIL import Image
-
-    numbers = torch.Generator().manual_seed(0)
-    for folder, shape, top in (("imgs", (64, 64, 3), 256), ("masks", (64, 64), 2)):
-        (at / "run" / "data" / folder).mkdir(parents=True)
-        for number in range(23):
-            values = torch.randint(top, shape, generator=numbers, dtype=torch.uint8)
-            Image.fromarray(values.numpy()).save(at / "run" / "data" / folder / f"{number}.png")
-
-
 def tokens(at: Path) -> None:
     """Write 5000 tokens twice, and have the script run beside the files that it executes."""
     numbers = torch.randint(50, (5000,), generator=torch.Generator().manual_seed(0)).to(torch.int16)
@@ -267,7 +255,6 @@ SCRIPTS = [
     Script("pytorch-template", "train.py", r"val_loss +: ([\d.]+)", template, ("-c", "c.json")),
     Script("pytorch-beginner", "03-Neural Network/neural_network.py", r"Test Loss: ([\d.]+)", fashion),
     Script("pytorch_misc", "mnist_autoencoder.py", data=lambda at: mnist(at / "run" / "data")),
-    Script("Pytorch-UNet", "train.py", data=images, arguments=("-e", "1", "-b", "4", "-s", "0.5", "-v", "20")),
     Script(
         "minGPT",
         "projects/adder/adder.py",
