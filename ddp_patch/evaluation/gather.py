@@ -18,7 +18,7 @@ from ddp_patch.evaluation.shares import Array, share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_batches
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.ranks.exchange import MARGIN_S, exchange
-from ddp_patch.ranks.group import Group, kept_groups, key_of, made_group
+from ddp_patch.ranks.group import Group, kept_groups, made_group
 from ddp_patch.ranks.log import State
 from ddp_patch.sharding.sampler import EpochSampler
 
@@ -193,7 +193,7 @@ class _Members:
 
     def sent(self, data: Array, sizes: Sequence[int], dst: int | None = None, *, repeats: bool = False) -> list[Array]:
         """Send bytes, and return all ranks', of which each has so many; none where another rank gets them."""
-        group, own = kept_groups().get(key_of(self.ranks)) or self._met(), torch.from_numpy(data)
+        group, own = (kept_groups(self.ranks, "rows") or [self._met()])[0], torch.from_numpy(data)
         try:
             if dst is None:
                 came: Sequence[torch.Tensor] | None = group.all_gather(own, sizes, self._timeout)
@@ -212,8 +212,9 @@ class _Members:
             MissingRanksError: A rank is missing, or something failed.
         """
         left = max(MARGIN_S, self._timeout - (monotonic() - self._begun))
-        return made_group(key_of(self.ranks), GATHERING, left, failure)
+        return made_group(self.ranks, "rows", GATHERING, left, failure)
 
     def _leave(self) -> None:
-        if (group := kept_groups().pop(key_of(self.ranks), None)) is not None:
-            group.close()
+        groups = kept_groups(self.ranks, "rows")
+        while groups:
+            groups.pop().close()

@@ -240,8 +240,8 @@ def _weighed(
         if batches is not None and ranks > 1 and (weight_of is not None or not _knows_totals(batches)):
             agreed, facts = batches.passes.agreed, {"epoch": batches.passes.epochs.current}
             members = agreed.world.peer_ranks("iter_with_weights")
-            purpose = f"weights of number {agreed.number}"
-            sums = opened_sums(members, "Weighing samples", purpose, facts, agreed.options.timeout)
+            carried = f"weights of number {agreed.number}"
+            sums = opened_sums(members, "Weighing samples", carried, facts, agreed.options.timeout)
             sum_of = stack.enter_context(sums).sum_over_ranks
         for batch, record in chain(first, steps):
             own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)

@@ -1,11 +1,12 @@
-"""One CPU group for each set of ranks and each purpose: made when they first send each other data, and kept.
+"""CPU groups of ranks: made when they first send each other data, kept, and lent to one pass after the other.
 
-It is a gloo group of these ranks alone, so it works beside any backend. Its ranks exchange their addresses in one
+Each is a gloo group of these ranks alone, so it works beside any backend. Its ranks exchange their addresses in one
 meeting, and connect when they first send: a rank of W has connections to about 2 log W others, in rounds of messages
 that double.
 
-A pass whose ranks talk in its steps opens a channel over one: each sends numbers to all, and may send values to one.
-The numbers are gathered in the background of the steps, and a rank that leaves or fails is named to the others.
+Rows are gathered in a group of their own. A pass whose ranks talk in its steps opens a channel over another: each sends
+numbers to all, and may send values to one. The numbers are gathered in the background of the steps, and a rank that
+leaves or fails is named to the others.
 """
 
 import atexit
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from time import monotonic
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 from uuid import uuid4
 
 import torch
@@ -31,7 +32,7 @@ from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
 
-__all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "key_of", "made_group", "opened", "opened_sums"]
+__all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "opened", "opened_sums"]
 
 T = TypeVar("T")
 
@@ -47,21 +48,21 @@ _SLICE_S = 1.0
 _MOMENT_S = 0.005
 
 # Which ranks a group is of, sorted, and what for.
-_Key: TypeAlias = tuple[tuple[int, ...], str]
+_Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["Group"]]
 
 # The groups by the process group that the training has: they go with it.
-_kept: weakref.WeakKeyDictionary[Any, dict[_Key, "Group"]] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
-# Keys of earlier channels in the store. Nobody reads them once all members have met for another channel: they are
-# deleted then.
-_stale: defaultdict[_Key, list[str]] = defaultdict(list)
+# Keys of a loader's earlier channels in the store, by the members and what the channels are of. Nobody reads them once
+# all members have met for another one: they are deleted then.
+_stale: defaultdict[tuple[tuple[int, ...], str], list[str]] = defaultdict(list)
 _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
 
 class Group:
     """A gloo group of some ranks, which are numbered as they are sorted.
 
-    A pass borrows it, so that another one over the same loader makes a group of its own.
+    A pass borrows it, so that another one that begins before it ends makes a group of its own.
 
     Args:
         gloo: The group itself.
@@ -199,32 +200,32 @@ class Group:
         return False
 
 
-def key_of(members: Sequence[int], purpose: str = "rows") -> _Key:
-    """Return the key of the group of some ranks for a purpose."""
-    return tuple(sorted(members)), purpose
-
-
-def kept_groups() -> dict[_Key, Group]:
-    """Return the groups that this rank has now."""
+def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> list[Group]:
+    """Return the groups that this rank has of some ranks for a purpose, in the order in which they were made."""
     world = dist.group.WORLD
     if world is None:  # it was destroyed, and the groups with it
-        return {}
+        return []
     if world not in _kept:
-        groups = _kept[world] = {}
-        weakref.finalize(world, _close_all, groups).atexit = False
-    return _kept[world]
+        kept: _Kept = {}
+        _kept[world] = kept
+        weakref.finalize(world, _close_all, kept).atexit = False
+    return _kept[world].setdefault((tuple(sorted(members)), purpose), [])
 
 
-def _close_all(groups: dict[_Key, Group]) -> None:
-    while groups:
-        groups.popitem()[1].close()
+def _close_all(kept: _Kept) -> None:
+    while kept:
+        for group in kept.popitem()[1]:
+            group.close()
 
 
-def made_group(key: _Key, doing: str, timeout: float, failure: str = "") -> Group:
+def made_group(
+    members: Sequence[int], purpose: Literal["rows", "steps"], doing: str, timeout: float, failure: str = ""
+) -> Group:
     """Meet the other ranks, and return a new group of all, which is kept.
 
     Args:
-        key: Which ranks it is of, this one among them, and what for.
+        members: The global ranks that it is of, this one among them.
+        purpose: What it is for.
         doing: What they are doing, for errors.
         timeout: How many seconds they wait for each other.
         failure: Why what they did in another group cannot be done again; empty if it can.
@@ -232,7 +233,7 @@ def made_group(key: _Key, doing: str, timeout: float, failure: str = "") -> Grou
     Raises:
         MissingRanksError: A rank did not arrive in time, cannot be reached, or says that something failed.
     """
-    ranks, _ = key
+    ranks = tuple(sorted(members))
     index = ranks.index(dist.get_rank())
     addresses = _Addresses(ranks, doing, timeout, failure)
     try:
@@ -241,7 +242,8 @@ def made_group(key: _Key, doing: str, timeout: float, failure: str = "") -> Grou
         raise addresses.error or _unreachable(doing, ranks, f"{error}") from error
     if addresses.error is not None:
         raise addresses.error
-    group = kept_groups()[key] = Group(gloo, addresses, ranks, index)
+    group = Group(gloo, addresses, ranks, index)
+    kept_groups(members, purpose).append(group)
     return group
 
 
@@ -291,14 +293,14 @@ def _unreachable(doing: str, ranks: Sequence[int], why: str) -> MissingRanksErro
 
 @contextmanager
 def opened(
-    members: Sequence[int], doing: str, purpose: str, facts: Mapping[str, object], timeout: float
+    members: Sequence[int], doing: str, of: str, facts: Mapping[str, object], timeout: float
 ) -> Iterator["Channel"]:
     """Synchronise with the other members, open a channel, and close it in the end.
 
     Args:
         members: The global ranks that take part, this one among them; the same on each.
         doing: What they are doing, for errors.
-        purpose: What the channel is for, and of which loader.
+        of: What it carries, and of which loader.
         facts: What must be the same on all.
         timeout: How many seconds they wait for each other.
 
@@ -306,24 +308,23 @@ def opened(
         RankMismatchError: The facts differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
     """
-    key = key_of(members, purpose)
-    group = kept_groups().get(key)
-    if group is not None and group.is_lent:
-        group = None
+    free = {group.name: group for group in kept_groups(members, "steps") if not group.is_lent}
 
-    def judge(records: Mapping[int, Mapping[str, Any]]) -> tuple[str, bool]:
-        """Name the channel, and say whether all ranks have one group in which they have begun equally many."""
-        require_same(doing, {rank: {**record, "group": ""} for rank, record in records.items()})
-        groups = {tuple(record["group"]) for record in records.values()}
-        return uuid4().hex, len(groups) == 1 and () not in groups
+    def judge(records: Mapping[int, Mapping[str, Any]]) -> tuple[str, str]:
+        """Name the channel, and a group that all ranks have free and in which they have begun equally many."""
+        require_same(doing, {rank: {**record, "groups": ""} for rank, record in records.items()})
+        first, *others = (record["groups"] for record in records.values())
+        alike = (group for group, begun in first.items() if all(other.get(group) == begun for other in others))
+        return uuid4().hex, next(alike, "")
 
-    own = () if group is None else (group.name, group.begun)
-    name, is_kept = exchange(members, doing, {"patched as": purpose, **facts, "group": own}, judge, timeout)
-    if group is None or not is_kept:
-        if group is not None:
-            kept_groups().pop(key).close()
-        group = made_group(key, doing, timeout)
-    channel = Channel(members, doing, name, key, group, timeout)
+    begun = {group: each.begun for group, each in free.items()}
+    name, chosen = exchange(members, doing, {"patched as": of, **facts, "groups": begun}, judge, timeout)
+    if not chosen:
+        for group in free.values():  # in which a rank has begun what others have not
+            group.close()
+            kept_groups(members, "steps").remove(group)
+    group = free[chosen] if chosen else made_group(members, "steps", doing, timeout)
+    channel = Channel(members, doing, name, group, _stale[tuple(members), of], timeout)
     try:
         yield channel
     except BaseException as error:
@@ -335,10 +336,10 @@ def opened(
 
 @contextmanager
 def opened_sums(
-    members: Sequence[int], doing: str, purpose: str, facts: Mapping[str, object], timeout: float
+    members: Sequence[int], doing: str, of: str, facts: Mapping[str, object], timeout: float
 ) -> Iterator["Channel"]:
     """Open a channel over which ranks sum in each step, as long as one of them has steps; see ``opened``."""
-    with opened(members, doing, purpose, facts, timeout) as channel:
+    with opened(members, doing, of, facts, timeout) as channel:
         yield channel
         while channel.go_on:
             channel.sum_over_ranks(0.0, is_step=False)
@@ -351,8 +352,8 @@ class Channel:
         members: The global ranks that take part.
         doing: What they are doing, for errors.
         name: A name that no other channel has.
-        key: That of the group.
         group: Of these ranks, which nobody else has borrowed.
+        stale: Keys of earlier channels, which are deleted; this channel's come there.
         timeout: How many seconds they wait for each other.
 
     Attributes:
@@ -361,12 +362,14 @@ class Channel:
         go_on: Whether a rank may have another step, where they sum over steps.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, name: str, key: _Key, group: Group, timeout: float) -> None:
+    def __init__(
+        self, members: Sequence[int], doing: str, name: str, group: Group, stale: list[str], timeout: float
+    ) -> None:
         self.index: int = members.index(dist.get_rank())
         self.batches_delivered: int = 0
         self.go_on: bool = True
-        self._members, self._doing, self._key, self._group = members, doing, key, group
-        self._timeout = timeout
+        self._members, self._doing, self._group = members, doing, group
+        self._stale, self._timeout = stale, timeout
         self._in_group = [group.ranks.index(member) for member in members]
         self._sends: list[tuple[int, Any]] = []
         self._store: Any = default_store()
@@ -375,8 +378,8 @@ class Channel:
         self._waits = [f"ddp_patch/waits/{name}/{index}" for index in range(len(members))]
         group.is_lent = True
         with store_reached(doing):
-            while _stale[key]:
-                self._store.delete_key(_stale[key].pop())
+            while stale:
+                self._store.delete_key(stale.pop())
 
     def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
         """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""
@@ -497,7 +500,7 @@ class Channel:
         note = json.dumps([self.index, last, type(error).__name__, message_of(error)])
         with suppress(RuntimeError):
             if self._store.compare_set(self._left, "", note).decode() == note:
-                _stale[self._key].append(self._left)
+                self._stale.append(self._left)
 
     def require_nobody_left(self, gather: float = math.inf) -> None:
         """Raise the error of the member that left first, if one did.
@@ -517,8 +520,8 @@ class Channel:
         self._group.is_lent = False
         if not is_whole:
             self._group.close()
-            if kept_groups().get(self._key) is self._group:  # else another pass has made its own
-                del kept_groups()[self._key]
+            with suppress(ValueError):  # it went with the process group
+                kept_groups(self._members, "steps").remove(self._group)
         with suppress(RuntimeError):  # the store may be gone
             self._store.delete_key(self._waits[self.index])
 

@@ -70,8 +70,8 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
     # Without workers, a batch is made when it is read: one for the step and one ahead.
     own.ready = source.batches_ready if workers else lambda _: 2
     facts = {"epoch": epoch, "num_workers": workers}
-    purpose = f"batches of number {agreed.number}"
-    with opened(members, doing, purpose, facts, agreed.options.timeout) as channel:
+    carried = f"batches of number {agreed.number}"
+    with opened(members, doing, carried, facts, agreed.options.timeout) as channel:
         left = yield from even_steps(own, channel, rounds, uneven, source.batches_made)
         rounds.is_over = True
         if left and not rounds.count and current.start.is_at_epoch_start:  # the rest of an epoch may have no step

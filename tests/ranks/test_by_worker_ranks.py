@@ -279,9 +279,9 @@ def plain(value: Any) -> Any:
 
 
 def borrowing(rank: int, world_size: int) -> list[str]:
-    """The groups of two passes of one purpose, the second of which has another within it, and of a third pass."""
+    """The groups of four passes, the second and fourth of which have another within them."""
     used = []
-    for nested in (False, True, False):
+    for nested in (False, True, False, True):
         with opened(range(world_size), "Testing", "to borrow", {}, 60) as channel:
             used.append(channel._group.name)
             if nested:
@@ -295,8 +295,8 @@ def borrowing(rank: int, world_size: int) -> list[str]:
 def test_values_of_any_size_are_handed_over_and_a_group_is_kept_unless_it_is_lent() -> None:
     (_, got), borrowed = run_each(2, handed_over, borrowing)
     assert borrowed[0] == borrowed[1]
-    first, second, within, third = borrowed[0]
-    assert first == second != within == third
+    first, second, within, third, fourth, within_again = borrowed[0]
+    assert first == second == third == fourth != within == within_again
     for name, given, *values in zip(VALUES, VALUES.values(), got[: len(VALUES)], got[len(VALUES) :], strict=True):
         assert [plain(value) for value in values] == [plain(given)] * 2, name
 
