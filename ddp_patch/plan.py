@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeAlias, TypeVar, get_args
 
 from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Options, Uneven, check_choice
-from ddp_patch.validation import check_rank
+from ddp_patch.validation import check_rank, counted
 
 __all__ = [
     "ONE_PER_STEP",
@@ -573,9 +573,9 @@ def require_steps(plan: Plan, batching: Batching, name: str, lengths: Sequence[i
         why = f", and drop_last=True leaves out a batch of fewer than batch_size={batching.size}"
     parts = f" in {len(lengths)} parts, one for each worker" if len(lengths) > 1 else ""
     raise NoStepsError(
-        f"A rank would make no step in an epoch: {name} has {_counted(sum(lengths), 'item')}{parts}, of which "
+        f"A rank would make no step in an epoch: {name} has {counted(sum(lengths), 'item')}{parts}, of which "
         f"{plan.num_replicas} ranks take {sum(map(plan.smallest_share, lengths))} each with "
-        f"uneven={plan.uneven!r}{why}. One process makes {_counted(sum(map(batching.count, lengths)), 'step')} of "
+        f"uneven={plan.uneven!r}{why}. One process makes {counted(sum(map(batching.count, lengths)), 'step')} of "
         f"them. Use one of these: {', '.join(_remedies(plan, batching, lengths, in_batches))}."
     )
 
@@ -593,8 +593,4 @@ def _remedies(plan: Plan, batching: Batching, lengths: Sequence[int], in_batches
         yield "share='batches'"
     fewer = (Plan(0, ranks, plan.uneven) for ranks in range(plan.num_replicas - 1, 0, -1))
     most = next(some.num_replicas for some in fewer if not batching.leaves_rank_without_step(some, *lengths))
-    yield f"at most {_counted(most, 'rank')}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+    yield f"at most {counted(most, 'rank')}"

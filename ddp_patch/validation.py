@@ -9,12 +9,18 @@ import numpy as np
 
 from ddp_patch.errors import InvalidOptionError
 
-__all__ = ["as_index", "check_flag", "check_rank", "is_seconds", "seconds", "shown", "whole_number"]
+__all__ = ["as_index", "check_flag", "check_rank", "counted", "is_seconds", "seconds", "shown", "whole_number"]
 
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 80
 _short.maxlevel = 3
+
+
+def counted(number: int, unit: str) -> str:
+    """Return a number of things, in words."""
+    plural = {"batch": "batches", "pass": "passes"}.get(unit, f"{unit}s")
+    return f"{number:,} {unit if number == 1 else plural}"
 
 
 def shown(value: object) -> str:

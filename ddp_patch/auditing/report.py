@@ -96,7 +96,7 @@ def _told(epochs: Sequence[EpochReport]) -> str:
         without = epochs[0].unbalanced
         more.append(f"waiting {waiting_text(first)}" + (f" ({waiting_text(without)} without cost=)" if without else ""))
     steps = _range([number for epoch in epochs for number in epoch.steps])
-    return ", ".join([f"{steps} steps", got, *more])
+    return ", ".join([f"{steps} step{'' if steps == '1' else 's'}", got, *more])
 
 
 def _range(values: Sequence[int]) -> str:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 from ddp_patch.ranks.exchange import ranks_text
+from ddp_patch.validation import counted
 
 __all__ = [
     "MORE_THAN_A_LOOK",
@@ -389,7 +390,7 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
     elif rule == "length":
         behind, who, others = (mine, here, there) if shorter(found) is mine else (theirs, there, here)
         did, remedy = _OVER[behind.state]
-        batches = f"{behind.batches} batch{'' if behind.batches == 1 else 'es'}"
+        batches = counted(behind.batches, "batch")
         seen = f"{who} {did} epoch {behind.epoch} after {batches}; {others} took more of it"
     elif rule == "others":
         seen = (

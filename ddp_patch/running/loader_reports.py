@@ -26,12 +26,12 @@ from ddp_patch.options import Options
 from ddp_patch.patching import patch_each
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.validation import counted
 
 __all__ = [
     "Patterns",
     "Summary",
     "UsedLoader",
-    "counted",
     "is_off",
     "is_too_soon",
     "leave_alone",
@@ -344,9 +344,3 @@ def _what_it_is(facts: LoaderFacts[Any]) -> str:
     if type(source) is RandomSampler:
         order = "shuffled" if not source.replacement else "drawn with replacement"
     return f"{type(facts.loader).__name__}, {order}{length}"
-
-
-def counted(number: int, unit: str) -> str:
-    """Return a number of things, in words."""
-    plural = {"batch": "batches", "pass": "passes"}.get(unit, f"{unit}s")
-    return f"{number:,} {unit if number == 1 else plural}"

@@ -40,7 +40,6 @@ from ddp_patch.running.loader_reports import (
     Patterns,
     Summary,
     UsedLoader,
-    counted,
     is_too_soon,
     logger,
     unpatched,
@@ -49,6 +48,7 @@ from ddp_patch.running.loader_reports import (
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas, seed_all
 from ddp_patch.running.overlay import shadowed
 from ddp_patch.sharding.batches import batches_of, patched_sampler
+from ddp_patch.validation import counted
 
 __all__ = ["OneProcess"]
 

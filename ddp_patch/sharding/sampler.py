@@ -19,6 +19,7 @@ from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler_passes import SamplerPasses
 from ddp_patch.sharding.saved_state import position_in, state_now
+from ddp_patch.validation import counted
 
 __all__ = ["AttributeProxy", "EpochSampler", "ShardedSampler", "describe_share"]
 
@@ -296,4 +297,4 @@ def describe_share(loader: DataLoader[Any]) -> str | None:
     steps, of_size = steps_of(loader), f" of {loader.batch_size}" if loader.batch_size else ""
     if steps is None:
         return f"{sampler._share}, {f'steps{of_size}, ' if of_size else ''}length unknown"
-    return f"{sampler._share}, {steps:,} step{'' if steps == 1 else 's'}{of_size}"
+    return f"{sampler._share}, {counted(steps, 'step')}{of_size}"
