@@ -44,7 +44,6 @@ __all__ = [
     "is_any_of",
     "is_hugging_face_table",
     "is_of_energon",
-    "is_repeater",
     "is_single_node_only",
     "is_split_by_node",
     "is_table",
@@ -450,15 +449,6 @@ _REPEAT_OVER_RANKS: Final = frozenset({"RASampler", "RepeatAugSampler"})
 def repeats_over_ranks(kind: type) -> bool:
     """Return whether a sampler's class is one of repeated augmentation, as DeiT's, torchvision's and timm 1.0.31's."""
     return any(base.__name__ in _REPEAT_OVER_RANKS for base in kind.__mro__)
-
-
-# What repeats a sampler forever in timm 1.0.31 and Ultralytics 8.4.190, and what others call their copies of it.
-_REPEATERS: Final = frozenset({"_RepeatSampler", "RepeatSampler"})
-
-
-def is_repeater(sampler: object) -> bool:
-    """Return whether a sampler repeats what it holds as ``.sampler`` forever, and does nothing else."""
-    return type(sampler).__name__ in _REPEATERS and stored(sampler).keys() == {"sampler"}
 
 
 # timm's IterableImageDataset keeps what shards in this attribute; its class is not a dataset.

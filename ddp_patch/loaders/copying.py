@@ -2,11 +2,13 @@
 
 import copy
 import inspect
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.packages import LIGHTNING_ARGUMENTS, is_repeater
+from ddp_patch.compat.packages import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
@@ -27,11 +29,15 @@ __all__ = [
     "copies_plainly",
     "copy_loader",
     "extract_loader_parameters",
+    "repeated_in",
     "repeater_in",
     "with_repeated",
 ]
 
 L = TypeVar("L", bound=DataLoader[Any])
+
+
+_HOLD = frozenset({"sampler", "batch_sampler"})
 
 
 def repeater_in(loader: Any) -> object | None:
@@ -44,14 +50,49 @@ def repeater_in(loader: Any) -> object | None:
     if not has_own_iteration(kind) or has_own_iterators(kind) or isinstance(loader.dataset, IterableDataset):
         return None
     outer = iterated_by(loader)
-    return outer if is_repeater(outer) else None
+    return outer if _repeats(outer) else None
+
+
+def repeated_in(repeater: object) -> Any:
+    """Return the sampler that a repeater repeats."""
+    (repeated,) = vars(repeater).values()
+    return repeated
 
 
 def with_repeated(repeater: Any, sampler: object) -> Any:
     """Return a copy of a repeater that repeats another sampler."""
     clone = copy.copy(repeater)
-    clone.sampler = sampler
+    vars(clone).update(dict.fromkeys(vars(clone), sampler))
     return clone
+
+
+def _repeats(sampler: object) -> bool:
+    """Return whether it holds one sampler and nothing else, has no length, and a copy repeats what it holds."""
+    held = getattr(sampler, "__dict__", {})
+    if len(held) != 1 or not held.keys() <= _HOLD or hasattr(type(sampler), "__len__") or None in held.values():
+        return False
+    trial = _Trial()
+    try:
+        return list(islice(with_repeated(sampler, trial), 5)) == [*trial.batches, *trial.batches, trial.batches[0]]
+    except Exception:  # noqa: BLE001 - the user's code, tried on what it was not made for
+        return False
+
+
+class _Trial:
+    """Stands for the sampler in a copy of what may repeat it."""
+
+    def __init__(self) -> None:
+        self.batches = [[0], [1]]
+        self._begun = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._begun += 1
+        if self._begun > len(self.batches) + 1:
+            raise RuntimeError("it asks on and gives nothing")
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 # A patched loader has methods that its class lacks: the attributes that hold them, and the object they belong to.

@@ -19,7 +19,7 @@ from ddp_patch.compat.private_torch import (
     is_torch_batch_sampler,
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
-from ddp_patch.loaders.copying import repeater_in, with_repeated
+from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.overlap import first_samples
 from ddp_patch.loaders.recognition import (
     HeldWorld,
@@ -310,9 +310,9 @@ def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[ShardedUnit, 
     return ShardedUnit.BATCH, iterated
 
 
-def _iterated(loader: DataLoader[Any], repeater: Any) -> Any:
+def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
     """Return what a loader iterates for one epoch."""
-    return next(samplers_in_use(loader), None) if repeater is None else repeater.sampler
+    return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
 
 
 def _other_loader(loader: DataLoader[Any]) -> str | None:
