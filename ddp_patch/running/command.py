@@ -122,6 +122,10 @@ def _require_sense(given: argparse.Namespace, *, starts: bool, is_one: bool) -> 
             f"-n {ranks}: a launcher has started this process as rank {told('RANK')} of {told('WORLD_SIZE')}. Leave -n "
             "out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
         )
+    if given.no_python:
+        raise InvalidOptionError("--no-python: a script of another language has no loaders. Leave it out.")
+    if not starts and not is_started() and (passed := _of_torchrun(given)):
+        raise InvalidOptionError(f"{', '.join(passed)}: only where ranks are started. Pass their number too, as -n 8.")
     is_several = (ranks or "").isdecimal() and int(ranks) > 1
     if given.check and not (is_several and is_one and given.nnodes in ONE_NODE):
         raise InvalidOptionError(
@@ -134,6 +138,16 @@ def _require_sense(given: argparse.Namespace, *, starts: bool, is_one: bool) -> 
         raise InvalidOptionError(
             f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for."
         )
+
+
+def _of_torchrun(given: argparse.Namespace) -> list[str]:
+    """Return torchrun's options that were passed, beside the number of ranks."""
+    from torch.distributed.run import get_args_parser
+
+    usual = vars(get_args_parser().parse_args([given.training_script]))
+    ours = {"nproc_per_node", "module", "training_script_args"}
+    names = (name for name in usual.keys() - ours if getattr(given, name) != usual[name])
+    return [f"--{name.replace('_', '-')}" for name in sorted(names)]
 
 
 def _begin(given: argparse.Namespace, recording: Recording | None, seed: int, stack: ExitStack) -> None:
