@@ -14,7 +14,6 @@ import json
 import math
 import os
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -54,8 +53,9 @@ _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["
 _kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
 # Keys of a loader's earlier channels in the store, by the members and what the channels are of. Nobody reads them once
-# all members have met for another one: they are deleted then.
-_stale: defaultdict[tuple[tuple[int, ...], str], list[str]] = defaultdict(list)
+# all members have met for another one: they are deleted then. A loader may be gone: only the latest ones' are kept.
+_stale: dict[tuple[tuple[int, ...], str], list[str]] = {}
+_LOADERS_KEPT = 8
 _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
 
@@ -324,7 +324,7 @@ def opened(
             group.close()
             kept_groups(members, "steps").remove(group)
     group = free[chosen] if chosen else made_group(members, "steps", doing, timeout)
-    channel = Channel(members, doing, name, group, _stale[tuple(members), of], timeout)
+    channel = Channel(members, doing, name, group, _stale_of(tuple(members), of, doing), timeout)
     try:
         yield channel
     except BaseException as error:
@@ -345,6 +345,18 @@ def opened_sums(
             channel.sum_over_ranks(0.0, is_step=False)
 
 
+def _stale_of(members: tuple[int, ...], of: str, doing: str) -> list[str]:
+    """Return a loader's list, the latest now; delete the keys in it, and those of loaders that may be gone."""
+    own = _stale.pop((members, of), [])
+    over = [_stale.pop(key) for key in [*_stale][:-_LOADERS_KEPT]]
+    _stale[members, of] = own
+    with store_reached(doing):
+        for keys in (*over, own):
+            while keys:
+                default_store().delete_key(keys.pop())
+    return own
+
+
 class Channel:
     """See ``opened``. Members are numbered from 0.
 
@@ -353,7 +365,7 @@ class Channel:
         doing: What they are doing, for errors.
         name: A name that no other channel has.
         group: Of these ranks, which nobody else has borrowed.
-        stale: Keys of earlier channels, which are deleted; this channel's come there.
+        stale: Where keys of this channel come that are to be deleted.
         timeout: How many seconds they wait for each other.
 
     Attributes:
@@ -373,13 +385,10 @@ class Channel:
         self._in_group = [group.ranks.index(member) for member in members]
         self._sends: list[tuple[int, Any]] = []
         self._store: Any = default_store()
-        # Who left first, and why: that stays until its writer opens its next channel. Who waits for which gather.
+        # Who left first, and why: that stays for ranks that are slower. Who waits for which gather.
         self._left = f"ddp_patch/words/{name}"
         self._waits = [f"ddp_patch/waits/{name}/{index}" for index in range(len(members))]
         group.is_lent = True
-        with store_reached(doing):
-            while stale:
-                self._store.delete_key(stale.pop())
 
     def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
         """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""

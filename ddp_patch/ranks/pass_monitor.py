@@ -91,8 +91,10 @@ class PassMonitor:
         self._has_warned = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
         self._why_in_common: Callable[[], str] | None = None
-        # How many items were in common and repeated, where any were: by list of passes, pass and rank.
+        # How many items were in common and repeated, where any were: by list of passes, pass and rank; and in passes
+        # that the log no longer keeps.
         self._in_common: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._in_common_before = (0, 0)
         # Passes whose end nobody knows before: how many ended, when the first step of this one was, and the next told.
         self._ends, self._first_step_s, self._due_s = 0, 0.0, 0.0
 
@@ -248,7 +250,12 @@ class PassMonitor:
             if mine is None or not theirs.first or not any(found := common_items(mine.first, theirs.first)):
                 continue
             self._in_common[record.lists, mine.number, rank] = found
-            common, repeats = (sum(counts) for counts in zip(*self._in_common.values(), strict=True))
+            for lists, number, other in [*self._in_common]:
+                if lists != self._log.lists or self._log.entry(number) is None:
+                    over = self._in_common.pop((lists, number, other))
+                    self._in_common_before = (self._in_common_before[0] + over[0], self._in_common_before[1] + over[1])
+            of_all = (self._in_common_before, *self._in_common.values())
+            common, repeats = (sum(counts) for counts in zip(*of_all, strict=True))
             if found[0] and bits_against_chance(common, repeats) > _BITS:
                 text = (
                     f"Iterating the {self._name}: {found[0]} of the first {len(mine.first)} items of "

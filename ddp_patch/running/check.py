@@ -157,7 +157,8 @@ def _difference(one: _Ran, many: _Ran, close: float) -> tuple[int, str]:
     first, largest, worst = 0, 0.0, "the number of steps"
     for step, (a, b) in enumerate(zip(one.steps[0], many.steps[0], strict=False), 1):
         for kind in ("gradients", "parameters"):
-            scale = max([float(each.abs().max()) for each in a[kind].values() if each.numel()], default=1.0) or 1.0
+            finite = (each[each.isfinite()] for each in a[kind].values())
+            scale = max([float(each.abs().max()) for each in finite if each.numel()], default=1.0) or 1.0
             for name in sorted(a[kind].keys() | b[kind].keys()):
                 size = _size(a[kind].get(name), b[kind].get(name)) / scale
                 largest = max(largest, size)

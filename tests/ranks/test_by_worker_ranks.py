@@ -1,6 +1,7 @@
 """Ranks whose workers read unequally much, as real processes: equal steps, each batch once, and who is named."""
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
@@ -342,6 +343,8 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
     found.append(("own iteration", len([numbers(batch, 0) for batch in own]) == 3))
     first, second = iter(made(Case([9]))), iter(made(Case([8, 9])))
     found.append(("side by side", [len(numbers(next(one), 0)) for one in (first, second, first, second)] == [2] * 4))
+    anew = [(gc.collect(), leave(made(Case([9, 9])), 0))[1] for _ in range(25)]
+    found.append(("keys of loaders that are gone", anew[12:] == [anew[12]] * 13))
     late = made(Case([9]))
     dist.barrier()
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
 import ddp_patch.running.command as command
 from ddp_patch.auditing.commands import commands
+from ddp_patch.running.check import _difference, _Ran
 from ddp_patch.running.command import run
 
 SCRIPT = """
@@ -113,6 +116,19 @@ def test_wrong_usage_exits_with_2(
     assert caught.value.code == 2
     assert told in " ".join(capsys.readouterr().err.split())
     assert not dist.is_initialized()
+
+
+def test_a_check_sees_what_is_no_number() -> None:
+    """Of one process alone, or of the ranks; and what else differs beside it."""
+    nan, one, two = (torch.tensor([each, 1.0]) for each in (math.nan, 1.0, 2.0))
+    for a, b, differs_at in ((nan, one, 2), (one, nan, 2), (nan, nan, 0)):
+        ran = [
+            _Ran(0, {}, [], [[{"gradients": {"w": of}, "parameters": {"w": one}} for of in (one, each)]], {}, [])
+            for each in (a, b)
+        ]
+        assert _difference(ran[0], ran[1], 1e-8)[0] == differs_at
+    steps = [{"gradients": {"v": each, "w": nan}, "parameters": {"w": one}} for each in (one, two)]
+    assert _difference(*(_Ran(0, {}, [], [[step]], {}, []) for step in steps), 1e-8)[0] == 1
 
 
 def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
