@@ -128,7 +128,8 @@ def test_a_check_sees_what_is_no_number() -> None:
         ]
         assert _difference(ran[0], ran[1], 1e-8)[0] == differs_at
     steps = [{"gradients": {"v": each, "w": nan}, "parameters": {"w": one}} for each in (one, two)]
-    assert _difference(*(_Ran(0, {}, [], [[step]], {}, []) for step in steps), 1e-8)[0] == 1
+    mine, other = (_Ran(0, {}, [], [[step]], {}, []) for step in steps)
+    assert _difference(mine, other, 1e-8)[0] == 1
 
 
 def test_ranks_start_with_all_that_should_be_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
