@@ -121,11 +121,16 @@ def group_made(backend: str, **options: Any) -> Iterator[None]:
 def backend_here() -> str:
     """Choose this rank's GPU, where there are some, and return the backend of a process group that uses it.
 
+    Ranks that ``-n`` has started share the GPUs if there are fewer of these, over gloo: NCCL takes one rank for each.
+
     Raises:
         WorldError: The environment does not say which GPU is this rank's.
     """
     count = torch.cuda.device_count()
     if not count:
+        return "gloo"
+    if is_started() and int(told("LOCAL_WORLD_SIZE")) > count:
+        torch.cuda.set_device(int(told("LOCAL_RANK")) % count)
         return "gloo"
     # A launcher may show each rank its own one alone.
     number = "0" if count == 1 else told("LOCAL_RANK").strip()

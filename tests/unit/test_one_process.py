@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
 from ddp_patch.running.gradients import MEAN, SUM, WEIGHED, StepWeight, reductions_of
-from ddp_patch.running.launch import backend_here
+from ddp_patch.running.launch import ALONE, backend_here
 from ddp_patch.running.lockstep import RandomNumbers, Replicas, models_of, seed_all
 
 TRAIN, TEST = "train", "test"
@@ -241,6 +241,16 @@ def test_a_rank_takes_its_own_gpu_and_does_not_guess_which_that_is(
         return
     assert backend_here() == ("cpu:gloo,cuda:nccl" if count else "gloo")
     assert chosen == taken
+
+
+def test_more_ranks_than_gpus_share_these_where_the_command_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name, text in {**ALONE, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "DDP_PATCH_STARTED": "1"}.items():
+        monkeypatch.setenv(name, text)
+    assert backend_here() == "gloo"
+    assert chosen == [1]
 
 
 class Broken(Dataset[float]):
