@@ -161,7 +161,7 @@ def _begin(given: argparse.Namespace, recording: Recording | None, seed: int, st
             stack.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
     seed_all(seed if given.seed is None else given.seed)
     if recording is not None:
-        stack.enter_context(recorded(recording, rank))
+        stack.enter_context(recorded(recording, rank, sync_batchnorm=given.sync_batchnorm))
 
 
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:

@@ -122,7 +122,7 @@ class _Recorder:
         if len(self.steps) >= self._what.steps:
             sys.exit()
 
-    def hold_still(self, stack: ExitStack) -> None:
+    def hold_still(self, stack: ExitStack, *, sync_batchnorm: bool) -> None:
         """Stand in the place of what is random, until the stack closes."""
 
         def in_one_precision(context: Any, device_type: str, *args: Any, **options: Any) -> None:
@@ -130,7 +130,7 @@ class _Recorder:
                 self._off("autocast")
             _AUTOCAST(context, device_type, *args, **{**options, "enabled": False})
 
-        for name in (*_DROPOUTS, "batch_norm"):
+        for name in _DROPOUTS if sync_batchnorm else (*_DROPOUTS, "batch_norm"):
             stack.enter_context(patch.object(functional, name, self._evaluating(getattr(functional, name))))
         stack.enter_context(patch.object(functional, "scaled_dot_product_attention", self.attend))
         stack.enter_context(patch.object(torch.autocast, "__init__", in_one_precision))
@@ -189,12 +189,18 @@ class _Recorder:
 
 
 @contextmanager
-def recorded(what: Recording, rank: int) -> Iterator[None]:
-    """Record a script while entered, and end it by ``sys.exit()`` after its first steps."""
+def recorded(what: Recording, rank: int, *, sync_batchnorm: bool) -> Iterator[None]:
+    """Record a script while entered, and end it by ``sys.exit()`` after its first steps.
+
+    Args:
+        what: What to record.
+        rank: This rank.
+        sync_batchnorm: Whether batch normalisation sees the whole batch; else it is switched off.
+    """
     recorder = _Recorder(what)
     what.folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        recorder.hold_still(stack)
+        recorder.hold_still(stack, sync_batchnorm=sync_batchnorm)
         if what.double:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)

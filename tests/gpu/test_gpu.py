@@ -3,6 +3,9 @@
 ``tests/ranks/test_device_ranks.py`` does the same on the CPU.
 """
 
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +54,34 @@ def test_a_rank_of_nccl(tmp_path: Path) -> None:
 @needs_several
 def test_ranks_of_nccl(tmp_path: Path) -> None:
     check(run_ranks(several, GPUS, Setting("nccl", "cuda", tmp_path), ALL, timeout=300))
+
+
+def test_ranks_train_as_one_process_with_batch_normalisation_of_whole_batches(tmp_path: Path) -> None:
+    """More ranks than GPUs share these."""
+    script = """
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader, TensorDataset
+
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        x = torch.randn(512, 20)
+        loader = DataLoader(TensorDataset(x, (x[:, 0] > 0.3).long()), batch_size=64, shuffle=True, pin_memory=True)
+        model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 2)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.cuda()), y.cuda())
+            loss.backward()
+            optimizer.step()
+            print(f"{loss.item():.12f}")
+        print(f"{sum(each.sum().item() for each in model.parameters()):.12f}")
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    printed = []
+    for ranks in ("1", "2"):
+        command = [sys.executable, "-m", "ddp_patch", "run", "-n", ranks, "--sync-batchnorm", "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)  # noqa: S603 - our own
+        printed.append(done.stdout)
+    assert len(printed[0].splitlines()) == 9
+    assert printed[0] == printed[1]

@@ -335,6 +335,31 @@ def test_a_check_says_what_is_so(tmp_path: Path, body: str, code: int, words: li
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]  # no run has written here
 
 
+def test_a_check_compares_batch_normalisation_that_sees_the_whole_batch(tmp_path: Path) -> None:
+    """torch's takes tensors of accelerators alone: another one stands in its place."""
+    body = """
+        from torch.distributed.nn.functional import all_reduce
+
+        def forward(self, part):
+            rows = torch.tensor(len(part), dtype=part.dtype)
+            count, total = all_reduce(rows), all_reduce(part.sum(0))
+            mean = total / count
+            variance = all_reduce((part - mean).pow(2).sum(0)) / count
+            return (part - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+        nn.SyncBatchNorm.forward = forward
+        model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train = DataLoader(data[:28], batch_size=7, shuffle=True)
+        epoch()
+        epoch()
+    """
+    done = launch(tmp_path, textwrap.dedent(body), "--check", "--steps", "7", "--sync-batchnorm")
+    assert "steps: the same in 7 steps" in done.stdout, done
+    assert "\nThe same." in done.stdout
+    assert done.returncode == 0
+
+
 def started(folder: Path) -> "subprocess.Popen[str]":
     """Start an endless script, whose loader has workers; each rank writes down its process."""
     endless = """
