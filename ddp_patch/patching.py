@@ -155,8 +155,8 @@ def patch_dataloader_to_ddp(
             parallelism) get the same batches.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
-            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch and sends every rank its
-            share. A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
+            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch for all and sends it.
+            A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
             From then on it draws what it would in one process. ``"scalable"`` computes the order of a shuffled loader
             (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
             computes only its share. The first batch then takes constant time and memory for any number of samples. The
