@@ -210,8 +210,8 @@ def test_every_parameter_has_its_option() -> None:
         ([], {"patch": True, "padding": True}),
         (["--order", "seeded"], {"order": "seeded"}),
         (
-            ["--order", "scalable", "--share", "by_worker"],
-            {"order": "scalable", "share": "by_worker"},
+            ["--order", "leader", "--share", "by_worker"],
+            {"order": "leader", "share": "by_worker"},
         ),
         (["--share", "batches"], {"share": "batches"}),
         (

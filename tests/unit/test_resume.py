@@ -41,6 +41,7 @@ from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, 
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
 from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
+from ddp_patch.samplers import ScalableRandomSampler
 from ddp_patch.sharding.saved_state import position_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
@@ -168,7 +169,6 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
             "sampler": "RandomSampler",
             "sampler length": N,
             "uneven": "pad",
-            "order": "drawn",
             "layout": "interleaved",
         },
         "epoch": 0,
@@ -199,12 +199,12 @@ def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler
 
 
 def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_before() -> None:
-    make = partial(DataLoader, Indices(10**12), 2, shuffle=True)
-    given = start(make(), order="scalable")
+    make = partial(DataLoader, Indices(10**12), 2, sampler=ScalableRandomSampler(10**12, seed=1))
+    given = start(make())
     state = loader_state(given, batches_done=0) | {"parts": [[[1, 2 * 10**11]]]}
-    again = start(make(), order="scalable")
+    again = start(make())
     restore_loader(again, state)
-    other = start(make(), rank=3, num_replicas=1024, order="scalable")
+    other = start(make(), rank=3, num_replicas=1024)
     restore_loader(other, state)
     assert len(other) == 8 * 10**11 // 1024 // 2
     epoch = order_of(given.sampler._wrapped_sampler, 0)
@@ -341,7 +341,6 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sampler: RandomSampler in the state; SequentialSampler here", {"shuffle": False}, {}),
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
-    ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
     ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
     ("BatchSampler over RandomSampler here", {"drop_last": True}, {"share": "batches"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
