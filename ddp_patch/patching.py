@@ -301,7 +301,7 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts, world.num_replicas)
         return Subject(facts.described, None, facts.made_for, place, claim)
-    compared = {**facts.described, **costs_compared(facts, options)}
+    compared = {**facts.described, **costs_compared(options)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     if splits_itself:
         compared |= held_for_workers(facts)
