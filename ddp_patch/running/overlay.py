@@ -471,9 +471,8 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
 
 def _caches() -> list[str]:
     """Return the folders of caches."""
-    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getuser()}")
-    caches = [os.environ.get(name, usual) for name, usual in _CACHES.items()]
-    caches += [os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)]
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{getuser()}")}
+    caches = [os.environ.get(name) or usual for name, usual in (_CACHES | compiled).items()]
     return [os.path.realpath(os.path.expanduser(cache)) for cache in caches]
 
 
