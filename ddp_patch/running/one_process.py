@@ -153,8 +153,6 @@ class OneProcess(Summary):
                     raise
                 self._explain(error)
                 self._on_error(error)
-                why = f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-                self._lockstep.leave(why.splitlines()[0])
                 raise
             else:
                 self._finish()

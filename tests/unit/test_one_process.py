@@ -339,7 +339,7 @@ def test_a_compiled_model_trains_on_divided_batches() -> None:
     assert summary.records[0].fate == "divided"
 
 
-@pytest.mark.parametrize("options", [{"share": "samples"}, {"dry_run": True}, {"rank": 0, "num_replicas": 2}])
+@pytest.mark.parametrize("options", [{"share": "samples"}, {"rank": 0, "num_replicas": 2}])
 def test_options_that_one_process_decides_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))), autopatch(as_one_process=True, **options):  # type: ignore[arg-type]  # several kinds
         pass
