@@ -18,11 +18,10 @@ from zoo import as_it_is, seed_ambient
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
 from ddp_patch.orders.random_states import (
-    native_state,
+    generator_state,
     random_generators,
-    same_state,
     seeded_anew,
-    set_native_state,
+    set_generator_state,
     was_seeded,
 )
 from ddp_patch.samplers import ScalableRandomSampler
@@ -73,7 +72,7 @@ class SeededByEpoch(Drawing):
 
     def set_epoch(self, epoch: int) -> None:
         seeded = GENERATORS[self.kind](epoch)
-        set_native_state(self.generator, native_state(seeded))
+        set_generator_state(self.generator, generator_state(seeded))
 
     def __init__(self, kind: str) -> None:
         super().__init__(GENERATORS[kind](0))
@@ -381,17 +380,17 @@ def test_a_look_between_seeding_and_choosing_changes_nothing(name: str, epoch: i
 @pytest.mark.parametrize("name", GENERATORS)
 def test_only_a_generator_of_torchs_tells_whether_it_was_seeded(name: str) -> None:
     generator = GENERATORS[name]()
-    before = native_state(generator)
+    before = generator_state(generator)
     raw: Any = type("Holds", (), {"sampler": type("Sampler", (), {})()})()
     raw.sampler.generator = generator
     for _ in range(700):  # past the words that a twister makes at once
         draws(raw)
         assert not was_seeded(generator, before)
-    later = native_state(generator)
-    assert not same_state(later, before)
-    set_native_state(generator, seeded_anew(generator, before, 1))
+    later = generator_state(generator)
+    assert later != before
+    set_generator_state(generator, seeded_anew(generator, before, 1))
     assert was_seeded(generator, later) == (name == "torch")
-    assert not same_state(seeded_anew(generator, before, 1), seeded_anew(generator, before, 2))
+    assert seeded_anew(generator, before, 1) != seeded_anew(generator, before, 2)
 
 
 class ByObject:
