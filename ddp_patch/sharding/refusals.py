@@ -23,6 +23,7 @@ from ddp_patch.orders.orders import order_parameters
 from ddp_patch.plan import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.validation import counted
 from ddp_patch.walks import stored
 
 __all__ = [
@@ -109,8 +110,8 @@ def require_one_of_each(facts: LoaderFacts[Any], costs: Cost) -> None:
     n = facts.dataset_length
     if costs.length is not None and n is not None and costs.length != n:
         raise InvalidOptionError(
-            f"cost= has {costs.length} numbers and {type(facts.dataset).__name__} has {n} samples. Pass one number for "
-            "each index of loader.dataset, in order."
+            f"cost= has {counted(costs.length, 'number')} and {type(facts.dataset).__name__} has "
+            f"{counted(n, 'sample')}. Pass one number for each index of loader.dataset, in order."
         )
 
 

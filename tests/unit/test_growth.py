@@ -27,15 +27,6 @@ def share_of(sampler: Any, world_size: int, **options: Any) -> DDPSamplerWrapper
     return DDPSamplerWrapper(sampler, False, rank=world_size - 1, num_replicas=world_size, seed=0, **options)
 
 
-@pytest.mark.parametrize("world_size", RANKS)
-@pytest.mark.parametrize("n", SIZES)
-def test_a_plan_costs_the_same_for_any_n_and_world(n: int, world_size: int) -> None:
-    plan = Plan(world_size - 1, world_size)
-    real, repeated = plan.own_and_repeated(n)
-    assert len(real) + len(repeated) == len(plan.share(n)) == -(-n // world_size)
-    assert all(isinstance(part, range) for part in (real, repeated))  # and never a list
-
-
 class Source(Sampler[int]):
     """Any sampler: notes how much of it was drawn."""
 

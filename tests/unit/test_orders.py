@@ -25,7 +25,7 @@ from zoo import as_it_is
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.orders.chunks import MOST_AHEAD, MOST_PLAIN
-from ddp_patch.orders.orders import blocks, has_order, order_of
+from ddp_patch.orders.orders import has_order, order_of
 from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
 
@@ -110,14 +110,6 @@ def test_only_exactly_torchs_samplers_and_random_access_have_an_order() -> None:
     assert not has_order(Reversed(3))
     assert not has_order(Delegating(LookedUp(3)))
     assert not has_order(OfSomethingElse(3))
-
-
-def test_blocks_begin_small_and_cover_all() -> None:
-    positions = range(5, 50_000, 3)
-    found = list(blocks(positions))
-    assert [position for block in found for position in block] == list(positions)
-    assert [len(block) for block in found[:8]] == [64, 128, 256, 512, 1024, 2048, 4096, 4096]
-    assert list(blocks(range(0))) == []
 
 
 class LookedUp:
@@ -205,14 +197,6 @@ def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, world
     assert sampler.epochs == {3}
 
 
-def test_the_last_positions_near_the_largest_integer_are_right() -> None:
-    n = 2**63 - 1
-    wrapper = DDPSamplerWrapper(LookedUp(n), False, num_replicas=1000, rank=999, order="seeded")
-    share = Plan(999, 1000).share(n)
-    wrapper.load_state_dict(wrapper.state_dict() | {"parts": [[[1000, len(share) - 2]]]})
-    assert [*iter(wrapper)] == [n - 1 - share[-2], n - 1 - share[-1] % n]
-
-
 def test_a_position_is_reached_without_asking_for_those_before() -> None:
     sampler = LookedUp(10**9)
     wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1, order="seeded")
@@ -257,10 +241,6 @@ def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) ->
     entered.clear()
     assert sum(1 for _ in wrapper) == n // 8
     assert n // MOST_AHEAD <= len(entered) <= n // MOST_AHEAD + 20  # the first are shorter
-    longer = DDPSamplerWrapper(Counting(8 * n), False, num_replicas=8, rank=0, seed=0, order="seeded")
-    entered.clear()
-    assert sum(1 for _ in longer) == n
-    assert len(entered) <= 8 * n // MOST_AHEAD // 2
     looked_up = DDPSamplerWrapper(RandomSampler(range(n)), False, num_replicas=8, rank=0, seed=0)
     entered.clear()
     assert sum(1 for _ in looked_up) == n // 8
@@ -313,18 +293,6 @@ def most_ahead(before: int) -> int:
     return max(MOST_AHEAD, min(MOST_PLAIN, before // 64))
 
 
-def test_indices_are_drawn_ahead_by_a_part_of_what_came_before() -> None:
-    sampler = Counting(5_000_000)
-    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, order="seeded")
-    sampler.drawn, farthest = 0, 0
-    for taken in wrapper:
-        ahead = sampler.drawn - taken
-        if ahead > farthest:
-            farthest = ahead
-            assert ahead <= most_ahead(taken)
-    assert farthest == MOST_PLAIN
-
-
 class Batches(Sampler[list[int]]):
     """New lists, or one that it fills again and again."""
 
@@ -339,24 +307,6 @@ class Batches(Sampler[list[int]]):
             batch = batch if self.reuses else []
             batch[:] = range(start, start + 32)
             yield batch
-
-
-class Buckets(Sampler[list[int]]):
-    """Fills lists that it holds, and clears each when it has given it."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        buckets: list[list[int]] = [[] for _ in range(200)]
-        for index in range(40_000):
-            bucket = buckets[index % 200]
-            bucket.append(index)
-            if len(bucket) == 4:
-                yield bucket
-                bucket.clear()
-
-
-def test_batches_that_are_cleared_later_are_kept() -> None:
-    batches = list(DDPBatchSamplerWrapper(Buckets(), False, num_replicas=1, rank=0))
-    assert sorted(index for batch in batches for index in batch) == list(range(40_000))
 
 
 GROWING: dict[str, Callable[[int], Any]] = {
@@ -401,16 +351,6 @@ def test_batches_are_drawn_ahead_by_samples_and_copied_where_they_are_used_again
         assert len(batch) == 32
         assert sampler.drawn - (4 * place + 1) <= MOST_AHEAD // 32
     assert place == 2499
-
-
-@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-@pytest.mark.parametrize("n", [0, 3, 4, 7, 300, 301, 5000])
-def test_what_is_left_out_of_chunks_is_other_ranks(n: int, uneven: Any) -> None:
-    for stream in (list(range(n)), [[start, start + 1] for start in range(n)]):
-        for rank in range(3):
-            wrapper: Any = DDPBatchSamplerWrapper(stream, False, num_replicas=3, rank=rank, seed=0, uneven=uneven)
-            plan = Plan(rank, 3, uneven)
-            assert list(wrapper) == [stream[position % n] for position in plan.share(n)]
 
 
 @pytest.mark.parametrize("is_batch", [True, False])
