@@ -5,6 +5,7 @@ import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from zoo import (
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
+from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
 from ddp_patch.samplers import ScalableRandomSampler
 
