@@ -17,7 +17,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -36,7 +35,6 @@ from zoo import (
 )
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order
 from ddp_patch.ranks import leader
@@ -150,20 +148,6 @@ def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCapture
     assert not missing(held, ("order of Holding", "not compared", "TypeError: cannot pickle 'generator' object"))
     assert not missing(iterator, ("order of an iterator", "not compared", "use it up"))
     assert not missing(dataset, ("order of an iterable dataset", "not compared", "use it up"))
-
-
-def test_which_samples_a_subset_holds() -> None:
-    """A list of indices and a range of them are alike; a Subset of a Subset is told by both."""
-    whole = Indices()
-    assert chosen_samples(whole) == ()
-    first, again, second = (chosen_samples(Subset(whole, indices)) for indices in (range(5), [*range(5)], range(5, 10)))
-    assert () not in {first, second}
-    assert first == again != second
-    of_the_first, of_the_second = (
-        chosen_samples(Subset(Subset(whole, half), [0])) for half in (range(5), range(5, 10))
-    )
-    assert of_the_first != of_the_second
-    assert chosen_samples(Subset(whole, iter(range(5)))) == ()  # type: ignore[arg-type]  # which nobody can look up
 
 
 def test_an_explicit_world_compares_nothing() -> None:

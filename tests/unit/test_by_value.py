@@ -158,20 +158,6 @@ def test_a_datasets_own_shared_tensor_stays_shared() -> None:
     assert [batch.item() for batch in batches] == [2, 2]
 
 
-class Inner(IterableDataset[torch.Tensor]):
-    """Reads a patched loader that has no workers, in a worker of another."""
-
-    def __init__(self) -> None:
-        self.loader = patched(Source(4), 2)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from (batch.sum() for batch in self.loader)
-
-
-def test_a_loader_in_another_ones_worker_gives_tensors() -> None:
-    assert [int(batch) for batch in DataLoader(Inner(), num_workers=1)] == [1, 5]
-
-
 @pytest.mark.parametrize(("dataset", "context"), [(range(6), "fork"), (Source(6), "spawn"), soaked(range(6), "spawn")])
 def test_workers_of_any_kind_send_small_batches_by_value(dataset: Any, context: str) -> None:
     loader = patched(dataset, 2, num_workers=1, persistent_workers=True, multiprocessing_context=context)

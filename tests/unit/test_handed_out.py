@@ -223,17 +223,6 @@ def test_a_shallow_copy_iterates_itself_and_is_not_counted() -> None:
     assert list(pickled(copy.copy(other))) == list(other)
 
 
-class Slotted(DataLoader[Any]):
-    __slots__ = ("note",)
-
-
-def test_attributes_in_slots_are_copied_too() -> None:
-    given = Slotted(Indices(N), 2)
-    given.note = "kept"
-    for other in (copy.copy, copy.deepcopy):
-        assert other(patched(lambda: given)).note == "kept"
-
-
 def workers() -> int:
     return len(multiprocessing.active_children())
 

@@ -9,7 +9,6 @@ from multiprocessing.context import SpawnContext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.device_mesh
@@ -22,7 +21,7 @@ from zoo import Indices, loader
 
 import ddp_patch
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.compat import packages, private_torch
+from ddp_patch.compat import private_torch
 from ddp_patch.compat.private_torch import private
 from ddp_patch.errors import TorchVersionError, UnsupportedLoaderError
 
@@ -136,11 +135,6 @@ def test_a_batch_is_pinned_as_a_loaders_iterator_pins_where_torch_tells_how(monk
     assert private_torch.pinned_by(iterator, "batch") == ("batch", "cuda")
     monkeypatch.delattr(torch.utils.data._utils.pin_memory, "pin_memory")
     assert private_torch.pinned_by(iterator, "batch") == "batch"
-
-
-def test_a_normal_may_be_held_where_numpy_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np.random, "get_state", lambda legacy=True: {"has_gauss": 0})
-    assert packages.may_hold_a_normal()
 
 
 class Mesh:

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
-from ddp_patch.errors import ExhaustedSamplerError
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress, State
 from ddp_patch.sharding import sampler_passes
@@ -94,15 +92,6 @@ def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch
     kept = one_item(loader)
     assert drawn[-1]() is not None  # while it is needed
     del kept
-
-
-def test_an_iterator_that_another_pass_has_drained() -> None:
-    loader = patched(iter(range(N)))
-    first, second = iter(loader.sampler), iter(loader.sampler)
-    assert list(first) == list(range(N))
-    loader.set_epoch(0)
-    with raises(ExhaustedSamplerError, ("epoch 0", "iterator"), "iterated again"):
-        next(second)
 
 
 class Held(IterableDataset[int]):

@@ -348,17 +348,6 @@ def test_datasets_are_found_wherever_they_are_kept() -> None:
     assert not check_loaders_is_patched(DataLoader(around))
 
 
-def test_samples_in_memory_are_not_searched_for_datasets() -> None:
-    read: list[int] = []
-
-    class Noting(list[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return (read.append(1) or one for one in super().__iter__())  # type: ignore[func-returns-value]
-
-    assert not check_loaders_is_patched(DataLoader(Holding(Noting([SimpleNamespace()] * 1000))))
-    assert len(read) < 200
-
-
 @pytest.mark.parametrize("wrapper", [DDPSamplerWrapper, DDPBatchSamplerWrapper])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_wrappers_refuse_what_shards_itself(wrapper: Any, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:

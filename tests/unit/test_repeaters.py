@@ -1,10 +1,8 @@
 """Loaders with one iterator for all epochs: sharded inside what repeats their batch sampler."""
 
-import copy
 import gc
 import operator
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,18 +97,6 @@ def test_every_epoch_is_that_of_an_ordinary_loader(make: Callable[[], DataLoader
         for _ in range(3):
             assert len(loader) == len(ordinary)
             assert epoch_of(loader) == epoch_of(ordinary)
-
-
-@pytest.mark.parametrize("kind", [MultiEpochs, Infinite])
-def test_the_ranks_together_give_what_one_process_gives(kind: Any) -> None:
-    # One generator for the order and the workers' seed, as Ultralytics passes it: one process draws that seed once.
-    def make() -> DataLoader[Any]:
-        return kind(Indices(N), 1, shuffle=True, generator=torch.Generator().manual_seed(3))  # type: ignore[no-any-return]
-
-    alone, ranks = make(), [patched(make, rank, uneven="keep") for rank in range(2)]
-    for _ in range(3):
-        shares = [epoch_of(rank) for rank in ranks]
-        assert epoch_of(alone) == [shares[place % 2][place // 2] for place in range(N)]
 
 
 @every_kind
@@ -241,13 +227,6 @@ class OfWorkers(Indices):
         return os.getpid()
 
 
-@some_kinds
-def test_copies_begin_on_their_own(make: Callable[[], DataLoader[Any]]) -> None:
-    loader = patched(make)
-    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):  # noqa: S301 - pickled just now
-        assert epoch_of(other) == epoch_of(patched(make))
-
-
 def test_evaluation_masks_padding_and_gathers_one_pass() -> None:
     for make in QUICK.values():
         loader = patched(make, rank=1)
@@ -315,14 +294,6 @@ def test_an_error_of_the_dataset_is_raised_and_the_pass_goes_on(workers: int) ->
     assert next(iter(loader)).tolist() == [8, 10, 12, 14]
     with raises(StateError, ("MultiEpochs", "after an error"), "batches_done="):
         loader_state(loader)  # which would leave out what failed
-
-
-def test_it_goes_on_as_it_is_when_it_makes_itself_an_iterator() -> None:
-    loader = patched(KINDS["ultralytics"])
-    loader.collate_fn = tuple
-    assert isinstance(next(iter(loader)), torch.Tensor)  # as the given loader, whose iterator has begun
-    loader.reset()
-    assert isinstance(next(iter(loader)), tuple)
 
 
 class Filters(RepeatSampler):

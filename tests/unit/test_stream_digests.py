@@ -64,20 +64,15 @@ OTHER_LAST = [*range(998), 999, 998]
 # One reads 1000 items, the other these, or so many of them.
 CASES: dict[str, tuple[Callable[[int], Any], Iterable[int], int | None, bool | None]] = {
     "the same": (named, range(1000), None, False),
-    "the same, numbered": (labelled, range(1000), None, False),
     "the same, of which there are no names": (unnamed, range(1000), None, False),
     "as far as it came": (named, range(1000), 777, False),
     "nothing yet": (named, range(1000), 0, None),
     "one is skipped": (named, SKIPPED, None, True),
     "one is skipped, and it goes on": (named, SKIPPED, 800, True),
-    "one is skipped, numbered": (labelled, SKIPPED, None, True),
     "the last two": (named, OTHER_LAST, None, True),
-    "the last two, not that far": (named, OTHER_LAST, 900, False),
     "others from the beginning": (named, range(5000, 6000), 1, True),
     "it ends early": (named, range(600), None, True),
-    "it ends early, without names": (unnamed, range(600), None, True),
     "it goes on": (named, range(2000), None, True),
-    "it goes on, without names": (unnamed, count(), 1500, True),
     "nothing": (named, [], None, True),
 }
 
@@ -135,17 +130,6 @@ def test_readers_of_one_stream_that_differ_are_told(place: int) -> None:
     assert found[1] == 2
     assert place < found[0] <= max(100, 2 * place)
     assert read(range(100), others).workers_differ() is None  # of parts nobody expects that
-
-
-def test_the_latest_passes_are_known_and_no_earlier_ones() -> None:
-    shared = SharedWorkerState(1)
-    for number in range(1, 40):
-        report = shared.report(number, 0)
-        assert list(marked(iter(range(number)), report)) == [*range(number)]
-        report["way"] = STREAM
-    digests = [StreamDigest(shared, number) for number in range(1, 40)]
-    assert [digest.marks for digest in digests[7:]] == [read(range(number)).marks for number in range(8, 40)]
-    assert [digest.marks for digest in digests[:7]] == [{}] * 7
 
 
 def test_a_pass_that_goes_on_while_a_later_one_has_its_memory_marks_nothing() -> None:

@@ -17,16 +17,13 @@ from zoo import (
     Indices,
     Kind,
     Source,
-    TokenBatches,
     as_it_is,
     comparable,
     loader,
-    pk_batches,
     seed_ambient,
 )
 
 from ddp_patch import (
-    audit,
     iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
@@ -182,13 +179,6 @@ def test_a_stream_resumes_after_whole_batches(workers: int) -> None:
             resumed = divided(make(), 3, rank)
             restore_loader(resumed, state)
             assert list(resumed) == [part(batch, Plan(rank, 3)) for batch in whole[batches:]]
-
-
-def test_an_audit_judges_each_batch_by_itself() -> None:
-    for make in (pk_batches, TokenBatches):
-        for uneven in ("pad", "keep"):
-            report = audit(loader(batch_sampler=make()), 3, share="within_batches", uneven=uneven)
-            assert report.ok, report
 
 
 # What cannot be divided.
