@@ -30,7 +30,7 @@ from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broa
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses
-from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
+from ddp_patch.sharding.refusals import costs_compared, require_shareable, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
@@ -157,10 +157,7 @@ def patch_dataloader_to_ddp(
             whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
             first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch and sends every rank its
             share. A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
-            From then on it draws what it would in one process. ``"scalable"`` computes the order of a shuffled loader
-            (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
-            computes only its share. The first batch then takes constant time and memory for any number of samples. The
-            order differs from torch's.
+            From then on it draws what it would in one process.
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
             run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
             beginning.
@@ -247,17 +244,13 @@ def patch_each(
             with error_context(place):
                 require_loader(operation, loader)
         options = choose()
-        if world is None and not options.is_scalable:
-            return _unshared(operation, loaders)
-        looked = {}
-        for place, loader in loaders.items():
-            with error_context(place):
-                looked[place] = _shareable(loader, options, world)
         if world is None:
             return _unshared(operation, loaders)
-        subjects = []
-        for place, facts in looked.items():
+        looked, subjects = {}, []
+        for place, loader in loaders.items():
             with error_context(place):
+                looked[place] = facts = unit_shared(look_at(loader), options.share)
+                require_shareable(facts, options, world)
                 subjects.append(_subject(place, facts, options, world))
     for facts, subject in zip(looked.values(), subjects, strict=True):
         in_vain = subject.claim is not None and subject.claim.get("first", ()) is None
@@ -300,17 +293,6 @@ def _unshared(operation: str, loaders: Mapping[str, L]) -> list[L]:
         stacklevel=4,
     )
     return list(loaders.values())
-
-
-def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[L]:
-    """Look at a loader, and refuse it if it cannot be sharded with these options."""
-    facts = look_at(loader)
-    if options.is_scalable and facts.sharded_by is None:
-        require_shuffle(facts.stream)
-    if world is not None:
-        facts = unit_shared(facts, options.share)
-        require_shareable(facts, options, world)
-    return facts
 
 
 def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World) -> Subject:

@@ -21,6 +21,7 @@ import torch
 
 from ddp_patch.running.launch import ALONE, SEED, made_equal
 from ddp_patch.running.recording import BATCH_NORM, Recording
+from ddp_patch.validation import counted
 
 __all__ = ["check"]
 
@@ -129,7 +130,8 @@ def _why_not(ranks: int, differs_at: int, one: _Ran, many: _Ran, lines: object, 
     """Return the likely reason why the ranks do not do the same, or nothing."""
     of_one, of_many = one.steps[0], many.steps
     if differs_at > min(len(of_one), len(of_many[0])):
-        return f"One rank made {len(of_one)} steps, and {ranks} ranks {len(of_many[0])}: they went different ways."
+        made = counted(len(of_one), "step")
+        return f"One rank made {made}, and {ranks} ranks {len(of_many[0])}: they went different ways."
     if differs_at:
         at = differs_at - 1
         loss = torch.tensor([sum(of_one[at]["losses"]), sum(sum(each[at]["losses"]) for each in of_many) / ranks])
@@ -167,7 +169,7 @@ def _difference(one: _Ran, many: _Ran, close: float) -> tuple[int, str]:
     if not first and len(one.steps[0]) != len(many.steps[0]):
         first = min(len(one.steps[0]), len(many.steps[0])) + 1
     if not first:
-        return 0, f"the same in {len(one.steps[0])} steps; {largest:.1e} apart at most"
+        return 0, f"the same in {counted(len(one.steps[0]), 'step')}; {largest:.1e} apart at most"
     return first, f"differs from step {first} on, first in {worst}; by {largest:.1e} at most"
 
 

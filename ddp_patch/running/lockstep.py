@@ -26,6 +26,7 @@ from ddp_patch.errors import MissingRanksError, RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.ranks.exchange import already_in, by_value, ranks_text
+from ddp_patch.validation import counted
 
 __all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
@@ -68,7 +69,7 @@ class Lockstep:
     @property
     def done(self) -> str:
         """What the script has done so far, in words."""
-        return f"after {self.backwards} calls of backward() and {self.steps} optimizer steps"
+        return f"after {self.backwards} calls of backward() and {counted(self.steps, 'optimizer step')}"
 
     def meet(self, doing: str, usual: object = 0) -> bool:
         """Wait until every rank does the same.

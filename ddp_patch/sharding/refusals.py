@@ -19,10 +19,11 @@ from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
 from ddp_patch.loaders.recognition import ignores_index, line_for_inner, nested_datasets, streams_in
 from ddp_patch.options import Options, Share
 from ddp_patch.orders.digest import evenly_spread
-from ddp_patch.orders.orders import order_parameters, why_not_scalable
+from ddp_patch.orders.orders import order_parameters
 from ddp_patch.plan import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.sampler import EpochSampler
+from ddp_patch.validation import counted
 from ddp_patch.walks import stored
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "require_index",
     "require_one_of_each",
     "require_shareable",
-    "require_shuffle",
     "require_steps_known",
     "unit_shared",
 ]
@@ -110,8 +110,8 @@ def require_one_of_each(facts: LoaderFacts[Any], costs: Cost) -> None:
     n = facts.dataset_length
     if costs.length is not None and n is not None and costs.length != n:
         raise InvalidOptionError(
-            f"cost= has {costs.length} numbers and {type(facts.dataset).__name__} has {n} samples. Pass one number for "
-            "each index of loader.dataset, in order."
+            f"cost= has {counted(costs.length, 'number')} and {type(facts.dataset).__name__} has "
+            f"{counted(n, 'sample')}. Pass one number for each index of loader.dataset, in order."
         )
 
 
@@ -306,13 +306,3 @@ def require_steps_known(
     if (n := stream.length) is not None:
         plan = Plan.of_stream(options, world.rank, world.num_replicas)
         require_steps(plan, batching, stream.name, [n], in_batches=in_batches)
-
-
-def require_shuffle(stream: StreamFacts) -> None:
-    """Refuse ``order="scalable"`` for a loader that torch does not shuffle."""
-    if (why_not := why_not_scalable(stream.source)) is not None:
-        raise InvalidOptionError(
-            "order='scalable' replaces torch's own shuffle, and this loader's order comes from "
-            f"{stream.name}, which {why_not}. Build the loader with shuffle=True, or leave "
-            "order out; a sampler of your own can have items_at(positions, epoch) instead."
-        )

@@ -38,6 +38,7 @@ from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Str
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_state import Position, States, split_consumed
+from ddp_patch.validation import counted
 
 __all__ = ["SamplerPasses"]
 
@@ -320,15 +321,15 @@ class SamplerPasses(Passes[T]):
         if current.skip > self.plan.largest_share(length):
             raise StateError(
                 f"The pass cannot resume from the state: {current.skip} items of each rank's share were done in it, "
-                f"and the sampler ended after {length} items of all ranks. Restore the state of a loader with this "
-                "sampler."
+                f"and the sampler ended after {counted(length, 'item')} of all ranks. Restore the state of a loader "
+                "with this sampler."
             )
         if self._warned_of_length or self._is_looked_up() or (told := self.length_if_any(current.epoch)) is None:
             return
         if told != (drawn := current.items_of_epoch):
             self._warned_of_length = True
             warnings.warn(
-                f"{self.name} yielded {drawn} items and its len() says {told}. All {drawn} were "
+                f"{self.name} yielded {counted(drawn, 'item')} and its len() says {told}. All {drawn} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
                 "are schedules and progress bars that use it. Correct the sampler's __len__.",
                 StreamLengthWarning,

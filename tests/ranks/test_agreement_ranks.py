@@ -264,7 +264,7 @@ def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
         said(lambda: patch_dataloader_to_ddp(ahead, order="leader")),
         said(lambda: len(patch_dataloader_to_ddp(ahead))),
         # Each rank shuffles samples of its own, and no rank could draw for another.
-        said(lambda: patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=own), order="scalable")),
+        said(lambda: patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=own))),
     ]
 
 

@@ -104,6 +104,14 @@ def test_a_length_that_is_wrong_is_told_of_a_patched_loader_too(name: str) -> No
     assert kinds(audit(BY_NAME[name].make(), 2)) == ["wrong_length"]
 
 
+def test_one_step_is_told_in_the_singular() -> None:
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        return setups.loader(setups.Nth(range(8), rank, world_size, length=8))
+
+    (problem,) = audit(make, 2, epochs=1).problems
+    assert problem.what == "len() of rank 0's loader says 2 and it makes 1 step."
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_torchs_own_sampler_holds_where_the_training_tells_epochs(world_size: int) -> None:
     assert audit(setups.torchs, world_size, epochs=3, set_epoch=True).ok

@@ -183,8 +183,8 @@ def test_every_parameter_has_its_option() -> None:
     [
         ([], {"patch": True, "padding": True}),
         (
-            ["--order", "scalable", "--share", "by_worker"],
-            {"order": "scalable", "share": "by_worker"},
+            ["--order", "leader", "--share", "by_worker"],
+            {"order": "leader", "share": "by_worker"},
         ),
         (
             ["--seed", "4", "--uneven", "drop"],

@@ -13,9 +13,10 @@ from zoo import Indices, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import MOST_AHEAD
-from ddp_patch.orders.orders import Permutation
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.plan import Plan
+from ddp_patch.samplers import ScalableRandomSampler
+from ddp_patch.samplers.keyed import Permutation
 
 RANKS = [1, 16, 1024, 16_384]
 SIZES = [10**6, 10**9, 10**12]
@@ -87,8 +88,10 @@ def test_a_scalable_shuffle_computes_its_own_share(n: int, world_size: int, monk
         return original(self, positions)
 
     monkeypatch.setattr(Permutation, "__call__", counted)
-    given: DataLoader[Any] = DataLoader(Indices(n), BATCH, shuffle=True, collate_fn=as_it_is)
-    patched = patch_dataloader_to_ddp(given, rank=1 % world_size, num_replicas=world_size, order="scalable")
+    given: DataLoader[Any] = DataLoader(
+        Indices(n), BATCH, sampler=ScalableRandomSampler(n, seed=1), collate_fn=as_it_is
+    )
+    patched = patch_dataloader_to_ddp(given, rank=1 % world_size, num_replicas=world_size)
     batches = patched.batch_sampler
     assert batches is not None
     taken = [index for batch in islice(iter(batches), 100) for index in batch]

@@ -20,17 +20,16 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from zoo import Indices, as_it_is
+from zoo import as_it_is
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
-from ddp_patch.errors import InvalidOptionError, StreamLengthError
+from ddp_patch.errors import StreamLengthError
 from ddp_patch.orders.chunks import MOST_AHEAD, MOST_PLAIN
-from ddp_patch.orders.orders import ScalableShuffle, has_order, order_of
-from ddp_patch.orders.random_states import PrivateRNG, Seed
+from ddp_patch.orders.orders import has_order, order_of
+from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
 
 WORDS = [f"{index}.jpg" for index in range(103)]
-SEED = Seed(0, is_chosen=True)
 
 
 def generator() -> torch.Generator:
@@ -391,72 +390,3 @@ def test_an_order_is_held_in_32_bits_and_once() -> None:
     look_up: Any = order.at
     (tensor,) = look_up.args
     assert tensor.untyped_storage().nbytes() == 4_000_000
-
-
-# The scalable shuffle.
-
-
-def scalable(n: int, rank: int = 0, num_replicas: int = 1, **options: Any) -> DataLoader[Any]:
-    given: DataLoader[Any] = DataLoader(Indices(n), batch_size=4, shuffle=True, collate_fn=as_it_is)
-    chosen: dict[str, Any] = {"rank": rank, "num_replicas": num_replicas, "seed": 1, "order": "scalable"}
-    return patch_dataloader_to_ddp(given, **chosen | options)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 100, 70_000])
-def test_a_scalable_shuffle_is_one_stream_for_every_world(n: int) -> None:
-    stream = [item for batch in scalable(n) for item in batch]
-    assert sorted(stream) == list(range(n))
-    for rank in range(3):
-        share = [item for batch in scalable(n, rank, 3) for item in batch]
-        assert share == [stream[position % n] for position in Plan(rank, 3).share(n)]
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    loader = scalable(1000)
-    epochs = [tuple(item for batch in loader for item in batch) for _ in range(3)]
-    loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
-    assert tuple(item for batch in loader for item in batch) == epochs[1]
-    other = tuple(item for batch in scalable(1000, seed=2) for item in batch)
-    assert len({*epochs, other}) == 4
-
-
-@pytest.mark.parametrize(
-    ("sampler", "items"),
-    [
-        (RandomSampler(range(1000), num_samples=5), 5),
-        (RandomSampler(range(1000)), 1000),
-        (SubsetRandomSampler(WORDS), len(WORDS)),  # type: ignore[arg-type]  # any items
-    ],
-)
-def test_a_scalable_shuffle_has_as_many_items_as_the_sampler(sampler: Any, items: int) -> None:
-    shuffle = ScalableShuffle(sampler, seed=SEED)
-    found = list(shuffle)
-    assert len(found) == len(set(found)) == len(shuffle) == items
-    assert set(found) <= {*WORDS, *range(1000)}
-
-
-@pytest.mark.parametrize(
-    ("loader", "found"),
-    [
-        (lambda: DataLoader(Indices(9)), ("SequentialSampler", "not torch's RandomSampler")),
-        (
-            lambda: DataLoader(Indices(9), sampler=RandomSampler(range(9), replacement=True)),
-            ("RandomSampler", "with replacement"),
-        ),
-        (
-            lambda: DataLoader(Indices(9), sampler=RandomSampler(range(9), num_samples=10)),
-            ("RandomSampler", "10 samples of 9"),
-        ),
-        (lambda: DataLoader(Indices(9), sampler=Subclass(range(9))), ("Subclass", "not torch's")),
-        (lambda: DataLoader(Indices(9), batch_sampler=Batches(9, False)), ("Batches", "not torch's")),
-    ],
-)
-def test_what_torch_does_not_shuffle_is_refused(loader: Callable[[], DataLoader[Any]], found: tuple[str, ...]) -> None:
-    remedy = ("shuffle=True", "order", "items_at(positions, epoch)")
-    worlds: list[dict[str, Any]] = [{"rank": 0, "num_replicas": 2}, {}]
-    for world in worlds:  # and in one process
-        with raises(InvalidOptionError, ("order='scalable'", *found), remedy):
-            patch_dataloader_to_ddp(loader(), order="scalable", **world)
-    if loader().batch_sampler is None or type(loader().batch_sampler) is BatchSampler:
-        with raises(InvalidOptionError, ("order='scalable'", *found), remedy):
-            DDPSamplerWrapper(loader().sampler, False, rank=0, num_replicas=2, order="scalable")
