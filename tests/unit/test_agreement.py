@@ -2,9 +2,7 @@
 
 import logging
 import pickle
-import random
 from collections.abc import Iterator
-from functools import partial
 from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +28,6 @@ from zoo import (
     draw_ambient,
     seed_ambient,
     seeded_generator,
-    shuffled_by,
     units,
 )
 
@@ -158,24 +155,6 @@ def test_an_explicit_world_compares_nothing() -> None:
     patched = patch_dataloader_to_ddp(torch.utils.data.DataLoader(Indices(), sampler=sampler), rank=0, num_replicas=2)
     assert torch.equal(generator.get_state(), before)
     assert len(units(KINDS[0], patched)) == 12
-
-
-def test_a_generator_that_a_partial_holds_is_found_and_left_as_it_is() -> None:
-    for make in (np.random.default_rng, np.random.RandomState, random.Random, torch_generator):
-        sampler = Own(partial(permuted, make(3)))
-        expected = list(Own(partial(permuted, make(3))))
-        assert sample_order(sampler) is not None
-        assert list(sampler) == expected
-
-
-def torch_generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def permuted(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return torch.randperm(N, generator=generator)
-    return shuffled_by(generator) if isinstance(generator, random.Random) else generator.permutation(N)
 
 
 class ItsOwnSampler(Indices):

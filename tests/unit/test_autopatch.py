@@ -144,15 +144,6 @@ def test_a_step_runs_nothing_of_it() -> None:
     assert not called
 
 
-def test_it_is_a_decorator() -> None:
-    @autopatch(rank=1, num_replicas=2)
-    def main() -> list[int]:
-        return items(made())
-
-    assert main() == main() == MINE
-    assert len(items(made())) == N
-
-
 def test_without_several_ranks_nothing_happens() -> None:
     loader = made()
     with autopatch() as summary:

@@ -1,7 +1,7 @@
 """What workers mark of a stream in shared memory, and the one digest of a pass that ranks compare."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -130,30 +130,6 @@ def test_readers_of_one_stream_that_differ_are_told(place: int) -> None:
     assert found[1] == 2
     assert place < found[0] <= max(100, 2 * place)
     assert read(range(100), others).workers_differ() is None  # of parts nobody expects that
-
-
-def test_a_pass_that_goes_on_while_a_later_one_has_its_memory_marks_nothing() -> None:
-    shared, readers = SharedWorkerState(1), []
-    for number in range(1, 40):
-        report = shared.report(number, 0)
-        readers.append(marked(iter(range(10 * number, 10 * number + 20)), report))
-        report["way"] = STREAM
-        next(readers[-1])
-    for reader in readers[::-1]:
-        list(reader)
-    assert StreamDigest(shared, 39).marks == read(range(390, 410)).marks
-
-
-def test_no_item_is_read_ahead_and_the_datasets_own_error_comes_through() -> None:
-    def failing() -> Iterator[int]:
-        yield from range(5)
-        raise OSError("torn")
-
-    shared, source = SharedWorkerState(1), count()
-    assert list(islice(marked(source, shared.report(1, 0)), 5)) == list(range(5))
-    assert next(source) == 5
-    with pytest.raises(OSError, match="torn"):
-        list(marked(failing(), shared.report(2, 0)))
 
 
 class Made(IterableDataset[Any]):
