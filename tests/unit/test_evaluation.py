@@ -1,6 +1,6 @@
 """Masks of padding over every kind of loader, places of gathered rows, and what evaluation refuses: without ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import InitVar, dataclass
 from itertools import islice
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from messages import raises
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-from trying import SEED, WORLDS, over, over_in_turn
+from trying import SEED, WORLDS, over_in_turn
 from zoo import (
     BY_NAME,
     KINDS,
@@ -21,7 +21,6 @@ from zoo import (
     N,
     Source,
     as_it_is,
-    comparable,
     in_turns,
     loader,
     out_of_order,
@@ -104,18 +103,6 @@ def test_the_mask_is_false_on_padding_and_nowhere_else(kind: Kind, num_replicas:
             batches = masked(kind, given)
             steps = STEPS * (given.batch_size or 1) if kind.endless else None
             assert_false_on_padding_alone(given, batches, list(islice(padding(kind, n, plan), steps)), kind.batches)
-
-
-@over([kind for kind in KINDS if not kind.endless and kind.make().num_workers == 0])
-def test_batches_come_as_they_do_without_a_mask(kind: Kind) -> None:
-    plain, with_mask = patched(kind, 1, 3), patched(kind, 1, 3)
-    for _ in range(kind.epochs):
-        came = [batch for batch, _ in iter_with_mask(with_mask)]
-        assert comparable_batches(came) == comparable_batches(plain)
-
-
-def comparable_batches(batches: Iterable[Any]) -> list[Any]:
-    return [[*map(comparable, batch)] if isinstance(batch, list) else comparable(batch) for batch in batches]
 
 
 @pytest.mark.parametrize("name", ["shuffle=True", "aspect-ratio batches", "batch_size=None", "iterable, 2 workers"])

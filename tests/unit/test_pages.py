@@ -57,25 +57,20 @@ WARNING = fenced(
     [
         (fenced("python", "x = 1") + fenced("python", "assert x == 1"), -1),
         (PRINTING + fenced("text", "2"), 0),
-        (PRINTING + "\n" + fenced("text", "2"), 1),
-        (fenced("python", "print('took 3 s')") + fenced("text", "took ... s"), 0),
         (
             RAISING
             + fenced("text", "StateError: It happened.", "Causes and remedies: python -m ddp_patch explain StateError"),
             0,
         ),
         (fenced("console", "$ echo a; echo b >&2", "a", "$ echo c | \\", "  cat", "c"), 0),
-        (fenced("console", "$ echo a; exit 3", "a", "$ echo $?", "3", "$ echo $?", "0"), 0),
         ("<!-- varies: [0-9]+ s -->\n" + fenced("console", "$ echo took 12 s", "took 3 s"), 0),
         (fenced("sh", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt nox", "nox -r -s tests"), 0),
-        (fenced("sh", "source .venv/bin/activate", "pip install '.[test]'", "pytest -n auto tests/unit"), 0),
         ("<!-- part: examples/single.py -->\n" + fenced("python", "import torch", "from torch import nn"), 0),
         (
             "<!-- part: examples/single.py -->\n" + fenced("python", "for x, y in train:", "    optimizer.zero_grad()"),
             0,
         ),
         ("<!-- part: ../LICENSE -->\n" + fenced("", *(CHECKOUT / "LICENSE").read_text().splitlines()[:3]), 0),
-        (" 1. item\n\n    ```python\n    assert True\n    ```\n", 0),
     ],
 )
 def test_what_holds(page: str, block: int) -> None:
@@ -86,7 +81,6 @@ def test_what_holds(page: str, block: int) -> None:
     ("page", "block", "message"),
     [
         (PRINTING, 0, "another output"),
-        (RAISING, 0, "another output"),
         (WARNING + RAISING + fenced("text", "StateError: ..."), 0, "another output"),
         (PRINTING + "words\n\n" + fenced("text", "2"), 1, "there is none"),
         (fenced("console", "$ echo a", "b"), 0, "another output"),
@@ -95,9 +89,7 @@ def test_what_holds(page: str, block: int) -> None:
         (fenced("yaml", "a: 1"), 0, "Nothing tests"),
         ("<!-- whole: examples/single.py -->\n" + fenced("python", "import torch"), 0, "not the whole"),
         ("<!-- part: examples/single.py -->\n" + fenced("python", "import torch", "import os"), 0, "not a piece"),
-        ("<!-- part: examples/nothing.py -->\n" + fenced("python", "import torch"), 0, "name one file"),
         ("<!-- part: examples/single.py -->\n" + fenced("diff", "+import torch"), 0, "name two files"),
-        (fenced("console", "$ false", "$ echo $?", "0"), 0, "another output"),
         ("<!-- varies: [0-9]+ s -->\n" + fenced("console", "$ echo took 12 m", "took 3 s"), 0, "another output"),
     ],
 )

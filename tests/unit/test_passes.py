@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
@@ -21,12 +21,6 @@ from ddp_patch.sharding import sampler_passes
 def patched(sampler: Any, **options: Any) -> Any:
     loader: DataLoader[Any] = DataLoader(Indices(), 1, sampler=sampler, collate_fn=as_it_is)
     return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, **options)
-
-
-class FailsAtThree(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(3)
-        raise KeyError
 
 
 def nothing(loader: Any) -> None:
@@ -47,30 +41,6 @@ def a_break(loader: Any) -> None:
     for _ in loader:
         break
     gc.collect()
-
-
-def an_exception(loader: Any) -> None:
-    with pytest.raises(KeyError):
-        list(loader)
-
-
-@pytest.mark.parametrize(
-    ("do", "sampler", "state"),
-    [
-        (nothing, range(N), State.NEW),
-        (one_item, range(N), State.RUNNING),
-        (all_of_it, range(N), State.ENDED),
-        (all_of_it, [], State.ENDED),
-        (a_break, range(N), State.LEFT),
-        (an_exception, FailsAtThree(), State.LEFT),
-    ],
-)
-def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: State) -> None:
-    loader = patched(sampler)
-    kept = do(loader)
-    assert loader.sampler.rank_passes.latest.drawn is state
-    assert loader.sampler.rank_passes.latest.is_over is (state in {State.ENDED, State.LEFT})
-    del kept
 
 
 @pytest.mark.parametrize("do", [all_of_it, a_break])

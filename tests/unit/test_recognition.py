@@ -241,22 +241,9 @@ class Configured(Indices):
         self.numbers = SimpleNamespace(rank=1, world_size=4, epochs=3)
 
 
-NOT_SHARDED: list[Any] = [
-    Within(rank=3, size=10),
-    Told(),
-    Configured(),
-    OfReplicas(True, 4),
-    OfReplicas(1, True),
-    OfReplicas(4, 4),
-    OfReplicas(-1, 4),
-    OfReplicas(1.0, 4.0),
-    OfReplicas("1", "4"),
-    OfReplicas(None, None),
-    OfReplicas(torch.tensor(1), torch.tensor(4)),
-    OfReplicas,
-    range(4),
-    None,
-]
+NO_WORLDS = [(True, 4), (1, True), (4, 4), (-1, 4), (1.0, 4.0), ("1", "4"), (None, None), (torch.tensor(1), 4)]
+NOT_SHARDED: list[Any] = [Within(rank=3, size=10), Told(), Configured(), OfReplicas, range(4), None]
+NOT_SHARDED += [OfReplicas(*world) for world in NO_WORLDS]
 
 
 @pytest.mark.parametrize("holder", NOT_SHARDED)

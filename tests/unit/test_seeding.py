@@ -49,23 +49,6 @@ def fail_inside(rng: PrivateRNG) -> None:
         raise KeyError
 
 
-def test_a_second_normal_is_kept_for_a_numpy_generator_of_another_kind() -> None:
-    usual = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
-    try:
-        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]  # as above
-        expected = np.random.randn(4).tolist()
-        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]  # as above
-        drawn = [np.random.randn()]
-        for _ in range(3):
-            with PrivateRNG(0, 0):
-                np.random.randn()
-            drawn.append(np.random.randn())
-        assert drawn == expected
-        assert isinstance(np.random.get_bit_generator(), np.random.PCG64)  # type: ignore[attr-defined]  # as above
-    finally:
-        np.random.set_bit_generator(usual)  # type: ignore[attr-defined]  # as above
-
-
 class Augmented(Dataset[tuple[float, ...]]):
     """Each item is what an augmentation would draw in a worker."""
 

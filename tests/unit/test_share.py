@@ -14,14 +14,10 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
 )
 from zoo import (
     ALL_KINDS,
-    Indices,
     Kind,
     PKBatches,
     Source,
@@ -43,9 +39,6 @@ from ddp_patch import (
 )
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.plan import Plan
-from ddp_patch.samplers import ScalableRandomSampler
-from ddp_patch.sharding.item_sources import Indexed
-from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import describe_share
 
 # Samplers of other packages, as they are there.
@@ -173,34 +166,6 @@ def test_whole_batches_of_one_process_go_to_one_rank_each(kind: Kind) -> None:
 
 
 # How torch's BatchSampler is drawn.
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        lambda: SequentialSampler(Indices()),
-        lambda: RandomSampler(Indices()),
-        lambda: RandomSampler(Indices(), generator=torch.Generator().manual_seed(1)),
-        lambda: WeightedRandomSampler([1.0, 2.0, 3.0], 31),
-        lambda: ScalableRandomSampler(23, seed=1),
-    ],
-)
-def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -> None:
-    """And two epochs are those that drawing gives."""
-
-    class Unknown(BatchSampler):
-        pass
-
-    def given(kind: type[BatchSampler]) -> DataLoader[Any]:
-        return loader(batch_sampler=kind(sampler(), 4, drop_last))
-
-    for rank in range(2):
-        mine, other = patched(given(BatchSampler), 2, rank, share="batches"), patched(given(Unknown), 2, rank)
-        assert [list(mine), list(mine)] == [list(other), list(other)]
-        latest: Pass[Any] = mine.sampler.rank_passes.latest
-        assert isinstance(latest.source, Indexed)
-        assert not isinstance(other.sampler.rank_passes.latest.source, Indexed)
 
 
 # What users and frameworks read of the loader.

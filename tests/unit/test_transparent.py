@@ -183,39 +183,6 @@ def test_what_is_set_after_the_patch_takes_effect_from_the_next_pass_on(name: st
         assert [len(loader) for loader in ranks] == [len(list(loader)) for loader in ranks]
 
 
-class Growing(Sampler[int]):
-    """Yields more in each pass, of what it counts itself."""
-
-    def __init__(self) -> None:
-        self.size = 4
-
-    def __iter__(self) -> Iterator[int]:
-        size = self.size
-        self.size += 4
-        yield from range(size)
-
-    def start_over(self) -> None:
-        self.size = 4
-
-    @property
-    def level(self) -> int:
-        return self.size
-
-    @level.setter
-    def level(self, level: int) -> None:
-        self.size = level
-
-
-@pytest.mark.parametrize("change", [Growing.start_over, lambda sampler: setattr(sampler, "level", 4)])
-def test_what_passes_change_can_be_changed_by_methods_and_properties(change: Callable[[Any], None]) -> None:
-    ranks = sharded(sampler=Growing, batch_size=2)
-    assert [len(given_to(ranks)) for _ in range(3)] == [4, 8, 12]
-    for loader in ranks:
-        assert [*loader.sampler.sampler]  # a look, which moves nothing
-        change(loader.sampler)
-    assert [len(given_to(ranks)) for _ in range(2)] == [4, 8]
-
-
 @pytest.mark.parametrize("share", ["samples", "batches"])
 def test_a_samplers_own_shuffle_and_dataset_are_its_own(share: str) -> None:
     ranks = sharded(sampler=lambda: Curriculum(shuffle=True), batch_size=4, share=share)
