@@ -274,16 +274,3 @@ def test_ranks_that_fail_alike_are_told_once() -> None:
     assert "--- ranks 0 to 2 raised, as rank 0 reports it ---" in message
     assert "LookupError: rank 0 of 3 has no data" in message
     assert "testing/ranks.py" not in message
-
-
-def test_pytest_shows_the_line_that_called_run_ranks_and_none_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "from ddp_patch.testing import run_ranks\n"
-        "def fails(rank, world_size):\n    raise LookupError('no data')\n"
-        "def test_it():\n    run_ranks(fails, 1)\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)  # noqa: S603 - our own
-    assert "run_ranks(fails, 1)" in ended.stdout
-    assert "LookupError: no data" in ended.stdout
-    assert "_check_how" not in ended.stdout
