@@ -329,7 +329,7 @@ class SamplerPasses(Passes[T]):
         if told != (drawn := current.items_of_epoch):
             self._warned_of_length = True
             warnings.warn(
-                f"{self.name} yielded {counted(drawn, 'item')} and its len() says {told}. All {drawn} were "
+                f"{self.name} yielded {drawn} items and its len() says {told}. All {drawn} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
                 "are schedules and progress bars that use it. Correct the sampler's __len__.",
                 StreamLengthWarning,
