@@ -109,6 +109,7 @@ def test_a_seed_or_a_folder_that_is_none_is_told_before_the_script_begins(tmp_pa
         assert (code, remedy in said) == (2, True)
         assert len(lines_of(said)) <= LINES
     assert run_command(tmp_path, "-n", "1", "--keep-shadows", "logs", DDP_PATCH_SEED="7")[0] == 0
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700  # of nobody else's concern
 
 
 # ---- states ----
