@@ -30,6 +30,7 @@ from ddp_patch.compat.private_torch import default_store, gather_in_background, 
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.validation import counted
 
 __all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "opened", "opened_sums"]
 
@@ -490,9 +491,9 @@ class Channel:
         if has_left:
             text = (
                 f"{self._doing}: {ranks_text([self._members[self.index]])} left this pass after "
-                f"{self.batches_delivered} batches, and others ask for more. The ranks communicate during a pass, so "
-                "it needs all of them. Let every rank take equally many batches: break after the same one on all, or "
-                "iterate to the end."
+                f"{counted(self.batches_delivered, 'batch')}, and others ask for more. The ranks communicate during a "
+                "pass, so it needs all of them. Let every rank take equally many batches: break after the same one on "
+                "all, or iterate to the end."
             )
             self._note(RankMismatchError(text), self._group.begun)
         else:

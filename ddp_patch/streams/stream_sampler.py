@@ -37,6 +37,7 @@ from ddp_patch.streams.reading import tell_epoch
 from ddp_patch.streams.rounds import BalancedRounds
 from ddp_patch.streams.shared_state import PARTS
 from ddp_patch.streams.stream_marks import StreamDigest
+from ddp_patch.validation import counted
 
 __all__ = ["StreamPasses", "StreamSampler", "StreamSource", "faster_by_worker"]
 
@@ -383,7 +384,7 @@ class StreamSource(ItemSource[None]):
         if self.digest is not None and (found := self.digest.workers_differ()) is not None:
             raise RankMismatchError(
                 f"{self._worker.name} is read in other orders by worker 0 and worker {found[1]} of one rank: they "
-                f"differ within the first {found[0]} items. {self._passes.monitor.why_orders_differ()}"
+                f"differ within the first {counted(found[0], 'item')}. {self._passes.monitor.why_orders_differ()}"
             )
 
     @property
@@ -414,7 +415,7 @@ class StreamSource(ItemSource[None]):
             sleep(0.005)
         if most is None and may_end:
             raise StateError(
-                f"{self._worker.name} may have ended after {batches} batches, but not all of its "
+                f"{self._worker.name} may have ended after {counted(batches, 'batch')}, but not all of its "
                 f"{self._shared.readers} workers, which read a part each, have reported that within {_ENDS_S} s. Take "
                 "the state a step earlier, or after the pass."
             )
@@ -481,9 +482,10 @@ class StreamSource(ItemSource[None]):
         readers, ranks = self._shared.readers, self._plan.num_replicas
         if not schedule.are_alike(batches):
             raise StateError(
-                f"The state of {self._worker.name} cannot be saved after {batches} batches: with uneven='keep' a "
-                "worker has come to its end on some ranks and not on others, so the ranks' workers no longer take the "
-                "same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
+                f"The state of {self._worker.name} cannot be saved after {counted(batches, 'batch')}: with "
+                "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
+                "longer take the same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the "
+                "epoch's end."
             )
         first, taken, made = self._shared.first_part(self._number), schedule.taken(batches), schedule.made(batches)
         began, consumed, known = self._start.states.streams or [StreamSnapshot()] * readers, [], []
