@@ -15,15 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
-from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators, is_torchdatas
+from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators
 from ddp_patch.costs import Cost, CostValues
-from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
+from ddp_patch.errors import NotDistributedWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import METHODS, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
@@ -341,8 +340,6 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
-    if facts.unit is not ShardedUnit.ITERABLE:
-        _warn_of_own_length(patched, sharded)
     return patched
 
 
@@ -360,22 +357,6 @@ def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usua
             "outputs are of. Call gather_step(outputs, loader), or prepare loaders with prepare_patched()."
         )
     return gather_step(outputs, iterated[0])
-
-
-def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> None:
-    """Warn if a loader's class computes a length of its own that is not that of its share."""
-    kind = type(loader)
-    if kind.__len__ is DataLoader.__len__ or is_torchdatas(kind):
-        return
-    says, has = length_of(loader, ()), sharded.rank_passes.batches_in_epoch()
-    if None not in {says, has} and says != has:
-        warnings.warn(
-            f"len() of the {kind.__name__} says {says} after the patch, and each rank gets {has} batches: its class "
-            "computes a length of its own. All batches come, but schedules and progress bars that use len() are wrong. "
-            f"Leave __len__ out of {kind.__name__}, or compute it from len(self.batch_sampler).",
-            StreamLengthWarning,
-            stacklevel=5,
-        )
 
 
 def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:
