@@ -153,8 +153,8 @@ def patch_dataloader_to_ddp(
             parallelism) get the same batches.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
-            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch and sends every rank its
-            share. A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
+            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch for all and sends it.
+            A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
             From then on it draws what it would in one process.
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
             run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
@@ -299,7 +299,7 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts, world.num_replicas)
         return Subject(facts.described, None, facts.made_for, place, claim)
-    compared = {**facts.described, **costs_compared(facts, options)}
+    compared = {**facts.described, **costs_compared(options)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     if splits_itself:
         compared |= held_for_workers(facts)
