@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from messages import raises
-from repeaters import BegunAtFirst, Infinite, MultiEpochs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from trying import over
@@ -41,7 +40,7 @@ def items(loader: Any) -> list[int]:
 
 MINE = list(range(1, N, 2))  # rank 1's of 2
 
-LOADERS = [DataLoader, MultiEpochs, Infinite, BegunAtFirst, *DataLoader.__subclasses__()]
+LOADERS = [DataLoader, *DataLoader.__subclasses__()]
 
 
 def attributes() -> list[dict[str, Any]]:
