@@ -337,7 +337,7 @@ def test_ranks_that_one_leads_must_begin_the_same_pass_and_fetch_equally_far_ahe
         assert {other[0], epoch[0], ahead[0], samples[0]} == {"RankMismatchError"}
         assert_tells(other[1], "patched as: number 1 on rank 0; number 2 on rank 1", "same loaders")
         assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
-        assert_tells(epoch[1], "Sending every rank its share", "same on every rank")
+        assert_tells(epoch[1], "Sending every rank the order of an epoch", "same on every rank")
         assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
         assert seeded == ("nothing", "3")
         assert "would draw different orders from SubsetRandomSampler" in samples[1]

@@ -202,10 +202,15 @@ NORMALISED = """
             import time
             open("model.txt", "w").write("of the check")
             open(f"events.{time.time_ns()}.log", "w").write("begun")
+            import tempfile
+            cache = os.path.expanduser("~/.aside")
+            os.makedirs(cache, exist_ok=True)
+            for folder in (cache, tempfile.gettempdir()):
+                tempfile.NamedTemporaryFile(dir=folder, delete=False).close()
             for epoch in range(2):
                 for batch in train:
                     optimizer.zero_grad()
-                    (model(batch) @ model(batch).T).exp().mean().log().backward()
+                    ((model(batch) * (batch > 0)).pow(2).sum() / (batch > 0).sum()).backward()
                     optimizer.step()
                 print("epoch", epoch)
             """,
@@ -218,7 +223,7 @@ NORMALISED = """
                 "Not the same. The parts' losses have the mean",
                 "it is a loss of the whole batch",
             ],
-            id="a loss of the whole batch",
+            id="a ratio of sums",
         ),
         soaked(
             """

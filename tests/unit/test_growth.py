@@ -119,11 +119,10 @@ def test_torchs_order_is_drawn_once_an_epoch_whatever_the_world(monkeypatch: pyt
 class Growing(Dataset[int]):
     """Rows that may be added at any time; some count by drawing, from the global generator or from their own."""
 
-    def __init__(self, n: int, draws: Callable[[], object] = lambda: None) -> None:
-        self.n, self.draws = n, draws
+    def __init__(self, n: int) -> None:
+        self.n = n
 
     def __len__(self) -> int:
-        self.draws()
         return self.n
 
     def __getitem__(self, index: int) -> int:
@@ -186,16 +185,3 @@ def test_a_length_that_draws_is_guarded_whenever_it_is_asked_for(own: bool) -> N
     assert len(set(lengths)) == 1  # each time from the same state
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])
-
-
-def test_another_dataset_is_guarded_anew(captures: list[None]) -> None:
-    sampler: Any = RandomSampler(Growing(30))
-    given: DataLoader[int] = DataLoader(Growing(30), 5, sampler=sampler)
-    loader: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=3)
-    assert len(loader) == len(loader) == 2
-    captures.clear()
-    loader.sampler.data_source = Growing(60, lambda: torch.rand(()))
-    before = torch.get_rng_state()
-    assert len(loader) == len(loader) == 4
-    assert len(captures) > 2
-    assert torch.equal(torch.get_rng_state(), before)
