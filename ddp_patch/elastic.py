@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, UnsupportedLoaderError
 from ddp_patch.evaluation import iter_with_weights
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
@@ -42,7 +42,7 @@ class ElasticLoader(Generic[T]):
     Raises:
         InvalidOptionError: An option cannot be kept when replicas come and go.
         AlreadyPatchedError: Something else shards the loader.
-        UnsupportedLoaderError: The loader cannot be sharded.
+        UnsupportedLoaderError: The loader's passes cannot begin anywhere.
 
     Examples:
         >>> loader = ElasticLoader(DataLoader(range(10), batch_size=2))
@@ -75,6 +75,11 @@ class ElasticLoader(Generic[T]):
             raise AlreadyPatchedError(
                 f"The {type(loader).__name__} is sharded already, by a {type(sharded_by).__name__}, for a number of "
                 "replicas that will change. Pass the loader without what shards it."
+            )
+        if facts.repeater is not None:
+            raise UnsupportedLoaderError(
+                f"The {type(loader).__name__} has one iterator for all epochs, so it cannot be shared anew within one. "
+                "Use a DataLoader that makes a new iterator for each pass."
             )
         self._loader, self._options = loader, options
         self._step: int | None = None  # the one whose batch was given last

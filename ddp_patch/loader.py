@@ -32,7 +32,7 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.batches import CountedIterator, WatchedIterator, by_value, with_notes
+from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, by_value, with_notes
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import no_state
@@ -112,6 +112,7 @@ class OwnMethods:
     Args:
         loader: The loader. It is not kept alive, because it holds this.
         passes: The passes over it; None if something else has sharded it already.
+        repeated: Its one iterator for all epochs, if it has such.
         batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
         monitor: Compares the passes over a loader that is sharded already; None if ``passes`` has one, or nobody does.
     """
@@ -121,20 +122,22 @@ class OwnMethods:
         loader: DataLoader[Any],
         passes: Passes[Any] | None,
         *,
+        repeated: RepeatedPasses | None = None,
         batches_of: BatchesOf | None = None,
         monitor: PassMonitor | None = None,
     ) -> None:
         self._loader = weakref.ref(loader)
         self._passes, self._monitor = passes, monitor
-        self._batches_of = batches_of
+        self._repeated, self._batches_of = repeated, batches_of
         kind = type(loader)
         # A loader that is copied in its own way is not counted here.
         is_torchs = passes is not None and copies_plainly(kind)
         # torchdata's counts what one rank has read: torch's iterators, and a position of ours, take its place.
         self._kind = DataLoader if is_torchs and is_torchdatas(kind) else kind
-        self._counts = batches_of is not None or (is_torchs and not has_own_iteration(kind))
-        makes_torchs = is_torchs and not has_own_iterators(self._kind)
-        self._takes_notes = makes_torchs and hasattr(loader.dataset, "collate_with_notes")
+        self._counts = repeated is not None or batches_of is not None or (is_torchs and not has_own_iteration(kind))
+        # A loader with one iterator for all epochs takes them by itself.
+        makes_own = repeated is not None or has_own_iterators(self._kind)
+        self._takes_notes = is_torchs and not makes_own and hasattr(loader.dataset, "collate_with_notes")
         in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
         has_states = self._kind is kind and any(hasattr(loader, name) for name in _STATEFUL)
         self._is_resumable = self._counts and in_order and not has_states
@@ -170,9 +173,12 @@ class OwnMethods:
     def make_iterator(self) -> Any:
         """Return an iterator of the loader that counts the batches it gives."""
         loader, passes = self.loader(), self._passes
-        with nullcontext() if passes is None else passes.iterator_context(loader), self._collating(loader):
-            # The class's method, because the loader's own attribute of that name is this one.
-            iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
+        with nullcontext() if passes is None else passes.iterator_context(loader):
+            if self._repeated is not None:
+                return self._repeated.begin_anew(loader)
+            with self._collating(loader):
+                # The class's method, because the loader's own attribute of that name is this one.
+                iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
         is_torchs = isinstance(iterator, RunningLoader)
         if isinstance(iterator, CountedIterator) or not (is_torchs or self._batches_of is not None):
             return iterator
@@ -240,7 +246,7 @@ class OwnMethods:
         attributes, *slots = state if isinstance(state, tuple) else (state,)
         kept = {name: value for name, value in attributes.items() if name not in OWN_METHODS}
         kept |= {METHODS: self, RUNNING_ITERATOR: None}  # its workers stay with the loader
-        if self._batches_of is not None or self._monitor is not None:
+        if any(part is not None for part in (self._repeated, self._batches_of, self._monitor)):
             kept[MAKE_ITERATOR] = _OfOriginal(self)
         return (kept, *slots) if slots else kept
 

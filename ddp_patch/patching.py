@@ -28,6 +28,7 @@ from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
+from ddp_patch.sharding.batches import RepeatedPasses
 from ddp_patch.sharding.refusals import costs_compared, require_shareable, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
@@ -327,9 +328,15 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs)
-    patched = place(facts.loader, **new, **{ACCELERATE_PREPARED: True})
+    patched = place(facts.loader, **facts.placed(new), **{ACCELERATE_PREPARED: True})
     gather_in_accelerate(_gathered_for_metrics)
-    OwnMethods(patched, sharded.rank_passes, batches_of=_even_steps(facts, sharded))
+    if facts.repeater is None:
+        OwnMethods(patched, sharded.rank_passes, batches_of=_even_steps(facts, sharded))
+    else:
+        # A loader with one iterator for all epochs draws from another, which goes through the sharded epochs.
+        repeated = RepeatedPasses(patched, sharded.rank_passes, new)
+        vars(patched).update(dict.fromkeys(facts.running, repeated))
+        OwnMethods(patched, sharded.rank_passes, repeated=repeated)
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)

@@ -157,6 +157,14 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     passes = patched_sampler("restore_loader", loader).rank_passes
     with failures_broadcast(passes.agreed.world, _RESTORING):
         position = position_in(passes, state).or_next_epoch()
+        left = passes.items_left(position) if passes.has_one_iterator and position.is_within_pass else None
+        if left is not None and batches_of("restore_loader", loader).count(left) < 1:
+            raise StateError(
+                f"The loader cannot resume from the state: rank {passes.agreed.world.rank} has no batch left in epoch "
+                f"{position.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it "
+                "on the number of ranks that saved it, or leave the rest out: call "
+                f"set_epoch({position.epoch + 1}) on every rank."
+            )
         states = _compared(position)
     passes.agreed.compare(
         _RESTORING,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from repeaters import Infinite, MultiEpochs
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -228,6 +229,9 @@ RESUMED = [
     Kind("stream, persistent", of(Source(), num_workers=2, persistent_workers=True), sized=False),
     Kind("parts", of(Parts(), num_workers=2), sized=False),
     Kind("single items of parts", of(Parts(), None, num_workers=2), sized=False),
+    Kind("one iterator for all", lambda: MultiEpochs(Indices(N), 4, shuffle=True, collate_fn=as_it_is)),
+    Kind("one iterator for all, workers", lambda: Infinite(Indices(N), 2, num_workers=2, collate_fn=as_it_is)),
+    Kind("one iterator for all, batches", lambda: Infinite(Indices(N), batch_sampler=by_class(), collate_fn=as_it_is)),
     # What the order follows from.
     Kind("a generator shared with the sampler", sharing_a_generator),
     Kind("a generator shared with the sampler, workers", lambda: sharing_a_generator(workers=2)),

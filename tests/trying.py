@@ -23,6 +23,7 @@ WITH_WORKERS = {
     "workers",
     "whole batches",
     "single items of parts",
+    "one iterator for all, workers",
     "a generator shared with the sampler, workers",
     "a generator shared with the dataset, worker",
     "seeds its generator in set_epoch, workers",

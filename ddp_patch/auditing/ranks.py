@@ -141,7 +141,7 @@ def _whole(facts: LoaderFacts[Any], share: Share) -> LoaderFacts[Any]:
     if unit_shared(facts, share).unit is ShardedUnit.BATCH:
         return facts
     batches = BatchSampler(facts.stream.source, cast(int, facts.batch_size), False)
-    return look_at(copy_loader(facts.loader, drop_last=False, batch_sampler=batches))
+    return look_at(copy_loader(facts.loader, **facts.placed({"drop_last": False, "batch_sampler": batches})))
 
 
 def _copied(facts: LoaderFacts[Any]) -> DataLoader[Any]:

@@ -77,7 +77,7 @@ def share_of_pass(batches: Batches) -> RankShare:
     """
     current, at = _latest_pass("gather_in_order", batches)
     schedule = current.whole_schedule(batches)
-    if schedule is None:
+    if schedule is None or batches.passes.batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
     return _share(f"{at}, of {counted(schedule.length, 'item')}", batches, schedule)
 

@@ -57,8 +57,17 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
         loader: The loader.
         batches: How it makes batches.
         iterator: The loader's iterator of the pass; None to make one.
+
+    Raises:
+        UnsupportedLoaderError: The loader would continue a pass that has begun.
     """
     passes = batches.passes
+    if passes.batches_into_pass:
+        raise UnsupportedLoaderError(
+            f"{operation} was given a {type(loader).__name__} in the middle of epoch {passes.epochs.current}, after "
+            f"{counted(passes.batches_into_pass, 'batch')}: it has one iterator for all epochs, and continues after a "
+            f"break. Call set_epoch({passes.epochs.current}) first, to start the epoch again."
+        )
     until = 0
     with passes.keeping_sizes() if batches.unit is ShardedUnit.BATCH else nullcontext():
         for number, batch in enumerate(loader if iterator is None else iterator):
@@ -73,7 +82,7 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
 def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
     """Yield each batch of an unpatched loader in a single process, where nothing is padding."""
     facts = look_at(loader)
-    if facts.iterator_in is not None:
+    if facts.repeater is not None or facts.iterator_in is not None:
         raise UnsupportedLoaderError(
             f"{operation} counts samples in a copy of a loader that is not patched, and an iterator runs in this "
             f"{type(loader).__name__}, which a copy does not have. Patch it, in a single process with rank=0, "

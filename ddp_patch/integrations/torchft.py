@@ -46,7 +46,7 @@ class QuorumLoader(Generic[T]):
             ``uneven="keep"`` without ``share="within_batches"``.
         AlreadyPatchedError: Something else shards the loader.
         WorldError: The environment announces several ranks in this replica, and there is no process group.
-        UnsupportedLoaderError: The loader cannot be sharded.
+        UnsupportedLoaderError: The loader has one iterator for all epochs, or cannot be sharded.
     """
 
     def __init__(

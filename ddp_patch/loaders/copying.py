@@ -1,19 +1,24 @@
-"""Copy a loader with other parts, and list the arguments that it was made with."""
+"""Copy a loader with other parts, and find what repeats a sampler in a loader with one iterator for all epochs."""
 
 import copy
 import inspect
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.packages import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,
     RunningLoader,
+    has_own_iteration,
+    has_own_iterators,
 )
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.recognition import require_loader
+from ddp_patch.loaders.samples import iterated_by
 from ddp_patch.validation import check_flag
 
 __all__ = [
@@ -24,9 +29,70 @@ __all__ = [
     "copies_plainly",
     "copy_loader",
     "extract_loader_parameters",
+    "repeated_in",
+    "repeater_in",
+    "with_repeated",
 ]
 
 L = TypeVar("L", bound=DataLoader[Any])
+
+
+_HOLD = frozenset({"sampler", "batch_sampler"})
+
+
+def repeater_in(loader: Any) -> object | None:
+    """Return what repeats a loader's sampler or batch sampler forever; None in ordinary loaders.
+
+    Elsewhere than in a loader with an iteration of its own, such a sampler is one endless stream; and an iterable
+    dataset is read once, whatever repeats its indices.
+    """
+    kind = type(loader)
+    if not has_own_iteration(kind) or has_own_iterators(kind) or isinstance(loader.dataset, IterableDataset):
+        return None
+    outer = iterated_by(loader)
+    return outer if _repeats(outer) else None
+
+
+def repeated_in(repeater: object) -> Any:
+    """Return the sampler that a repeater repeats."""
+    (repeated,) = vars(repeater).values()
+    return repeated
+
+
+def with_repeated(repeater: Any, sampler: object) -> Any:
+    """Return a copy of a repeater that repeats another sampler."""
+    clone = copy.copy(repeater)
+    vars(clone).update(dict.fromkeys(vars(clone), sampler))
+    return clone
+
+
+def _repeats(sampler: object) -> bool:
+    """Return whether it holds one sampler and nothing else, has no length, and a copy repeats what it holds."""
+    held = getattr(sampler, "__dict__", {})
+    if len(held) != 1 or not held.keys() <= _HOLD or hasattr(type(sampler), "__len__") or None in held.values():
+        return False
+    trial = _Trial()
+    try:
+        return list(islice(with_repeated(sampler, trial), 5)) == [*trial.batches, *trial.batches, trial.batches[0]]
+    except Exception:  # noqa: BLE001 - the user's code, tried on what it was not made for
+        return False
+
+
+class _Trial:
+    """Stands for the sampler in a copy of what may repeat it."""
+
+    def __init__(self) -> None:
+        self.batches = [[0], [1]]
+        self._begun = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._begun += 1
+        if self._begun > len(self.batches) + 1:
+            raise RuntimeError("it asks on and gives nothing")
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 # A patched loader has methods that its class lacks: the attributes that hold them, and the object they belong to.

@@ -19,6 +19,7 @@ from ddp_patch.compat.private_torch import (
     is_torch_batch_sampler,
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
+from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
 from ddp_patch.loaders.overlap import first_samples
 from ddp_patch.loaders.recognition import (
     HeldWorld,
@@ -32,7 +33,6 @@ from ddp_patch.loaders.samples import (
     FirstOrder,
     first_order,
     is_one_shot,
-    iterated_by,
     length_of,
     nested_samplers,
     or_unknown,
@@ -175,9 +175,11 @@ class LoaderFacts(Generic[L]):
         drop_last: Whether torch leaves out a last, incomplete batch.
         num_workers: How many workers it has.
         batches_ahead: How many batches its workers fetch ahead.
+        repeater: What repeats the sampler or batch sampler, in a loader with one iterator for all epochs; or None.
+        running: The attributes that hold an iterator over this loader: torch's, or the one for all epochs.
         other_loader_in: The attribute that holds another loader which it may iterate instead of its own data, or None.
         iterator_in: The attribute that holds a running iterator with which the loader may continue, or None. torch's
-            own iteration starts again.
+            own iteration starts again, and so does a copy of a loader with a repeater.
     """
 
     loader: L
@@ -188,6 +190,8 @@ class LoaderFacts(Generic[L]):
     drop_last: bool
     num_workers: int
     batches_ahead: int
+    repeater: object | None
+    running: Sequence[str]
     other_loader_in: str | None
     iterator_in: str | None
 
@@ -202,7 +206,14 @@ class LoaderFacts(Generic[L]):
 
         It is read each time, because a ``set_epoch`` of the user's may put another sampler there.
         """
-        return iterated_by(self.loader)
+        return _iterated(self.loader, self.repeater)
+
+    def placed(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return attributes as a copy of the loader holds them: with what is repeated in a copy of the repeater."""
+        if self.repeater is None:
+            return dict(attributes)
+        place = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        return {**attributes, place: with_repeated(self.repeater, attributes[place])}
 
     @property
     def samplers(self) -> Sequence[object]:
@@ -260,17 +271,16 @@ def look_at(loader: L) -> LoaderFacts[L]:
 
     A framework's wrapper will do too: what it lacks counts as None, 0 or False.
     """
-    iterates_itself, iterated = has_own_iteration(type(loader)), iterated_by(loader)
+    kind, repeater = type(loader), repeater_in(loader)
+    iterates_itself = has_own_iteration(kind)
+    iterated = _iterated(loader, repeater)
     unit, source = _sharded_part(loader, iterated)
     samplers = tuple(samplers_in_use(loader))
-    # torch's own iteration starts again, whatever iterator of it somebody has kept.
-    harmless = () if iterates_itself else (RunningLoader,)
-    begun = (
-        name
-        for name, value in getattr(loader, "__dict__", {}).items()
-        if name not in _LOOKED_AT_ELSEWHERE and not isinstance(value, harmless)
-        if any(isinstance(part, _RUNNING) for part in first_parts(value))
-    )
+    attributes = getattr(loader, "__dict__", {})
+    kept = {name: first_parts(value) for name, value in attributes.items() if name not in _LOOKED_AT_ELSEWHERE}
+    running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader))
+    harmless = () if iterates_itself and repeater is None else running
+    begun = (name for name, parts in kept.items() if any(isinstance(part, _RUNNING) for part in parts))
     batching: Any = iterated if unit is ShardedUnit.SAMPLE else loader
     num_workers = getattr(loader, "num_workers", 0)
     return LoaderFacts(
@@ -282,8 +292,10 @@ def look_at(loader: L) -> LoaderFacts[L]:
         drop_last=getattr(batching, "drop_last", False),
         num_workers=num_workers,
         batches_ahead=num_workers * (getattr(loader, "prefetch_factor", None) or 0),
+        repeater=repeater,
+        running=running,
         other_loader_in=_other_loader(loader) if iterates_itself else None,
-        iterator_in=next(begun, None),
+        iterator_in=next((name for name in begun if name not in harmless), None),
     )
 
 
@@ -296,6 +308,11 @@ def _sharded_part(loader: DataLoader[Any], iterated: Any) -> tuple[ShardedUnit, 
     if is_torch_batch_sampler(type(iterated)):
         return ShardedUnit.SAMPLE, iterated.sampler
     return ShardedUnit.BATCH, iterated
+
+
+def _iterated(loader: DataLoader[Any], repeater: object | None) -> Any:
+    """Return what a loader iterates for one epoch."""
+    return next(samplers_in_use(loader), None) if repeater is None else repeated_in(repeater)
 
 
 def _other_loader(loader: DataLoader[Any]) -> str | None:

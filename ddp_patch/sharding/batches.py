@@ -1,24 +1,28 @@
 """What a patched loader's batches are, how they leave workers, and the iterators that give and count them."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.private_torch import AroundIterator, BatchesOf, has_own_iteration, is_end
+from ddp_patch.compat.private_torch import RUNNING_ITERATOR, AroundIterator, BatchesOf, has_own_iteration, is_end
 from ddp_patch.errors import (
     DDPPatchError,
     NotPatchedError,
     StateError,
+    StreamLengthError,
     UnsupportedLoaderError,
 )
+from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.plan import Batching
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress, State
 from ddp_patch.ranks.packing import bytes_of
@@ -32,6 +36,7 @@ from ddp_patch.walks import SCALARS, elements, plain_tensors
 __all__ = [
     "Batches",
     "CountedIterator",
+    "RepeatedPasses",
     "WatchedIterator",
     "batches_delivered",
     "batches_of",
@@ -140,7 +145,7 @@ def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
     passes, current = batches.passes, batches.passes.current
     if current is None or not current.batches(batches):
         return 0
-    if current.batches_delivered is not None and not has_own_iteration(type(loader)):
+    if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
     raise StateError(
         f"It is not known how many batches of epoch {passes.epochs.current} the {type(loader).__name__} has given: its "
@@ -259,6 +264,13 @@ class CountedIterator(AroundIterator):
         elif _is_failure(reason):
             self._pass.note_failed()
 
+    def look_for_end(self) -> None:
+        """Find the end if it comes next, though the loop has not asked for it."""
+        try:
+            self._batches = chain([next(self._batches)], self._batches)
+        except StopIteration as end:
+            self.stop(end)
+
     def _find_pass(self) -> None:
         """Remember the pass, once: it is the latest one now, and another iterator may begin another."""
         if self._has_pass:
@@ -327,3 +339,84 @@ class WatchedIterator(AroundIterator):
             self._monitor.compare(at_end=True)
             if self._is_open_ended:
                 self._monitor.end_steps(self._logged, self._given)
+
+
+_NOTHING = object()
+
+
+class RepeatedPasses(Iterator[Any]):
+    """One iterator for all epochs: one pass over a sharded sampler after the other, with the same workers.
+
+    It replaces such an iterator of the given loader, and begins when its first batch is asked for. Workers
+    fetch ahead within an epoch, not into the next: so ``set_epoch`` chooses the epoch of the very next batch, and a
+    state is about the pass that the training loop is in.
+
+    Args:
+        loader: The patched loader, before it has this iterator.
+        passes: The passes over it.
+        one_pass: The attributes with which a plain DataLoader makes one pass.
+    """
+
+    def __init__(self, loader: DataLoader[Any], passes: Passes[Any], one_pass: Mapping[str, Any]) -> None:
+        self._passes, self._one_pass = passes, dict(one_pass)
+        passes.has_one_iterator = True
+        self.begin_anew(loader)
+
+    def begin_anew(self, loader: DataLoader[Any]) -> Self:
+        """Leave the running pass and its workers, and make passes of the loader as it is now; return this iterator."""
+        kept = {name: value for name, value in vars(loader).items() if name not in OWN_METHODS and value is not self}
+        once = {"persistent_workers": loader.num_workers > 0, RUNNING_ITERATOR: None}
+        self._attributes = kept | self._one_pass | once
+        self._plain: DataLoader[Any] | None = None
+        self._running: CountedIterator | None = None
+        return self
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Leave the running pass; with persistent workers, torch asks for it."""
+        self._running = None
+
+    def __next__(self) -> Any:
+        if self._passes.latest is None:  # nothing was drawn yet, or set_epoch() or a state chose what comes
+            self._begin()
+        if (batch := self._next()) is _NOTHING:
+            self._begin()
+            batch = self._next()
+        if batch is _NOTHING:
+            self._require_none()
+            raise StopIteration
+        self._given += 1
+        if self._given == self._length and self._running is not None:
+            self._running.look_for_end()  # nobody will ask for it, and len() and states depend on it
+        return batch
+
+    def _next(self) -> Any:
+        return _NOTHING if self._running is None else next(self._running, _NOTHING)
+
+    def _begin(self) -> None:
+        """Begin the upcoming pass."""
+        if self._plain is None or self._passes.position is not None or not self._plain.num_workers:
+            # Workers know nothing of a state that was restored in the main process.
+            self._plain = self._make_plain()
+        self._running, self._given, self._length = None, 0, length_of(self._plain, ())
+        plain = DataLoader.__iter__(self._plain)
+        self._running = CountedIterator(plain, self._passes, begins_ahead=self._plain.num_workers > 0)
+
+    def _make_plain(self) -> DataLoader[Any]:
+        """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
+        plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
+        vars(plain).update(self._attributes)
+        plain.collate_fn = by_value(with_notes(plain))
+        # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
+        plain.generator = torch.Generator()
+        return plain
+
+    def _require_none(self) -> None:
+        """Raise if len() promises batches and there is none: the given loader would ask forever."""
+        if self._length:
+            raise StreamLengthError(
+                f"A pass gave no batch and its len() said {self._length}, so a loader with one iterator for all epochs "
+                "would wait for a batch forever. Correct the sampler's __len__."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_plain": None, "_running": None}

@@ -48,6 +48,7 @@ class Passes(Generic[T]):
         latest: The latest pass, if there was one since an epoch was set.
         position: Where the next pass resumes, if a state was loaded for it.
         counts_rest: Whether lengths count the rest of a resumed epoch, rather than the whole epoch.
+        has_one_iterator: Whether the loader has one iterator for all epochs, which continues after a ``break``.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Passes(Generic[T]):
         self.latest: Pass[T] | None = None
         self.position: Position | None = None
         self.counts_rest: bool = True
+        self.has_one_iterator: bool = False
         self.keeps_sizes: bool = False
         self._loader_name = wrapper
         self._choices = self._last_choice_applied = 0  # of an epoch; the last one is that whose states were put back
@@ -216,6 +218,12 @@ class Passes(Generic[T]):
     def current(self) -> Pass[T] | None:
         """The latest pass, unless a state was restored since."""
         return self.latest if self.position is None else None
+
+    @property
+    def batches_into_pass(self) -> int:
+        """How many batches of its pass a loader with one iterator for all epochs has given; 0 between two passes."""
+        current = self.latest if self.has_one_iterator else None
+        return 0 if current is None or current.state is State.ENDED else current.batches(self.batching)
 
     @contextmanager
     def keeping_sizes(self) -> Iterator[None]:

@@ -356,9 +356,10 @@ def state_after(
     """
     current = passes.current
     given = 0 if current is None else current.batches(batching)
-    if batches > given:
+    if batches > given or (passes.has_one_iterator and batches != given):
+        goes_on = ", and the loader's one iterator goes on with it after a break" if passes.has_one_iterator else ""
         raise InvalidOptionError(
-            f"batches_done={batches}, and the pass over epoch {passes.epochs.current} has given {given}. Pass "
+            f"batches_done={batches}, and the pass over epoch {passes.epochs.current} has given {given}{goes_on}. Pass "
             "how many of its batches the training loop has finished, counted from the beginning of this pass; or call "
             "set_epoch() before each loop, to begin a pass there."
         )

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
+from repeaters import MultiEpochs
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
@@ -175,6 +176,7 @@ RESUMED: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "stream": (lambda: as_rank_1(DataLoader(Sized(), 2)), (3, 4, 7, 8)),
     "parts of a stream": (lambda: as_rank_1(DataLoader(Sized(), 2, num_workers=2)), (3, 4, 7, 8)),
     "balanced": (lambda: as_rank_1(shuffled(), cost=Cost(float, window=1)), (3, 4, 7, 8)),
+    "one iterator for all": (lambda: as_rank_1(shuffled(MultiEpochs)), (3, 4, 5, 7, 8)),
 }
 
 

@@ -17,20 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_patch import patch_dataloader_to_ddp
 
-__all__ = [
-    "HELD",
-    "Batch",
-    "Case",
-    "Fate",
-    "N",
-    "Numbers",
-    "World",
-    "drawn_by",
-    "files",
-    "held_patched",
-    "persistent",
-    "tars",
-]
+__all__ = ["HELD", "Batch", "Case", "Fate", "N", "Numbers", "World", "drawn_by", "files", "held_patched", "tars"]
 
 N = 23  # a prime: no world size but 1 divides it
 
@@ -118,14 +105,6 @@ def held_patched(outer: Any, options: dict[str, Any]) -> Any:
     """Patch the loader that another one holds."""
     outer.loader = patch_dataloader_to_ddp(outer.loader, **options)
     return outer
-
-
-def persistent(loader: Any, options: dict[str, Any]) -> Any:
-    """Patch torch's loader of the same data, whose workers are kept from epoch to epoch."""
-    torchs: DataLoader[Any] = DataLoader(
-        loader.dataset, 4, shuffle=True, num_workers=2, persistent_workers=True, collate_fn=loader.collate_fn
-    )
-    return patch_dataloader_to_ddp(torchs, **options)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from messages import raises
+from repeaters import BegunAtFirst, Infinite, MultiEpochs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from trying import over
@@ -40,7 +41,7 @@ def items(loader: Any) -> list[int]:
 
 MINE = list(range(1, N, 2))  # rank 1's of 2
 
-LOADERS = [DataLoader, *DataLoader.__subclasses__()]
+LOADERS = [DataLoader, MultiEpochs, Infinite, BegunAtFirst, *DataLoader.__subclasses__()]
 
 
 def attributes() -> list[dict[str, Any]]:

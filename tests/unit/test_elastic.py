@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from repeaters import MultiEpochs
 from torch.utils.data import DataLoader, DistributedSampler
 from zoo import Indices
 
 from ddp_patch import patch_dataloader_to_ddp, restore_loader
 from ddp_patch.elastic import ElasticLoader
-from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, StateError
+from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsError, StateError, UnsupportedLoaderError
 
 
 def loader_of(data: Any, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
@@ -37,6 +38,11 @@ def test_a_loader_that_is_sharded_already_is_refused() -> None:
     loader = loader_of(range(8), sampler=DistributedSampler(Indices(8), 2, 0))
     with pytest.raises(AlreadyPatchedError, match="sharded already, by a DistributedSampler, for a number of replicas"):
         ElasticLoader(loader)
+
+
+def test_a_loader_with_one_iterator_for_all_epochs_is_refused() -> None:
+    with pytest.raises(UnsupportedLoaderError, match="has one iterator for all epochs"):
+        ElasticLoader(MultiEpochs(Indices(8)))
 
 
 def test_a_step_that_does_not_count_is_given_again_to_whoever_takes_part() -> None:

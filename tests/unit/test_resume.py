@@ -74,8 +74,9 @@ def states_told(kind: Kind, running: Any, expected: list[Any], epoch: int) -> li
         given.append(batch)
         states.append(loader_state(running))
         assert plain(states[step]) == plain(loader_state(running, batches_done=step))
-        before = loader_state(running, batches_done=step - 1)
-        states[0] = before if step == 1 else states[0]
+        if "one iterator" not in kind.name:  # whose own count goes on after a break
+            before = loader_state(running, batches_done=step - 1)
+            states[0] = before if step == 1 else states[0]
     assert batches_of(kind, running, given) == expected
     if not kind.endless:
         assert next(iterator, None) is None
@@ -470,7 +471,7 @@ def test_what_cannot_be_a_generators_state_is_refused_before_anything_is_changed
         assert list(again) == whole
 
 
-ENDING = {"single items", "whole batches", "parts"}
+ENDING = {"single items", "whole batches", "parts", "one iterator for all"}
 
 
 @over([kind for kind in RESUMED if kind.name in ENDING], every=True)

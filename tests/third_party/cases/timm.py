@@ -7,7 +7,7 @@ from timm.data.distributed_sampler import OrderedDistributedSampler, RepeatAugSa
 from timm.data.loader import MultiEpochsDataLoader, PrefetchLoader
 from torch.utils.data import DataLoader, Dataset
 
-from third_party.base import HELD, Case, Fate, N, Numbers, World, drawn_by, held_patched, persistent
+from third_party.base import HELD, Case, Fate, N, Numbers, World, drawn_by, held_patched
 
 PACKAGE = "timm"
 
@@ -26,6 +26,10 @@ def classes(batch: Any) -> tuple[int, ...]:
     return tuple(batch[1].tolist())
 
 
+def multi_epochs(world: World, **options: Any) -> Any:
+    return MultiEpochsDataLoader(Numbers(), batch_size=4, shuffle=True, **options)
+
+
 def prefetched(world: World) -> Any:
     inner = DataLoader(Pictures(), batch_size=4, shuffle=True)
     return PrefetchLoader(inner, device=torch.device("cpu"))
@@ -40,13 +44,11 @@ def repeated_augmentation(world: World) -> Any:
 
 
 CASES = [
+    Case(PACKAGE, "`MultiEpochsDataLoader`", multi_epochs),
     Case(
         PACKAGE,
-        "`MultiEpochsDataLoader`",
-        lambda world: MultiEpochsDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2),
-        Fate.REFUSED,
-        remedy=persistent,
-        told="persistent_workers=True",
+        "`MultiEpochsDataLoader` with 2 workers",
+        lambda world: multi_epochs(world, num_workers=2, persistent_workers=True),
     ),
     Case(PACKAGE, "`PrefetchLoader`", prefetched, Fate.REFUSED, classes, remedy=held_patched, told=HELD),
     Case(PACKAGE, "`OrderedDistributedSampler`", ordered, Fate.AS_IT_IS),
