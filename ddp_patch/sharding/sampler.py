@@ -226,10 +226,6 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         states = self.rank_passes.sampler_states
         return states.changed_by_user() if states.has_counters else None
 
-    def _set(self, name: str, value: Any) -> None:
-        super()._set(name, value)
-        self.rank_passes.note_changed()
-
     @property
     def sampler(self) -> Iterable[T]:
         """The wrapped sampler's, as in one process; if it has none, that sampler."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -133,12 +133,12 @@ def files(name: str, write: Callable[[Path], object]) -> Path:
     return folder
 
 
-def tars(folder: Path, n: int, shards: int) -> list[str]:
-    """Write tar files with so many numbers, dealt to them in turn, and return their paths."""
+def tars(folder: Path, shards: Iterable[Iterable[int]]) -> list[str]:
+    """Write webdataset's tar files of some numbers each, and return their paths."""
     folder.mkdir(exist_ok=True)
-    for shard in range(shards):
-        with tarfile.open(folder / f"{shard}.tar", mode="w") as tar:
-            for number in range(shard, n, shards):
+    for place, shard in enumerate(shards):
+        with tarfile.open(folder / f"{place}.tar", mode="w") as tar:
+            for number in shard:
                 text = str(number).encode()
                 member = tarfile.TarInfo(f"{number:04}.cls")
                 member.size = len(text)

@@ -17,9 +17,9 @@ from zoo import as_it_is, seed_ambient
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
 from ddp_patch.orders.random_states import (
-    native_state,
+    generator_state,
     random_generators,
-    set_native_state,
+    set_generator_state,
 )
 from ddp_patch.samplers import ScalableRandomSampler
 
@@ -60,7 +60,7 @@ class SeededByEpoch(Drawing):
 
     def set_epoch(self, epoch: int) -> None:
         seeded = GENERATORS[self.kind](epoch)
-        set_native_state(self.generator, native_state(seeded))
+        set_generator_state(self.generator, generator_state(seeded))
 
     def __init__(self, kind: str) -> None:
         super().__init__(GENERATORS[kind](0))

@@ -11,7 +11,8 @@ from third_party.base import Case, Fate, N, World, files, tars
 
 def shards() -> list[str]:
     """The paths of tar files with N numbers."""
-    return sorted(map(str, files("webdataset", lambda folder: tars(folder, N, 6)).iterdir()))
+    folder = files("webdataset", lambda folder: tars(folder, (range(shard, N, 6) for shard in range(6))))
+    return sorted(map(str, folder.iterdir()))
 
 
 def stream(**options: Any) -> Any:
