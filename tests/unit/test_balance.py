@@ -362,6 +362,8 @@ def test_a_function_may_take_keys_that_are_no_indices() -> None:
         (loader, {"cost": {0: 1.0}}, "dict", "sequence"),
         (loader, {"cost": np.ones((N, 2))}, f"({N}, 2)", ()),
         (loader, {"cost": [[1], [1, 2]]}, "read as numbers", ()),
+        (loader, {"cost": {1.0, 2.0}}, "set", "sequence"),
+        (loader, {"cost": True}, "bool", ()),
         (loader, {"window": 0}, "window=0", ()),
         (loader, {"of": "max"}, "of='max'", "'padded'"),
         (loader, {"of": "padded", "share": "within_batches"}, "share='within_batches'", "'sum'"),
