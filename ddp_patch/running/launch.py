@@ -253,10 +253,9 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
         What shows an error that ends this rank before all is left, with the rank before each line.
     """
     stderr = os.dup(2)
-    if folder is not None:  # the first rank that comes makes it, before anything is written into it
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = _log_of(rank, folder)
     if rank:
-        _silence(os.devnull if folder is None else folder / f"rank-{rank}.log")
+        _silence(log)
     seen: list[BaseException] = []
 
     def write(text: str) -> None:
@@ -283,6 +282,14 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
     except BaseException as error:  # noqa: BLE001 - whatever the script raises
         show(error)
         sys.exit(1)
+
+
+def _log_of(rank: int, folder: Path | None) -> str | Path:
+    """Return where a silent rank writes; the first rank that comes makes the folder, for its owner alone."""
+    if folder is None:
+        return os.devnull
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / f"rank-{rank}.log"
 
 
 def _silence(log: str | Path) -> None:
