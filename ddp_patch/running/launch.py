@@ -253,10 +253,8 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
         What shows an error that ends this rank before all is left, with the rank before each line.
     """
     stderr = os.dup(2)
-    if folder is not None:  # the first rank that comes makes it, before anything is written into it
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if rank:
-        _silence(os.devnull if folder is None else folder / f"rank-{rank}.log")
+        _silence(None if folder is None else folder / f"rank-{rank}.log")
     seen: list[BaseException] = []
 
     def write(text: str) -> None:
@@ -285,9 +283,11 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
         sys.exit(1)
 
 
-def _silence(log: str | Path) -> None:
+def _silence(log: Path | None) -> None:
     _flush()
-    silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    if log is not None:  # nothing is written beside it before
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    silent = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
 

@@ -290,7 +290,7 @@ def test_ranks_that_fail_alike_are_told_once() -> None:
 
 
 def misspells(rank: int, world_size: int) -> None:
-    patch_dataloader_to_ddp(DataLoader(range(4)), uneven="dorp")  # type: ignore[call-overload]  # what is tested
+    patch_dataloader_to_ddp(DataLoader(range(4)), uneven="dorp")  # type: ignore[call-overload,arg-type]  # what is tested
 
 
 def test_of_an_error_of_ours_the_users_line_is_shown() -> None:
