@@ -353,13 +353,6 @@ def test_an_iterator_that_is_made_before_set_epoch_is_that_epochs() -> None:
     assert list(iterator) == list(other)
 
 
-def test_iterators_side_by_side_are_epochs_of_their_own() -> None:
-    loader, other = begun(), begun()
-    first, second = iter(loader), iter(loader)
-    beginnings = [next(first), next(second)]
-    assert beginnings == [next(iter(other)), next(iter(other))]
-
-
 def test_a_place_that_is_restored_after_an_iterator_was_made_is_where_it_begins() -> None:
     loader, stopped, whole = begun(), begun(), begun()
     for one in (stopped, whole):

@@ -5,7 +5,6 @@ import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,7 @@ from zoo import (
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
-from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.samplers import ScalableRandomSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -195,21 +192,6 @@ def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler
     assert len(dataset.fetched) == 10
     if sampler is not None:
         assert len(sampler.drawn) == sampler.n
-
-
-def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_before() -> None:
-    make = partial(DataLoader, Indices(10**12), 2, sampler=ScalableRandomSampler(10**12, seed=1))
-    given = start(make())
-    state = loader_state(given, batches_done=0) | {"parts": [[[1, 2 * 10**11]]]}
-    again = start(make())
-    restore_loader(again, state)
-    other = start(make(), rank=3, num_replicas=1024)
-    restore_loader(other, state)
-    assert len(other) == 8 * 10**11 // 1024 // 2
-    epoch = order_of(given.sampler._wrapped_sampler, 0)
-    assert next(iter(again)).tolist() == epoch.at(range(2 * 10**11, 2 * 10**11 + 2))
-    first = 2 * 10**11 + 3
-    assert next(iter(other)).tolist() == epoch.at(range(first, first + 1025, 1024))
 
 
 @pytest.mark.parametrize("share", ["samples", "batches"])
