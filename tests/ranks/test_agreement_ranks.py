@@ -239,41 +239,6 @@ def test_every_kind_can_be_led() -> None:
                 assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
 
 
-class HardFirst(Sampler[int]):
-    """Orders by a loss that only rank 0 has measured."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.losses = list(range(N))
-
-    def __len__(self) -> int:
-        return N
-
-    def __iter__(self) -> Iterator[int]:
-        if self.rank > 0:
-            raise AssertionError("only rank 0 draws")
-        return iter(sorted(range(N), key=self.losses.__getitem__, reverse=True))
-
-
-def mining(rank: int, world_size: int) -> list[list[int]]:
-    sampler = HardFirst(rank)
-    patched = led_loader(sampler)
-    epochs = [items(patched)]
-    if rank == 0:
-        sampler.losses.reverse()
-    epochs.append(items(patched))
-    for _ in patched:  # an epoch that is left early leaves nothing behind
-        break
-    return [*epochs, items(patched)]
-
-
-def test_a_sampler_that_follows_rank_0s_training_is_led() -> None:
-    first, second = run_ranks(mining, 2)
-    for epoch, (ours, theirs) in enumerate(zip(first, second, strict=True)):
-        stream = sorted(range(N), reverse=epoch == 0)
-        assert [item for pair in zip(ours, theirs, strict=True) for item in pair] == [*stream, stream[0]]
-
-
 class FailsAtOnce(Sampler[int]):
     def __len__(self) -> int:
         return N
