@@ -1,7 +1,7 @@
 """The log: the passes that a rank makes over a loader, what it tells the others of them, and what contradicts it.
 
-Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. A pass that a restored
-position cuts off may have any length.
+Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. A pass that a
+restored position cuts off may have any length.
 
 Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
 pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` is the number of a pass.

@@ -182,17 +182,6 @@ def test_a_pass_that_was_struck_and_goes_on_counts_again() -> None:
     assert log.settle() == 1
 
 
-def test_a_look_within_the_first_batch_of_a_pass_does_not_strike_it_where_there_is_one_order() -> None:
-    log, batches = Log(), [1]
-    log.has_one_order = True
-    begun = LoggedPass(0, "0", lambda: Progress(batches[0], batches[0]))
-    log.begin(begun)
-    log.begin(LoggedPass(0, "0", lambda: Progress(1, 1)))
-    batches[0] = 2
-    log.goes_on(begun)
-    assert (log.settle(), log.number_of(begun)) == (1, 0)
-
-
 def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_hash() -> None:
     alike, other, late = Rank(), Rank(), Rank().all_of(0).takes(1, 2)
     for epoch in range(1000):
