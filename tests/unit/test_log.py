@@ -70,7 +70,7 @@ class Rank:
         return self
 
     def restores(self) -> Self:
-        self.log.close()
+        self.log.cut_off()
         return self
 
 
@@ -129,12 +129,17 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     "validated alone": (Rank().all_of(0).takes(1, 2, others=1), Rank().all_of(0).takes(1, 2), "others"),
     "a thread's": (Rank().takes(0, 2, is_own=True), Rank().takes(0, 2, others=3), None),
     # a restored position
-    "both restored": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 3).restores().takes(0, 5), None),
+    "both restored": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 4).restores().takes(0, 5), None),
+    "both restored after a look of one": (
+        Rank().takes(0, LOOK).restores().takes(2, 2),
+        Rank().restores().takes(2, 5),
+        None,
+    ),
     "one has restored by now": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 3), None),
     "one restored, the other went on": (
         Rank().takes(0, 3).restores().takes(0, 2),
         Rank().takes(0, 3).takes(1, 2),
-        "restored",
+        "passes",
     ),
 }
 
@@ -205,8 +210,8 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
 
 RECORDS = [
     Record(),
-    Record(2, 7, "c0ffee"),
-    Record(0, 0, "", (Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None, (1, 2)),)),
+    Record("c0ffee"),
+    Record("", (Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None, (1, 2)),)),
     Rank().takes(0, 5).log.record(),
 ]
 
@@ -219,8 +224,8 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
     assert len(text) < 100
 
 
-JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},0,0,"",[]]'.encode()]
-JUNK += [f'[{VERSION},0,0,"",{passes}]'.encode() for passes in ("0", "[0]", "[[0]]", '[[0,0,"0",0,0,9,0,"",null,[]]]')]
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},"",[]]'.encode()]
+JUNK += [f'[{VERSION},"",{passes}]'.encode() for passes in ("0", "[0]", "[[0]]", '[[0,0,"0",0,0,9,0,"",null,[]]]')]
 
 
 @pytest.mark.parametrize("junk", JUNK)
