@@ -240,9 +240,9 @@ def times_ranks_talk(rank: int, world_size: int) -> list[tuple[int, int]]:
 
 def test_ranks_with_cheap_items_do_not_talk_in_each_step() -> None:
     for found in run_ranks(times_ranks_talk, 2):
-        for steps, exchanges in found:
-            assert steps == 1000
-            assert exchanges < 150
+        assert [steps for steps, _ in found] == [1000, 1000]
+        assert found[0][1] < 1000 / 2 + 10  # without workers, a batch is made when it is read
+        assert found[1][1] < 1000 / by_worker.AHEAD + 10
 
 
 VALUES: Mapping[str, Any] = {

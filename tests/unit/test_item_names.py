@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.streams.stream_marks import name_of
+from ddp_patch.streams.reports import name_of
 
 
 class Kind(Enum):
