@@ -9,6 +9,7 @@ from ddp_patch.auditing.problems import SAID, Problem
 from ddp_patch.auditing.ranks import Numbers, RankGiven
 from ddp_patch.auditing.report import EpochReport, Report
 from ddp_patch.auditing.world import Costs, Coverage, EpochGiven, StepCosts, World, signature
+from ddp_patch.validation import counted
 
 __all__ = ["Judge"]
 
@@ -166,7 +167,7 @@ class Judge:
         may_differ = self._uneven == "keep" and not self._world.rank0.divides_batches
         if max(steps) - min(steps) > (max(1, len(epoch.parts)) if may_differ else 0):
             fewest, most = steps.index(min(steps)), steps.index(max(steps))
-            what = f"Rank {fewest} makes {min(steps)} steps and rank {most} makes {max(steps)}."
+            what = f"Rank {fewest} makes {counted(min(steps), 'step')} and rank {most} makes {max(steps)}."
             self._add("uneven_steps", what, where)
 
     def _compare_lengths(self, epoch: EpochGiven) -> None:
@@ -174,7 +175,7 @@ class Judge:
         for rank, given in enumerate(epoch.ranks):
             lengths, steps = [length for length in given.lengths if length is not None], len(given.sizes)
             if lengths and (steps not in lengths if given.ended else steps > max(lengths)):
-                made = f"{steps} steps{' and more' * (not given.ended)}"
+                made = f"{counted(steps, 'step')}{' and more' * (not given.ended)}"
                 what = f"len() of rank {rank}'s loader says {lengths[0]} and it makes {made}."
                 self._add("wrong_length", what, f"epoch {epoch.number}, rank {rank}")
 
@@ -247,7 +248,7 @@ class Judge:
         tells = orders == 1 and not is_told and self._world.is_changed_by_epoch(self._first)
         if tells or self._epochs_differ:
             seen = "set_epoch() would change it" if tells else "epochs_differ=True says that they should differ"
-            what = f"{epochs} epochs have {orders} different order{'s' * (orders > 1)}, and {seen}."
+            what = f"{epochs} epochs have {counted(orders, 'different order')}, and {seen}."
             self._add("same_order", what, f"epochs 0 to {epochs - 1}")
 
     # ---- what is said ----
@@ -261,12 +262,12 @@ class Judge:
         if len(missing):
             parts.append(f"{len(missing)}{of} samples are missing{self._such(np.unique(missing))}.")
         if len(repeated):
-            in_all = f", {len(repeated)} times too often in all" * (len(repeated) > len(different))
+            in_all = f", {counted(len(repeated), 'time')} too often in all" * (len(repeated) > len(different))
             such = self._such(different, epoch=epoch)
             parts.append(f"{len(different)}{of} samples are seen more often than in one process{in_all}{such}.")
         if len(foreign):
             such = self._such(np.unique(foreign), epoch=epoch)
-            parts.append(f"Ranks get {len(foreign)} samples that one process never gets{such}.")
+            parts.append(f"Ranks get {counted(len(foreign), 'sample')} that one process never gets{such}.")
         return " ".join(parts)
 
     def _such(self, codes: Numbers, lead: str = "such as", epoch: EpochGiven | None = None) -> str:
@@ -302,7 +303,8 @@ def _is_same_on_every_rank(epoch: EpochGiven) -> bool:
 def _same_text(epoch: EpochGiven, again: EpochGiven) -> str:
     """Say what ranks get that get the same where they are seeded alike."""
     same, each = again.ranks[0].items, f"Each of {len(epoch.ranks)} ranks gets"
-    samples = "" if epoch.is_sample else f", {len(same)} samples"  # of a part nobody knows how many there are
+    # Of a part, nobody knows how many there are.
+    samples = "" if epoch.is_sample else f", {counted(len(same), 'sample')}"
     if not epoch.is_sample and np.isin(epoch.alone.items, same).all():
         return f"{each} all of the data{samples}."
     alike = ", if seeded alike" * (not _is_same_on_every_rank(epoch))

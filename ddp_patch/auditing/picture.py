@@ -58,6 +58,7 @@ class Pictured:
         width: How many samples a column holds; the last one may hold fewer.
         seen: How many samples are seen never, once and again. None is never seen where only a part of the epoch was
             drawn.
+        often: Which part of each column's samples is seen never, once and again, shape (3, columns).
         bands: The first and last rank of each band: one rank each, or several where there are many.
         got: How often a band's ranks get a sample of a column, on average, shape (bands, columns).
         waiting: The ranks whose waiting is shown: some where there are many.
@@ -69,7 +70,8 @@ class Pictured:
     epoch: int = 0
     positions: int = 0
     width: int = 1
-    seen: tuple[int, int, int] = (0, 0, 0)
+    seen: tuple[int, ...] = (0, 0, 0)
+    often: tuple[tuple[float, ...], ...] = ()
     bands: tuple[tuple[int, int], ...] = ()
     got: tuple[tuple[float, ...], ...] = ()
     waiting: tuple[int, ...] = ()
@@ -122,11 +124,12 @@ def pictured(epoch: EpochGiven, is_comparable: bool, costs: Costs | None, unbala
     for times in map(times_got, bands):  # one at a time: each is as long as the epoch
         total += times
         got.append(by_column(times))
-    never = 0 if epoch.is_sample else np.clip(1 - total, 0, 1).sum()  # what nobody has may come later
-    again = np.clip(total - 1, 0, 1).sum()
-    seen = round(never), round(np.minimum(total, 1).sum() - again), round(again)
+    again = np.clip(total - 1, 0, 1)
+    never = np.zeros(positions) if epoch.is_sample else np.clip(1 - total, 0, 1)  # what nobody has may come later
+    kinds = (never, np.minimum(total, 1) - again, again)
+    seen, often = (tuple(round(kind.sum()) for kind in kinds), tuple(map(by_column, kinds)))
     ends = tuple((int(group[0]), int(group[-1])) for group in groups)
-    return Pictured(epoch.number, positions, width, seen, ends, tuple(got), tuple(some.tolist()), waits)
+    return Pictured(epoch.number, positions, width, seen, often, ends, tuple(got), tuple(some.tolist()), waits)
 
 
 # ---- how it is drawn ----
@@ -146,9 +149,11 @@ _STYLE = {
 }
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "hatch.color")
 _GREY = "#8a94a6"
+# Grey where all is well. Of the ranks, only the eighth and the ninth of many have colours like the others.
+_OFTEN = {"never": "#d3453c", "once": "#a9b2c0", "again": "#f2b01e"}
 _WAITING: dict[str, Any] = {"facecolor": "none", "edgecolor": _GREY, "hatch": "////"}
-# Give up to this many ranks colours of their own; those of more are taken from one scale.
-_DISTINCT = 10
+# Give up to this many ranks colours of their own, of matplotlib's ten; those of more are taken from one scale.
+_DISTINCT = (0, 4, 2, 9, 5, 6, 8, 1, 3, 7)
 
 
 def svg(shown: Pictured, scheme: str, parts: Sequence[str] = ("shares", "waits")) -> str:
@@ -164,35 +169,49 @@ def svg(shown: Pictured, scheme: str, parts: Sequence[str] = ("shares", "waits")
 
     waits = shown.waits if "waits" in parts else {}
     shares = bool(shown.positions) and "shares" in parts
-    heights = [1.9] * shares + [0.16 + 0.19 * len(costs) for costs in waits.values()]
+    heights = [0.14, 1.9] * shares + [0.16 + 0.19 * len(costs) for costs in waits.values()]
     style: dict[Any, Any] = {**_STYLE, **dict.fromkeys(_INKED, _INK[scheme])}
     with rc_context(style):
         figure = Figure(figsize=(9, sum(heights) + 0.75 * len(heights)), layout="constrained")
         panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0].tolist()
         if shares:
-            _draw_shares(panels[0], shown)
+            _draw_often(panels[0], shown)
+            _draw_shares(panels[1], shown)
         longest = max((sum(costs[-1]) for costs in waits.values()), default=0.0)
-        for panel, (title, costs) in zip(panels[shares:], waits.items(), strict=True):
+        for panel, (title, costs) in zip(panels[len(heights) - len(waits) :], waits.items(), strict=True):
             _draw_waits(panel, title, shown.waiting, np.array(costs), longest)
         written = StringIO()
         figure.savefig(written, format="svg", facecolor=_PAPER[scheme], metadata={"Date": None, "Creator": None})
     return written.getvalue()
 
 
+def _draw_often(panel: "Axes", shown: Pictured) -> None:
+    """Draw a strip that says of each column's samples whether they are seen never, once or again."""
+    lefts = np.arange(0, shown.positions, shown.width)
+    widths, below = np.diff(lefts, append=shown.positions), np.zeros(len(lefts))
+    for part, colour in zip(np.array(shown.often), _OFTEN.values(), strict=True):
+        filled = part > 0
+        panel.bar(lefts[filled], part[filled], widths[filled], below[filled], align="edge", linewidth=0, color=colour)
+        below += part
+    panel.set(xlim=(0, shown.positions), ylim=(0, 1))
+    panel.set_axis_off()
+    counts = zip(_OFTEN.items(), shown.seen, strict=True)
+    looks = {f"{count} {name}": {"facecolor": colour} for (name, colour), count in counts}
+    _finish(panel, f"How often ranks see each sample (epoch {shown.epoch})", looks)
+
+
 def _draw_shares(panel: "Axes", shown: Pictured) -> None:
     """Draw which rank gets the samples of each column, and how often: one rank's part upon the other's."""
     bands = len(shown.bands)
     colours = [{"facecolor": colour} for colour in _colours(bands)]
-    some = range(bands) if bands <= _DISTINCT else [0, bands // 2, bands - 1]
+    some = range(bands) if bands <= len(_DISTINCT) else [0, bands // 2, bands - 1]
     lefts = np.arange(0, shown.positions, shown.width)
     widths, below = np.diff(lefts, append=shown.positions), np.zeros(len(lefts))
     for part, look in zip(np.array(shown.got), colours, strict=True):
         filled = part > 0
         panel.bar(lefts[filled], part[filled], widths[filled], below[filled], align="edge", linewidth=0, **look)
         below += part
-    never, once, again = shown.seen
-    title = f"Which rank gets which sample (epoch {shown.epoch})\n{never} never, {once} once, {again} again"
-    _finish(panel, title, {_band_name(*shown.bands[band]): colours[band] for band in some})
+    _finish(panel, "Which rank gets it", {_band_name(*shown.bands[band]): colours[band] for band in some})
     panel.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
     each = "a column is a sample" if shown.width == 1 else f"a column is {shown.width} samples"
     panel.set(
@@ -236,8 +255,9 @@ def _colours(count: int) -> list[Any]:
     """Return a colour for each of some ranks: of their own where they are few, else from one scale."""
     from matplotlib import colormaps
 
-    few = count <= _DISTINCT
-    return [colormaps["tab10"](rank) if few else colormaps["viridis"](rank / (count - 1)) for rank in range(count)]
+    if count <= len(_DISTINCT):
+        return [colormaps["tab10"](number) for number in _DISTINCT[:count]]
+    return [colormaps["viridis"](rank / (count - 1)) for rank in range(count)]
 
 
 def _band_name(first: int, last: int) -> str:

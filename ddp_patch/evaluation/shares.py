@@ -12,6 +12,7 @@ from ddp_patch.plan import Schedule
 from ddp_patch.ranks.log import State
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.validation import counted
 
 __all__ = ["Array", "Misfit", "RankShare", "places_of", "run_of", "share_of_pass", "share_of_step"]
 
@@ -78,7 +79,7 @@ def share_of_pass(batches: Batches) -> RankShare:
     schedule = current.whole_schedule(batches)
     if schedule is None or batches.passes.batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
-    return _share(f"{at}, of {schedule.length} items", batches, schedule)
+    return _share(f"{at}, of {counted(schedule.length, 'item')}", batches, schedule)
 
 
 def share_of_step(loader: DataLoader[Any], batches: Batches, step: int | None = None) -> RankShare:

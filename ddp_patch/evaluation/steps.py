@@ -20,6 +20,7 @@ from ddp_patch.plan import BatchRecord
 from ddp_patch.ranks.group import closed_at_exit, opened_sums
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
+from ddp_patch.validation import counted
 from ddp_patch.walks import elements
 
 __all__ = ["Steps", "iter_with_mask", "iter_with_weights", "shared_batches", "steps_of"]
@@ -64,8 +65,8 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
     if passes.batches_into_pass:
         raise UnsupportedLoaderError(
             f"{operation} was given a {type(loader).__name__} in the middle of epoch {passes.epochs.current}, after "
-            f"{passes.batches_into_pass} batches: it has one iterator for all epochs, and continues after a break. "
-            f"Call set_epoch({passes.epochs.current}) first, to start the epoch again."
+            f"{counted(passes.batches_into_pass, 'batch')}: it has one iterator for all epochs, and continues after a "
+            f"break. Call set_epoch({passes.epochs.current}) first, to start the epoch again."
         )
     until = 0
     with passes.keeping_sizes() if batches.unit is ShardedUnit.BATCH else nullcontext():
@@ -143,8 +144,9 @@ def _masked(batch: Any, record: BatchRecord, loader: DataLoader[Any]) -> tuple[A
         return batch, mask[0]
     if (rows := max(_rows_in(batch, samples), default=samples)) < samples:
         raise UnsupportedLoaderError(
-            f"iter_with_mask cannot know which rows are padding: a batch of {samples} samples came with {rows} rows, "
-            "so collate_fn leaves some out. Let it keep a row for each sample, or leave these out of the dataset."
+            f"iter_with_mask cannot know which rows are padding: a batch of {counted(samples, 'sample')} came with "
+            f"{counted(rows, 'row')}, so collate_fn leaves some out. Let it keep a row for each sample, or leave these "
+            "out of the dataset."
         )
     return batch, mask
 
@@ -173,8 +175,8 @@ def iter_with_weights(
     padding. A real sample weighs ``ranks / real samples of the step``, padding weighs 0.
 
     The ranks know how many samples a step has without communicating. They communicate once a step, a number each,
-    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a
-    leader, and parts of an iterable dataset, one for each worker, with ``uneven="keep"``.
+    where ``weight_of`` is given, and where one rank cannot know: parts of an iterable dataset, one for each worker,
+    with ``uneven="keep"``.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where a sample
@@ -265,7 +267,7 @@ def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         raise _wrong_counts(f"a {type(given).__name__} that holds no numbers ({error})") from error
     if len(each) != record.samples:
-        raise _wrong_counts(f"{len(each)} numbers for a batch of {record.samples} samples")
+        raise _wrong_counts(f"{counted(len(each), 'number')} for a batch of {counted(record.samples, 'sample')}")
     real = each[: record.real_samples]
     if len(wrong := real[~((real >= 0) & (real < math.inf))]):
         raise _wrong_counts(f"{wrong[0].item()} for a sample")

@@ -34,6 +34,7 @@ from ddp_patch.loaders.samples import length_of
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import batches_as_here, state_on_this_rank
 from ddp_patch.sharding.saved_state import no_state
+from ddp_patch.validation import counted
 from ddp_patch.wrappers import alone, with_mesh
 
 __all__ = ["PatchDataLoaders"]
@@ -69,8 +70,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
 
     Args:
         options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``share`` and ``uneven`` apply to
-            training loaders only, as does ``order="scalable"``. Default of ``device_mesh``: the
-            module's, which ``ModelParallelStrategy`` makes.
+            training loaders only. Default of ``device_mesh``: the module's, which ``ModelParallelStrategy`` makes.
 
     Raises:
         InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has two of these callbacks.
@@ -181,19 +181,19 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
             return
         if self._training and not (resumed.states and all(hasattr(each, "state_dict") for each in self._training)):
             raise StateError(
-                f"The checkpoint was taken {resumed.done} batches into an epoch, without the position of each training "
-                "loader: it was taken without PatchDataLoaders, or a loader has no state. The epoch's first batches "
-                "would come again instead of its last ones. Take checkpoints with PatchDataLoaders and loaders that "
-                f"have a state_dict, {_INSTEAD}"
+                f"The checkpoint was taken {counted(resumed.done, 'batch')} into an epoch, without the position of "
+                "each training loader: it was taken without PatchDataLoaders, or a loader has no state. The epoch's "
+                "first batches would come again instead of its last ones. Take checkpoints with PatchDataLoaders and "
+                f"loaders that have a state_dict, {_INSTEAD}"
             )
         saved, here = (resumed.planned, resumed.ranks), (trainer.num_training_batches, trainer.world_size)
         if any(then not in (None, now) for then, now in zip(saved, here, strict=True)):
             raise StateError(
-                f"The checkpoint was taken {resumed.done} batches into an epoch of {saved[0]} on {saved[1]} ranks, and "
-                f"here an epoch has {here[0]} on {here[1]}. Lightning counts on from {resumed.done}, so samples would "
-                "be lost or repeated. PatchDataLoaders cannot set the count: there are several training loaders, or "
-                "one with another position than it gives, or none, or Lightning is older than 2.5. Use the number of "
-                f"ranks and the batch size of before, {_INSTEAD}"
+                f"The checkpoint was taken {counted(resumed.done, 'batch')} into an epoch of {saved[0]} on {saved[1]} "
+                f"ranks, and here an epoch has {here[0]} on {here[1]}. Lightning counts on from {resumed.done}, so "
+                "samples would be lost or repeated. PatchDataLoaders cannot set the count: there are several training "
+                "loaders, or one with another position than it gives, or none, or Lightning is older than 2.5. Use the "
+                f"number of ranks and the batch size of before, {_INSTEAD}"
             )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -218,8 +218,6 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         options: Any = with_mesh(self._options, trainer.lightning_module.device_mesh)
         if mode != RunningStage.TRAINING:
             options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
-            if options.get("order") == "scalable":  # it refuses loaders that are not shuffled
-                del options["order"]
         with warnings.catch_warnings():
             # One process is nothing to warn of here: the group would exist by now.
             warnings.simplefilter("ignore", NotDistributedWarning)

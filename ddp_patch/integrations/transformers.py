@@ -29,6 +29,7 @@ from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import no_state
+from ddp_patch.validation import counted
 from ddp_patch.wrappers import alone, with_mesh
 
 __all__ = ["PatchedLoadersMixin"]
@@ -129,10 +130,10 @@ class PatchedLoadersMixin:
         ahead = self._saved.global_step - count.step
         if (ahead or count.batches != len(dataloader)) and not hasattr(super(), TRAINER_RUNS_EPOCH):
             raise StateError(
-                f"Resuming from step {self._saved.global_step}: with {steps} steps an epoch that is not step "
-                f"{count.step} of the epochs, and the Trainer of transformers {transformers.__version__} would end its "
-                "epoch elsewhere. Use transformers 5.22 or newer, or the number of processes, the batch size and the "
-                "gradient_accumulation_steps of before."
+                f"Resuming from step {self._saved.global_step}: with {counted(steps, 'step')} an epoch that is not "
+                f"step {count.step} of the epochs, and the Trainer of transformers {transformers.__version__} would "
+                "end its epoch elsewhere. Use transformers 5.22 or newer, or the number of processes, the batch size "
+                "and the gradient_accumulation_steps of before."
             )
         if args.max_steps > 0:
             values[0] = math.ceil((args.max_steps - ahead) / steps)

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -30,6 +30,7 @@ from ddp_patch.compat.private_torch import default_store, gather_in_background, 
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
+from ddp_patch.validation import counted
 
 __all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "opened", "opened_sums"]
 
@@ -43,8 +44,6 @@ _BACKGROUND = timedelta(days=1)
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
-# After so long, a rank that waits does what else it can.
-_MOMENT_S = 0.005
 
 # Which ranks a group is of, sorted, and what for.
 _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["Group"]]
@@ -390,10 +389,10 @@ class Channel:
         self._waits = [f"ddp_patch/waits/{name}/{index}" for index in range(len(members))]
         group.is_lent = True
 
-    def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
+    def gathered(self, row: Sequence[int]) -> list[list[int]]:
         """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""
         values = torch.empty(len(self._members), len(row), dtype=torch.int64)
-        self._wait(self._group.gather(torch.tensor(row, dtype=torch.int64), values), meanwhile)
+        self._wait(self._group.gather(torch.tensor(row, dtype=torch.int64), values))
         rows: list[list[int]] = values[self._in_group].tolist()
         return rows
 
@@ -409,18 +408,17 @@ class Channel:
             MissingRanksError: A rank did not come to this step in time.
         """
         totals = torch.tensor([value, is_step], dtype=torch.float64)
-        self._wait(self._group.sum(totals), lambda: False)
+        self._wait(self._group.sum(totals))
         total, steps = totals.tolist()
         self.go_on = steps > 0
         self.batches_delivered += is_step
         return float(total)
 
-    def _wait(self, work: Any, meanwhile: Callable[[], bool]) -> None:
+    def _wait(self, work: Any) -> None:
         """Wait until all members have sent what was begun.
 
         Args:
             work: What was begun.
-            meanwhile: Called while this waits; returns whether to call it again in a moment.
 
         Raises:
             RankMismatchError: A rank has left or failed.
@@ -428,7 +426,7 @@ class Channel:
         """
         begun = looked = monotonic()
         wait_s = min(_SLICE_S, self._timeout / 4)
-        while not self._has_come(work, _MOMENT_S if meanwhile() else wait_s):
+        while not self._has_come(work, wait_s):
             if (now := monotonic()) < looked + wait_s / 2:
                 continue
             looked = now
@@ -490,9 +488,9 @@ class Channel:
         if has_left:
             text = (
                 f"{self._doing}: {ranks_text([self._members[self.index]])} left this pass after "
-                f"{self.batches_delivered} batches, and others ask for more. The ranks communicate during a pass, so "
-                "it needs all of them. Let every rank take equally many batches: break after the same one on all, or "
-                "iterate to the end."
+                f"{counted(self.batches_delivered, 'batch')}, and others ask for more. The ranks communicate during a "
+                "pass, so it needs all of them. Let every rank take equally many batches: break after the same one on "
+                "all, or iterate to the end."
             )
             self._note(RankMismatchError(text), self._group.begun)
         else:

@@ -385,7 +385,7 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
         remedy = "Restore the same state on every rank, at the same point of the script."
     elif rule == "order":
         count = END if theirs.mark is None else theirs.mark[0]
-        within = f"within the first {count} items" if count != END else "or orders of different lengths"
+        within = f"within the first {counted(count, 'item')}" if count != END else "or orders of different lengths"
         seen, remedy = f"in epoch {mine.epoch}, {here} and {there} draw different orders, {within}", why
     elif rule == "length":
         behind, who, others = (mine, here, there) if shorter(found) is mine else (theirs, there, here)

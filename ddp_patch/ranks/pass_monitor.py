@@ -30,6 +30,7 @@ from ddp_patch.ranks.log import (
     text_of,
 )
 from ddp_patch.ranks.mailbox import Mailbox
+from ddp_patch.validation import counted
 
 __all__ = ["PassMonitor", "bits_against_chance", "common_items"]
 
@@ -307,7 +308,7 @@ class PassMonitor:
         """
         if self.mailbox is not None and self._is_longer_elsewhere(self.mailbox, begun, batches):
             text = (
-                f"Iterating the {self._name}: epoch {begun.epoch} ended after {batches} batches on rank "
+                f"Iterating the {self._name}: epoch {begun.epoch} ended after {counted(batches, 'batch')} on rank "
                 f"{self.mailbox.rank}, and others were given more. {self.why_orders_differ()}"
             )
             self._raise(self.mailbox, text, is_length=True)

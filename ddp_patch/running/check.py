@@ -21,6 +21,7 @@ import torch
 
 from ddp_patch.running.launch import ALONE, SEED, made_equal
 from ddp_patch.running.recording import BATCH_NORM, Recording
+from ddp_patch.validation import counted
 
 __all__ = ["check"]
 
@@ -93,10 +94,19 @@ def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
     recorded = [what.folder / f"rank-{rank}.pt" for rank in range(what.ranks)]
     steps = [torch.load(each, weights_only=True) for each in recorded if each.exists()]
     home = what.files / "rank-0"
-    found = {str(path.relative_to(home)): _text_of(path) for path in sorted(home.rglob("*")) if path.is_file()}
+    paths = [path for path in sorted(home.rglob("*")) if path.is_file()]
+    found = {str(each): _text_of(path) for path in paths if not _is_aside(each := path.relative_to(home))}
     off = sorted(each.name.removeprefix("off ") for each in what.folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
     return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
+
+
+def _is_aside(path: Path) -> bool:
+    """Return whether a file is none of the script's results: a temporary one, or one in a hidden folder of the home."""
+    home, temporary = (Path(os.path.realpath(each)) for each in (os.path.expanduser("~"), tempfile.gettempdir()))
+    whole = Path(os.sep, path)
+    is_hidden = whole.is_relative_to(home) and whole.relative_to(home).parts[0].startswith(".")
+    return (is_hidden or whole.is_relative_to(temporary)) and not whole.is_relative_to(Path.cwd())
 
 
 def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:
@@ -129,7 +139,8 @@ def _why_not(ranks: int, differs_at: int, one: _Ran, many: _Ran, lines: object, 
     """Return the likely reason why the ranks do not do the same, or nothing."""
     of_one, of_many = one.steps[0], many.steps
     if differs_at > min(len(of_one), len(of_many[0])):
-        return f"One rank made {len(of_one)} steps, and {ranks} ranks {len(of_many[0])}: they went different ways."
+        made = counted(len(of_one), "step")
+        return f"One rank made {made}, and {ranks} ranks {len(of_many[0])}: they went different ways."
     if differs_at:
         at = differs_at - 1
         loss = torch.tensor([sum(of_one[at]["losses"]), sum(sum(each[at]["losses"]) for each in of_many) / ranks])
@@ -167,7 +178,7 @@ def _difference(one: _Ran, many: _Ran, close: float) -> tuple[int, str]:
     if not first and len(one.steps[0]) != len(many.steps[0]):
         first = min(len(one.steps[0]), len(many.steps[0])) + 1
     if not first:
-        return 0, f"the same in {len(one.steps[0])} steps; {largest:.1e} apart at most"
+        return 0, f"the same in {counted(len(one.steps[0]), 'step')}; {largest:.1e} apart at most"
     return first, f"differs from step {first} on, first in {worst}; by {largest:.1e} at most"
 
 

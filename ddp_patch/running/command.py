@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
     starts = not is_started() and (given.nproc_per_node is not None or given.check)
     try:
         mode = given.mode or ("one" if starts or is_started() else _mode_of_ranks())
-        is_one = mode == "one" and not given.dry_run
+        is_one = mode == "one"
         _require_sense(given, starts=starts, is_one=is_one)
         options, seed = Options(seed=given.seed), drawn_seed()
         only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
-        session: EachRank | OneProcess = EachRank({}, options, only, excepted, dry_run=given.dry_run)
+        session: EachRank | OneProcess = EachRank({}, options, only, excepted)
         if is_one:
             show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
             session = OneProcess(options, only, excepted, whole, sync_batchnorm=given.sync_batchnorm, on_error=show)
@@ -213,7 +213,6 @@ def _parser() -> argparse.ArgumentParser:
     place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
     add("--only", **place, help="Patch only loaders that are made there; may be repeated.")
     add("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
-    add("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
     add("--seed", type=int, metavar="INT", help="What orders follow from; as one process, all numbers.")
     add("--whole", **place, help="As one process: never divide loaders that are made there; may be repeated.")
     add("--sync-batchnorm", action="store_true", help="As one process: put SyncBatchNorm in BatchNorm's place.")

@@ -10,10 +10,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple, cast
 
-import torch.distributed as dist
-
 from ddp_patch.compat.private_torch import pinned_by
-from ddp_patch.errors import NoStepsError, WorldError
+from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
 from ddp_patch.plan import made_in_turn, turn_after
 from ddp_patch.ranks.exchange import refuse
@@ -184,12 +182,6 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
     own.read(1)  # which begins the pass
     current, agreed, epoch = cast(Any, passes.latest), passes.agreed, passes.epochs.current
     doing = f"Iterating the {name} over epoch {epoch}"
-    if not dist.is_initialized():
-        raise WorldError(
-            f"{doing}: the process group is gone, and with share='by_worker' ranks send each other "
-            "batches. Call torch.distributed.init_process_group() again and patch the unpatched loader, or iterate "
-            "the unpatched loader."
-        )
     members, uneven = agreed.world.peer_ranks(doing), agreed.options.uneven
     if own.failure is not None:
         refuse(members, doing, own.failure)
@@ -270,7 +262,7 @@ class OwnBatches:
         if self.failure is not None and self.held < least:
             channel.fail(self.failure)
             state = _FAILED
-        rows = channel.gathered([self.held, state, *ends], lambda: False)
+        rows = channel.gathered([self.held, state, *ends])
         if state == _FAILED:
             self.raise_failure()
         if any(row[1] == _FAILED for row in rows):

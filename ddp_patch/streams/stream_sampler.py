@@ -33,6 +33,7 @@ from ddp_patch.sharding.saved_state import (
 )
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
 from ddp_patch.streams.reports import PARTS, PassReports
+from ddp_patch.validation import counted
 
 if TYPE_CHECKING:
     from ddp_patch.streams.by_worker import BalancedRounds
@@ -358,7 +359,7 @@ class StreamSource(ItemSource[None]):
         if (found := self.reports.workers_differ()) is not None:
             raise RankMismatchError(
                 f"{self._worker.name} is read in other orders by worker 0 and worker {found[1]} of one rank: they "
-                f"differ within the first {found[0]} items. {self._passes.monitor.why_orders_differ()}"
+                f"differ within the first {counted(found[0], 'item')}. {self._passes.monitor.why_orders_differ()}"
             )
 
     @property
@@ -393,9 +394,9 @@ class StreamSource(ItemSource[None]):
             sleep(0.005)
         if most is None and may_end:
             raise StateError(
-                f"{self._worker.name} may have ended after {batches} batches, but not all of its {self._readers} "
-                f"workers, which read a part each, have reported that within {_ENDS_S} s. Take the state a step "
-                "earlier, or after the pass."
+                f"{self._worker.name} may have ended after {counted(batches, 'batch')}, but not all of its "
+                f"{self._readers} workers, which read a part each, have reported that within {_ENDS_S} s. Take the "
+                "state a step earlier, or after the pass."
             )
         return most
 
@@ -432,9 +433,10 @@ class StreamSource(ItemSource[None]):
         """Return the position after some batches where workers read a part each."""
         if not schedule.are_alike(batches):
             raise StateError(
-                f"The state of {self._worker.name} cannot be saved after {batches} batches: with uneven='keep' a "
-                "worker has come to its end on some ranks and not on others, so the ranks' workers no longer take the "
-                "same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the epoch's end."
+                f"The state of {self._worker.name} cannot be saved after {counted(batches, 'batch')}: with "
+                "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
+                "longer take the same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the "
+                "epoch's end."
             )
         ranks, turns = self._plan.num_replicas, self._turns
         taken, made = schedule.taken(batches), schedule.made(batches)

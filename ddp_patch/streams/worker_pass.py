@@ -28,6 +28,7 @@ from ddp_patch.sharding.saved_state import (
 )
 from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
 from ddp_patch.streams.reports import PARTS, STREAM, PassReports, marked, name_of
+from ddp_patch.validation import counted
 
 __all__ = ["WorkerPass"]
 
@@ -133,8 +134,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         if read < skip if batching.drop_last else read <= skip - batching.size:
             raise StateError(
                 f"{worker.name} cannot resume from the state: worker {self._part} of {self._workers} had only "
-                f"{read} items before its end, so the workers no longer took turns, and nobody knows which batches "
-                "were done. Begin the epoch again, or leave share out."
+                f"{counted(read, 'item')} before its end, so the workers no longer took turns, and nobody knows which "
+                "batches were done. Begin the epoch again, or leave share out."
             )
         self._report["batches"] = batching.count(read - skip)
 
@@ -182,12 +183,12 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                     f"it never called get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two"
                 )
         if not self._skip and not self._taken_before and None not in lengths:
-            require_steps(plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
+            require_steps(plan, worker.batching, worker.name, cast("list[int]", lengths))
         if self._skip > plan.largest_share(drawn):
             raise StateError(
                 f"{worker.name} cannot resume from the state: {self._skip} items of each rank's share were "
-                f"done in it, and the stream ended after {drawn} items of all ranks. Restore it with the dataset that "
-                "it was taken of; one that is its own iterator must be rebuilt."
+                f"done in it, and the stream ended after {counted(drawn, 'item')} of all ranks. Restore it with the "
+                "dataset that it was taken of; one that is its own iterator must be rebuilt."
             )
 
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:

@@ -57,8 +57,7 @@ class FakeChannel:
         self.sent_to = Counter[tuple[int, int]]()  # by after how many talks, and to whom
         self.is_sending = False
 
-    def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
-        meanwhile()
+    def gathered(self, row: Sequence[int]) -> list[list[int]]:
         with self.network.changed:
             if self.talks == len(self.network.talks):
                 self.network.talks.append({})

@@ -1,12 +1,11 @@
 """What is told of a sampler before it is shared: nothing is used up, copied in vain or moved."""
 
 import logging
-import pickle
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import count, islice
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,8 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order
-from ddp_patch.ranks import leader
-from ddp_patch.ranks.exchange import joined
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, in_pieces
+from ddp_patch.sharding.item_sources import in_pieces
+from ddp_patch.sharding.saved_state import States
 
 
 def sample_order(sampler: Any, dataset: Any = None) -> str | None:
@@ -210,24 +208,9 @@ def test_a_dataset_that_is_its_own_sampler_is_not_drawn() -> None:
     assert torch.equal(both.generator.get_state(), before)
 
 
-def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    n, members, put = 100_000, [0, 1, 2, 3], list[Any]()
-    store = SimpleNamespace(multi_set=lambda *given: put.append(given))
-    monkeypatch.setattr(leader, "default_store", lambda: store)
-    chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
-    pieces = in_pieces(chunks, lambda is_last: "noted", len(members), LARGEST_PIECE, LARGEST_PIECE)
-    base = Leader(members, timeout=1)._next(pieces, {rank: {"epoch": 0} for rank in members})
-    ((keys, values),) = put
-    assert keys == [f"{base}/{rank}" for rank in members]
-    whole = len(pickle.dumps(list(range(n))))
-    for rank, key, value in zip(members, keys, values, strict=True):
-        sent, _ = joined(store, key, value)
-        assert len(sent) < 1.01 * whole / len(members)
-        assert pickle.loads(sent) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
-
-
-def test_an_endless_stream_is_sent_in_pieces_that_grow_to_a_limit() -> None:
-    chunks = ([range(2048), range(2048)] for _ in count())
-    pieces = in_pieces(chunks, lambda is_last: None, 2, FIRST_PIECE, LARGEST_PIECE)
-    sizes = [sum(map(len, piece)) for piece, *_ in islice(pieces, 12)]
-    assert sizes == [min(FIRST_PIECE * 2**place, LARGEST_PIECE) for place in range(12)]
+def test_a_leader_draws_an_ordinary_epoch_at_once_and_an_endless_one_in_pieces_that_grow_to_a_limit() -> None:
+    states = States(), lambda: States((1,))
+    ((items, before, after),) = in_pieces(lambda: iter(range(100_000)), nullcontext, states, 2**20, 2**20)
+    assert (items, before, after) == ([*range(100_000)], States(), States((1,)))
+    endless = in_pieces(count, nullcontext, states, 2**12, 2**20)
+    assert [len(items) for items, *_ in islice(endless, 12)] == [min(2 ** (12 + place), 2**20) for place in range(12)]

@@ -484,18 +484,6 @@ def test_a_summary_tells_of_each_loader_which_is_logged_once(caplog: pytest.LogC
     assert len(caplog.messages) == 2  # the first rank logs them
 
 
-def test_a_dry_run_patches_nothing() -> None:
-    with autopatch(rank=1, num_replicas=2, dry_run=True, order="leader") as summary:
-        loader, other = made(), Computed(Indices(N))
-        assert len(items(loader)) == N
-        assert len(items(other)) == N
-    assert not ddp_patch.check_loaders_is_patched(loader)
-    would, refused = summary.records
-    assert (would.fate, would.steps, would.passes) == ("would be patched", 3, 1)
-    assert refused.fate == "would be refused"
-    assert "'sampler'" in refused.note
-
-
 def test_the_place_is_below_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     places = []
     for folder in (HERE.parent, "/"):

@@ -380,8 +380,6 @@ def test_a_function_may_take_keys_that_are_no_indices() -> None:
         (loader, {"cost": [[1], [1, 2]]}, "read as numbers", ()),
         (loader, {"cost": {1.0, 2.0}}, "set", "sequence"),
         (loader, {"cost": True}, "bool", ()),
-        (loader, {"cost": lambda index: -index}, "-1.0", ()),
-        (loader, {"cost": lambda index: "much"}, "'much'", ()),
         (loader, {"window": 0}, "window=0", ()),
         (loader, {"window": 2.5}, "window=2.5", ()),
         (loader, {"of": "max"}, "of='max'", "'padded'"),

@@ -13,9 +13,10 @@ from zoo import Indices, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import MOST_AHEAD
-from ddp_patch.orders.orders import Permutation
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.plan import Plan
+from ddp_patch.samplers import ScalableRandomSampler
+from ddp_patch.samplers.keyed import Permutation
 
 RANKS = [1, 16, 1024, 16_384]
 SIZES = [10**6, 10**9, 10**12]
@@ -24,15 +25,6 @@ BATCH = 64
 
 def share_of(sampler: Any, world_size: int, **options: Any) -> DDPSamplerWrapper[Any]:
     return DDPSamplerWrapper(sampler, False, rank=world_size - 1, num_replicas=world_size, seed=0, **options)
-
-
-@pytest.mark.parametrize("world_size", RANKS)
-@pytest.mark.parametrize("n", SIZES)
-def test_a_plan_costs_the_same_for_any_n_and_world(n: int, world_size: int) -> None:
-    plan = Plan(world_size - 1, world_size)
-    real, repeated = plan.own_and_repeated(n)
-    assert len(real) + len(repeated) == len(plan.share(n)) == -(-n // world_size)
-    assert all(isinstance(part, range) for part in (real, repeated))  # and never a list
 
 
 class Source(Sampler[int]):
@@ -96,8 +88,10 @@ def test_a_scalable_shuffle_computes_its_own_share(n: int, world_size: int, monk
         return original(self, positions)
 
     monkeypatch.setattr(Permutation, "__call__", counted)
-    given: DataLoader[Any] = DataLoader(Indices(n), BATCH, shuffle=True, collate_fn=as_it_is)
-    patched = patch_dataloader_to_ddp(given, rank=1 % world_size, num_replicas=world_size, order="scalable")
+    given: DataLoader[Any] = DataLoader(
+        Indices(n), BATCH, sampler=ScalableRandomSampler(n, seed=1), collate_fn=as_it_is
+    )
+    patched = patch_dataloader_to_ddp(given, rank=1 % world_size, num_replicas=world_size)
     batches = patched.batch_sampler
     assert batches is not None
     taken = [index for batch in islice(iter(batches), 100) for index in batch]
@@ -125,11 +119,10 @@ def test_torchs_order_is_drawn_once_an_epoch_whatever_the_world(monkeypatch: pyt
 class Growing(Dataset[int]):
     """Rows that may be added at any time; some count by drawing, from the global generator or from their own."""
 
-    def __init__(self, n: int, draws: Callable[[], object] = lambda: None) -> None:
-        self.n, self.draws = n, draws
+    def __init__(self, n: int) -> None:
+        self.n = n
 
     def __len__(self) -> int:
-        self.draws()
         return self.n
 
     def __getitem__(self, index: int) -> int:
@@ -192,16 +185,3 @@ def test_a_length_that_draws_is_guarded_whenever_it_is_asked_for(own: bool) -> N
     assert len(set(lengths)) == 1  # each time from the same state
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])
-
-
-def test_another_dataset_is_guarded_anew(captures: list[None]) -> None:
-    sampler: Any = RandomSampler(Growing(30))
-    given: DataLoader[int] = DataLoader(Growing(30), 5, sampler=sampler)
-    loader: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=3)
-    assert len(loader) == len(loader) == 2
-    captures.clear()
-    loader.sampler.data_source = Growing(60, lambda: torch.rand(()))
-    before = torch.get_rng_state()
-    assert len(loader) == len(loader) == 4
-    assert len(captures) > 2
-    assert torch.equal(torch.get_rng_state(), before)

@@ -32,7 +32,7 @@ PAIR = ("rank=", "num_replicas=")
 WHOLE = ("int", "None", "torch.initial_seed()")
 OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"uneven": "padd"}, "uneven='padd'", ("'pad'", "'drop'", "'keep'")),
-    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'leader'", "'scalable'")),
+    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'leader'")),
     ({"seed": -1}, ("seed=-1", "0"), WHOLE),
     ({"rank": 1, "num_replicas": None}, ("rank=1", "num_replicas"), ("num_replicas", "process group")),
     ({"rank": None, "num_replicas": 2}, ("num_replicas=2", "rank"), ("rank", "process group")),

@@ -143,7 +143,6 @@ class Job:
     drop_last: bool = False
     persistent: bool = False
     uneven: Any = "pad"
-    init: Any = None
 
     def start(self, state: Any = None, datasets: Sequence[IterableDataset[Any]] | None = None) -> list[Any]:
         loaders = []
@@ -155,7 +154,6 @@ class Job:
                 drop_last=self.drop_last,
                 num_workers=self.workers,
                 persistent_workers=self.persistent,
-                worker_init_fn=self.init,
                 collate_fn=as_it_is,
             )
             patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=self.ranks, uneven=self.uneven, seed=5)
@@ -186,11 +184,6 @@ def items(*passes: list[list[Any]]) -> Counter[int]:
         for batch in chain.from_iterable(ranks):
             found.update(batch if isinstance(batch, list) else [batch])
     return found
-
-
-def split_by_init(worker: int) -> None:
-    info: Any = get_worker_info()
-    info.dataset.splits = True
 
 
 MAKES: dict[str, Callable[[], IterableDataset[Any]]] = {
@@ -361,22 +354,6 @@ def test_a_stream_that_begins_with_other_items_is_refused(workers: int) -> None:
         list(Job(Other, workers=workers).start(state)[0])
 
 
-class Augmented(Shards):
-    """Floats and tensors differ in each run, as those do of a generator that nobody seeded."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in super().__iter__():
-            yield {"item": item, "noise": id(object()) / 7, "image": torch.tensor([float(id(self) % 1000)])}
-
-
-def test_augmentation_is_no_other_stream() -> None:
-    loaders = Job(Augmented, workers=0).start()
-    list(islice(loaders[0], 2))
-    state = loader_state(loaders[0], batches_done=2)
-    rest = list(Job(Augmented, workers=0).start(state)[0])
-    assert [sample["item"] for batch in rest for sample in batch][:1] == [103]
-
-
 class Huge(Stateful):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"ballast": "x" * 10**6}
@@ -400,6 +377,17 @@ def test_a_state_that_cannot_be_kept_leaves_the_stream_to_be_read_again(make: An
     _, state = step(job.start(), 2)
     assert all(not own for _, own, _ in state["states"]["streams"])
     assert job.passes(job.start(state), 1)[0] == [rank[2:] for rank in whole]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_was_restored_comes_next_although_another_pass_ends_before(workers: int) -> None:
+    (loader, _), (other, _) = Job(Shards, workers=workers).start(), Job(Shards, workers=workers).start()
+    running = iter(loader)
+    begun = [next(running) for _ in range(2)]
+    restore_loader(loader, loader_state(loader))
+    rest = list(running)
+    assert list(loader) == rest
+    assert begun + rest == list(other)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -51,6 +51,7 @@ def test_the_picture_is_of_the_stream_of_one_process() -> None:
     found = shown(plain(5), 2)
     assert [*found.got] == [(1, 0, 1, 0, 1), (1, 1, 0, 1, 0)]
     assert found.seen == (0, 4, 1)
+    assert [*found.often] == [(0,) * 5, (0, 1, 1, 1, 1), (1, 0, 0, 0, 0)]  # never, once, again
 
 
 def test_a_sample_that_one_process_draws_twice_is_got_at_both_places_in_part() -> None:
@@ -80,6 +81,7 @@ def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, worl
     assert got.shape[1] <= 121
     assert (got * widths).sum() == pytest.approx(n + -n % world_size, abs=0.01 * n)
     assert found.seen == (0, n - -n % world_size, -n % world_size)
+    assert (np.array(found.often) * widths).sum(axis=1) == pytest.approx(found.seen, abs=0.01 * n)
 
 
 def test_a_right_loader_is_shown_even() -> None:
@@ -89,7 +91,8 @@ def test_a_right_loader_is_shown_even() -> None:
 
 
 def test_of_a_part_of_an_epoch_nothing_is_shown_as_missing() -> None:
-    assert shown(plain(5000), 2, max_items=100, epochs=1).seen[0] == 0
+    found = shown(plain(5000), 2, max_items=100, epochs=1)
+    assert found.seen[0] == sum(found.often[0]) == 0
 
 
 def test_the_first_steps_show_how_ranks_wait() -> None:
@@ -129,13 +132,16 @@ def test_the_first_epoch_that_fails_is_pictured() -> None:
     report = audited(make, 2, epochs=4)
     assert report.pictured.epoch == 2
     assert report.pictured.seen == (2, 10, 0)
-    assert {"Which rank gets which sample (epoch 2)", "2 never, 10 once, 0 again"} <= set(drawn_texts(report))
+    drawn = drawn_texts(report)
+    assert {"How often ranks see each sample (epoch 2)", "2 never", "10 once", "0 again", "Which rank gets it"} <= {
+        *drawn
+    }
     assert audited(make, 2, epochs=2).pictured.epoch == 0
 
 
 def test_ranks_samples_and_counts_are_written() -> None:
     drawn = drawn_texts(audited(loader(), 4))
-    assert {"rank 0", "rank 3", "0 never, 22 once, 1 again"} <= set(drawn)
+    assert {"rank 0", "rank 3", "0 never", "22 once", "1 again"} <= set(drawn)
     many = drawn_texts(audited(plain(2000), 96))
     assert {"ranks 0 to 2", "ranks 93 to 95"} <= set(many)
 

@@ -69,7 +69,6 @@ def iterable(workers: int = 0, **options: Any) -> DataLoader[Any]:
 
 USERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "shuffle=True": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is)),
-    "order='scalable'": patched(lambda: DataLoader(Indices(), 3, shuffle=True, collate_fn=as_it_is), order="scalable"),
     "a length that follows from the seed": patched(
         lambda: DataLoader(Indices(), 3, sampler=OfRandomLength(), collate_fn=as_it_is), order="seeded"
     ),
@@ -115,7 +114,7 @@ def test_workers_are_seeded_by_the_seed_that_was_adopted(persistent: bool) -> No
     assert list(again) == list(fresh)
 
 
-@pytest.mark.parametrize("user", ["shuffle=True", "order='scalable'", "DDPSamplerWrapper, shuffled twice"])
+@pytest.mark.parametrize("user", ["shuffle=True", "DDPSamplerWrapper, shuffled twice"])
 def test_load_state_dict_adopts_the_seed_too(user: str) -> None:
     start = USERS[user]
     whole, again = start(1, 2, seed=SAVED), start(1, 2)

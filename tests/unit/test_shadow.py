@@ -154,5 +154,5 @@ def test_a_pipe_is_not_read_to_be_kept(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     past = Past(str(tmp_path / "scratch"), [])
-    past.change(str, ("emptied",), pipe)  # reading it would wait for ever
+    past.call(str, ("emptied",), pipe)  # reading it would wait for ever
     assert past.lies(str(pipe)) == str(pipe)

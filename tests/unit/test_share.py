@@ -226,15 +226,6 @@ def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -
         assert not isinstance(other.sampler.rank_passes.latest.source, Indexed)
 
 
-def test_a_scalable_shuffle_is_shared_in_batches() -> None:
-    whole = list(patched(loader(shuffle=True), 1, order="scalable"))
-    for rank in range(2):
-        mine = patched(loader(shuffle=True), 2, rank, order="scalable", share="batches")
-        assert list(mine) == whole[rank::2]
-    with raises(InvalidOptionError, ("order='scalable'", "SequentialSampler"), "shuffle=True"):
-        patched(loader(), order="scalable", share="batches")
-
-
 # What users and frameworks read of the loader.
 
 

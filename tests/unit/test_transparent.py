@@ -105,7 +105,6 @@ def given_to(ranks: list[Any]) -> list[int]:
 
 SHARES: list[dict[str, Any]] = [{}, {"share": "batches"}, {"share": "within_batches"}]
 WALKED = [(name, share) for name in SAMPLERS for share in SHARES]
-WALKED += [(name, {"order": "scalable"}) for name in ("random", "subset")]
 
 
 @pytest.mark.parametrize(("name", "options"), WALKED)
@@ -159,7 +158,6 @@ SET: dict[str, tuple[Callable[[Any], object], dict[str, Any], int]] = {
     "weights, whole batches": (few, by(SAMPLERS["weighted"], share="batches"), 4),
     "weights, divided batches": (few, by(SAMPLERS["weighted"], share="within_batches"), 4),
     "indices": (put("sampler", "indices", range(8)), by(SAMPLERS["subset"]), 8),
-    "data, scalable": (put("sampler", "data_source", range(8)), by(SAMPLERS["random"], order="scalable"), 8),
     "a limit": (limit, by(Curriculum), 8),
     "a method": (lambda loader: loader.sampler.easier(by=16), by(Curriculum), 8),
     "tokens": (put("batch_sampler", "max_tokens", 2), {"batch_sampler": Tokens}, N),

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ddp_patch.orders.orders import in_blocks
 from ddp_patch.walks import LOOKED_AT, first_parts, held, stored, walk
 
 
@@ -47,11 +46,3 @@ def test_a_walk_visits_each_object_once_and_ends_in_circles() -> None:
     inner.outer = outer  # type: ignore[attr-defined]  # a circle
     assert [*walk(outer, lambda found: stored(found).values())] == [outer, inner]
     assert [*walk(None, lambda found: [found])] == []
-
-
-def test_positions_are_cut_where_turns_begin() -> None:
-    for positions in (range(0), range(7, 8), range(3, 100, 7), range(10, 30)):
-        turns = [*in_blocks(positions, 10)]
-        assert [10 * number + place for number, places in turns for place in places] == [*positions]
-        assert all({places[0], places[-1]} <= {*range(10)} for _, places in turns)
-        assert len({number for number, _ in turns}) == len(turns)

@@ -154,7 +154,7 @@ def test_what_samples_count_is_summed_over_one_rank_too() -> None:
 @pytest.mark.parametrize(
     ("gives", "fact"),
     [
-        (lambda batch: [1.0], "1 numbers for a batch of 4 samples"),
+        (lambda batch: [1.0], "1 number for a batch of 4 samples"),
         (lambda batch: [1, 1, 1, -1], "-1.0"),
         (lambda batch: [1, 1, 1, float("nan")], "nan"),
         (lambda batch: "many", "str"),
