@@ -43,8 +43,7 @@ RESUMING += [
     f"tests/integrations/test_{name}.py" for name in ("ignite_attached", "lightning_callback", "lightning_resume")
 ]
 BROWSERS = ["chromium", "chromium-browser", "google-chrome"]  # those that the session screenshots looks for
-# What these need for what the session packages tries. All of their needs would be other versions, and clouds' clients.
-OML_NEEDS = ["gdown", "omegaconf", "pandas", "validators"]
+# What MosaicML's streams need for what the session packages tries. All of their needs would be clouds' clients, too.
 STREAMING_NEEDS = ["brotli", "python-snappy", "xxhash", "zstd"]
 
 
@@ -130,7 +129,9 @@ def integrations(session: nox.Session) -> None:
     install_wheel(session, "integrations" if leaves_out_ray else "integrations,ray")
     # What the pages use of these needs no other packages; and newer pips refuse the metadata of catalyst.
     install(session, "--no-deps", "open-metric-learning")
-    install_catalyst(session, "constraints.txt")
+    session.install("pip==24.0")
+    install(session, "--no-deps", "catalyst")
+    session.install("--upgrade", "pip")  # which the next run of the session needs
     # mmengine's samplers do without OpenCV.
     install(session, "addict", "termcolor", "yapf")
     install(session, "--no-deps", "mmengine")
@@ -284,12 +285,11 @@ def samplers(session: nox.Session) -> None:
 
 @nox.session
 def packages(session: nox.Session) -> None:
-    """Try the loaders of other packages, and write ``docs/loaders.md``; installs torchvision, and 8 GB in all."""
+    """Try the loaders of other packages, and write ``docs/loaders.md``; installs 8 GB."""
     pinned = ("-c", "constraints-packages.txt")
     session.install(*pinned, ".[packages]")
-    session.install(*pinned, *OML_NEEDS, *STREAMING_NEEDS)
-    session.install(*pinned, "--no-deps", "open-metric-learning", "mosaicml-streaming")
-    install_catalyst(session, "constraints-packages.txt")
+    session.install(*pinned, *STREAMING_NEEDS)
+    session.install(*pinned, "--no-deps", "mosaicml-streaming")
     environment = {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
     session.run("python", "-W", "ignore", "benchmarks/packages.py", *session.posargs, env=environment)
 
@@ -328,13 +328,6 @@ def install_soundfile(session: nox.Session) -> None:
     """Install soundfile with its library: pip takes the wheel that fits best of any index, uv perhaps another."""
     install(session, "pip")
     session.run_install("python", "-m", "pip", "install", "-c", "constraints.txt", "soundfile")
-
-
-def install_catalyst(session: nox.Session, constraints: str) -> None:
-    """Install catalyst, whose metadata newer pips refuse, without what its samplers do without."""
-    session.install("pip==24.0")
-    session.install("-c", constraints, "--no-deps", "catalyst")
-    session.install("--upgrade", "pip")  # which the next run of the session needs
 
 
 def install_wheel(session: nox.Session, extras: str, *options: str) -> None:

@@ -22,7 +22,6 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import draw, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import PrivateRNG
-from ddp_patch.ranks.packing import packed
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000
@@ -35,7 +34,6 @@ MEASURED = (
     "all comparisons, % of steps",
     "of a stream, % of steps",
     "digest, times as slow",
-    "leader, bytes to a rank",
     "leader, ms",
 )
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -80,10 +78,9 @@ def measure(rank: int, world_size: int) -> tuple[float, ...]:
     led = patch_dataloader_to_ddp(loader, order="leader")
     led_ms = timed(lambda: list(led.batch_sampler or ()))
     indices, stream = (in_steps(patch_dataloader_to_ddp(made(world_size))) for made in (drawn, streamed))
-    share = [index for batch in led.batch_sampler or () for index in batch]
     made = statistics.median(each for each in indices if each > 0.01)  # some are left out, as they would take long
     compared = made, percent(indices), percent(stream), digested(rank)
-    return records[0], patch_ms, *compared, len(packed(share)), led_ms
+    return records[0], patch_ms, *compared, led_ms
 
 
 def drawn(world_size: int) -> DataLoader[Any]:

@@ -32,7 +32,7 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import RanksFailedError
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.orders.random_states import look, random_generators
-from ddp_patch.sharding import item_sources
+from ddp_patch.sharding import sampler_passes
 from ddp_patch.testing import run_ranks
 
 SEED = 100
@@ -247,7 +247,7 @@ def recording(kind: Kind, draws: list[Draw]) -> Iterator[None]:
     # This package looks torch's own orders up instead of iterating: what iterating would give is recorded then.
     with (
         patch.object(type(sampler), "__iter__", recorded),
-        patch.object(item_sources, "order_of", iterated_first),
+        patch.object(sampler_passes, "order_of", iterated_first),
     ):
         yield
 

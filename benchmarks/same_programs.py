@@ -37,7 +37,7 @@ OPTIONS: dict[str, tuple[list[Any], float]] = {
     "uneven": (["pad", "drop", "keep", "keep"], 0.4),
     "share": (["samples", "batches", "within_batches", "within_batches", "by_worker"], 0.26),
     "seed": ([0, 7, 7, 7, 7, 7, -1], 0.12),
-    "order": (["seeded", "auto", "leader", "scalable", "scalable"], 0.1),
+    "order": (["seeded", "auto", "leader"], 0.1),
     "cost": (["list", "function", "function", "function", "short list"], 0.15),
     "cost_of": (["padded", "sum"], 0.15),
     "cost_window": ([1, 2, 2, 5, 5, 0], 0.2),

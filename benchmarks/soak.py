@@ -153,7 +153,6 @@ class Training:
         if kind in {"shuffled", "in order"}:
             extra: list[dict[str, Any]] = [{}, {}, {"share": "batches"}, {"cost": [1 + i % 7 for i in range(n)]}]
             extra += [{"share": "within_batches", "uneven": "pad"}]
-            extra += [{"order": "scalable"}] if kind == "shuffled" else []
             options |= numbers.choice(extra)
         return cls(kind, n, size, workers, options, every=numbers.randint(1, 6))
 

@@ -38,6 +38,7 @@ from torch.utils.data import (
 )
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch.samplers import ScalableRandomSampler
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BATCH, WORLD, N = 64, 8, 10**7
@@ -124,15 +125,16 @@ def unbatched(sampler: Any, world_size: int) -> Iterable[Any]:
 
 def scalable(sampler: Any, world_size: int) -> Iterable[Any]:
     """Patch a loader, with a scalable shuffle."""
-    return ours(sampler, world_size, order="scalable")
+    return ours(ScalableRandomSampler(len(sampler), seed=1), world_size)
 
 
 def from_the_middle(sampler: Any, world_size: int) -> Iterable[Any]:
     """Patch a loader, with a scalable shuffle, and go on from the middle of an epoch."""
-    given: DataLoader[Any] = DataLoader(Numbers(len(sampler)), BATCH, sampler=sampler)
-    patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size, order="scalable")
-    half = len(sampler) // world_size // BATCH // 2 * BATCH
-    restore_loader(patched, loader_state(patched) | {"done": [[world_size, half]]})
+    n = len(sampler)
+    given: DataLoader[Any] = DataLoader(Numbers(n), BATCH, sampler=ScalableRandomSampler(n, seed=1))
+    patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size)
+    half = n // world_size // BATCH // 2 * BATCH
+    restore_loader(patched, loader_state(patched) | {"parts": [[[world_size, half]]]})
     return patched.batch_sampler or ()
 
 
@@ -177,8 +179,8 @@ IMPLEMENTATIONS: dict[str, Callable[[Any, int], Iterable[Any]]] = {
     "bare loop": bare,
     "ddp_patch": ours,
     "ddp_patch, unbatched": unbatched,
-    "ddp_patch, order=scalable": scalable,
-    "ddp_patch, order=scalable, from the middle": from_the_middle,
+    "ddp_patch, scalable": scalable,
+    "ddp_patch, scalable, from the middle": from_the_middle,
     "torch DistributedSampler": torchs,
     "accelerate": accelerates,
     "Lightning": lightnings,
@@ -273,8 +275,8 @@ def scalable_shuffles(repeats: int) -> list[list[str]]:
     steps = 4000
     for exponent in (9, 12):
         n = 10**exponent
-        first, whole, growth = case("ddp_patch, order=scalable", "RandomSampler", n, 1024, repeats, steps)
-        middle, _, _ = case("ddp_patch, order=scalable, from the middle", "RandomSampler", n, 1024, repeats, 1)
+        first, whole, growth = case("ddp_patch, scalable", "RandomSampler", n, 1024, repeats, steps)
+        middle, _, _ = case("ddp_patch, scalable, from the middle", "RandomSampler", n, 1024, repeats, 1)
         each = 1e9 * whole / ((steps + 1) * BATCH)
         rows.append([f"10^{exponent}", f"{1e3 * first:.2f}", f"{1e3 * middle:.2f}", f"{each:.0f}", f"{growth:.1f}"])
     return rows
@@ -286,7 +288,7 @@ def scalable_shuffles(repeats: int) -> list[list[str]]:
 def growing(largest: int, repeats: int) -> dict[str, dict[str, list[list[float]]]]:
     """Each implementation against n, and against the world size."""
     found: dict[str, dict[str, list[list[float]]]] = {"n": {}, "world": {}}
-    for name in ("ddp_patch", "ddp_patch, order=scalable", *BESIDE):
+    for name in ("ddp_patch", "ddp_patch, scalable", *BESIDE):
         found["n"][name] = [
             [10**e, *case(name, "RandomSampler", 10**e, WORLD, 1 if e > 7 else repeats)] for e in range(5, largest + 1)
         ]

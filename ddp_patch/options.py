@@ -19,7 +19,7 @@ __all__ = [
 
 Uneven: TypeAlias = Literal["pad", "drop", "keep"]
 Layout: TypeAlias = Literal["interleaved", "contiguous"]
-Order: TypeAlias = Literal["auto", "seeded", "leader", "scalable"]
+Order: TypeAlias = Literal["auto", "seeded", "leader"]
 Share: TypeAlias = Literal["auto", "samples", "batches", "within_batches", "by_worker"]
 
 # From the resolution of torch's stores to some years.
@@ -114,11 +114,6 @@ class Options:
     def gives_runs(self) -> bool:
         """Whether each rank takes a run of an epoch's items."""
         return self.layout == "contiguous"
-
-    @property
-    def is_scalable(self) -> bool:
-        """Whether torch's shuffle is computed, not drawn."""
-        return self.order == "scalable"
 
 
 def check_choice(name: str, value: object) -> None:

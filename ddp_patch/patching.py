@@ -15,22 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
 from ddp_patch.compat.packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
-from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators, is_torchdatas
+from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators
 from ddp_patch.costs import Cost, CostValues
-from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
+from ddp_patch.errors import NotDistributedWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import METHODS, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.batches import RepeatedPasses
-from ddp_patch.sharding.refusals import costs_compared, require_shareable, require_shuffle, unit_shared
+from ddp_patch.sharding.refusals import costs_compared, require_shareable, unit_shared
 from ddp_patch.sharding.sampler import EpochSampler, describe_share
 from ddp_patch.walks import Nest
 from ddp_patch.wrappers import DDPBatchSamplerWrapper, DDPSamplerWrapper, SharingOptions, split_options
@@ -155,12 +154,9 @@ def patch_dataloader_to_ddp(
             parallelism) get the same batches.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
             whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
-            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch and sends every rank its
-            share. A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
-            From then on it draws what it would in one process. ``"scalable"`` computes the order of a shuffled loader
-            (``DataLoader(shuffle=True)`` or a ``SubsetRandomSampler``) instead of drawing a permutation; each rank
-            computes only its share. The first batch then takes constant time and memory for any number of samples. The
-            order differs from torch's.
+            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch for all and sends it.
+            A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
+            From then on it draws what it would in one process.
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
             run of them, at most one item longer than another rank's. Then each rank draws all of an epoch at its
             beginning.
@@ -247,17 +243,13 @@ def patch_each(
             with error_context(place):
                 require_loader(operation, loader)
         options = choose()
-        if world is None and not options.is_scalable:
-            return _unshared(operation, loaders)
-        looked = {}
-        for place, loader in loaders.items():
-            with error_context(place):
-                looked[place] = _shareable(loader, options, world)
         if world is None:
             return _unshared(operation, loaders)
-        subjects = []
-        for place, facts in looked.items():
+        looked, subjects = {}, []
+        for place, loader in loaders.items():
             with error_context(place):
+                looked[place] = facts = unit_shared(look_at(loader), options.share)
+                require_shareable(facts, options, world)
                 subjects.append(_subject(place, facts, options, world))
     for facts, subject in zip(looked.values(), subjects, strict=True):
         in_vain = subject.claim is not None and subject.claim.get("first", ()) is None
@@ -302,24 +294,13 @@ def _unshared(operation: str, loaders: Mapping[str, L]) -> list[L]:
     return list(loaders.values())
 
 
-def _shareable(loader: L, options: Options, world: World | None) -> LoaderFacts[L]:
-    """Look at a loader, and refuse it if it cannot be sharded with these options."""
-    facts = look_at(loader)
-    if options.is_scalable and facts.sharded_by is None:
-        require_shuffle(facts.stream)
-    if world is not None:
-        facts = unit_shared(facts, options.share)
-        require_shareable(facts, options, world)
-    return facts
-
-
 def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World) -> Subject:
     if facts.sharded_by is not None:
         # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
         claim = None if is_believed else claim_of(facts, world.num_replicas)
         return Subject(facts.described, None, facts.made_for, place, claim)
-    compared = {**facts.described, **costs_compared(facts, options)}
+    compared = {**facts.described, **costs_compared(options)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
     if splits_itself:
         compared |= held_for_workers(facts)
@@ -360,8 +341,6 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
-    if facts.unit is not ShardedUnit.ITERABLE:
-        _warn_of_own_length(patched, sharded)
     return patched
 
 
@@ -379,22 +358,6 @@ def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usua
             "outputs are of. Call gather_step(outputs, loader), or prepare loaders with prepare_patched()."
         )
     return gather_step(outputs, iterated[0])
-
-
-def _warn_of_own_length(loader: DataLoader[Any], sharded: EpochSampler[Any]) -> None:
-    """Warn if a loader's class computes a length of its own that is not that of its share."""
-    kind = type(loader)
-    if kind.__len__ is DataLoader.__len__ or is_torchdatas(kind):
-        return
-    says, has = length_of(loader, ()), sharded.rank_passes.batches_in_epoch()
-    if None not in {says, has} and says != has:
-        warnings.warn(
-            f"len() of the {kind.__name__} says {says} after the patch, and each rank gets {has} batches: its class "
-            "computes a length of its own. All batches come, but schedules and progress bars that use len() are wrong. "
-            f"Leave __len__ out of {kind.__name__}, or compute it from len(self.batch_sampler).",
-            StreamLengthWarning,
-            stacklevel=5,
-        )
 
 
 def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_loader) -> L:

@@ -18,7 +18,7 @@ from ddp_patch.options import Layout, Options, Order, Uneven
 from ddp_patch.orders.orders import is_random_access
 from ddp_patch.ranks.agreement import Agreed, Subject, agree, failures_broadcast
 from ddp_patch.ranks.world import find_world
-from ddp_patch.sharding.refusals import require_shuffle, require_steps_known
+from ddp_patch.sharding.refusals import require_steps_known
 from ddp_patch.sharding.sampler import ShardedSampler
 from ddp_patch.validation import check_flag, shown
 
@@ -245,8 +245,6 @@ def _agreed_here(wrapper_type: type, stream: StreamFacts, shuffles: bool, pads: 
                 f"({type(found).__name__}), so sharding it again would lose samples. Wrap the original sampler "
                 f"instead, or say is_ddp_aware = False in {type(found).__name__} if it gives every rank the same."
             )
-        if options.is_scalable:
-            require_shuffle(stream)
         require_steps_known(options, world, stream)
     compared = {"wrapper": wrapper, "shuffle_samples_between_gpus": shuffles, **stream.described}
     (agreed,) = agree(world, options, [Subject(compared, stream)])

@@ -4,17 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from audit_setups import Untouchable
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    SequentialSampler,
     Subset,
     TensorDataset,
     random_split,
@@ -69,11 +66,6 @@ def patched(rank: int, world_size: int) -> DataLoader[Any]:
     return patch_dataloader_to_ddp(of(list(NAMES), shuffle=True), rank=rank, num_replicas=world_size)
 
 
-def own_batches(rank: int, world_size: int) -> DataLoader[Any]:
-    part: Any = NAMES[rank::world_size]
-    return DataLoader(part, batch_sampler=BatchSampler(SequentialSampler(part), 4, drop_last=False))
-
-
 def concatenated(rank: int, world_size: int) -> DataLoader[Any]:
     data: Any = NAMES
     return of(ConcatDataset([Subset(data, range(rank, 60, world_size)), data[60 + rank :: world_size]]))
@@ -85,23 +77,11 @@ RIGHT: dict[str, Make] = {
     ),
     "Subset that fills up its last round": subset_that_fills_up,
     "list": sliced(NAMES),
-    "tuple": sliced((*NAMES,)),
-    "range": sliced(range(N)),
-    "array": sliced(np.arange(N) * 0.5),
-    "tensor": sliced(VALUES),
     "TensorDataset": lambda rank, world_size: of(TensorDataset(VALUES[rank::world_size], VALUES[rank::world_size, 0])),
-    "list of samples and labels": sliced([*zip(VALUES, NAMES, strict=True)]),
-    "list of dicts": sliced([{"x": row, "name": name} for row, name in zip(VALUES.numpy(), NAMES, strict=True)]),
     "list with duplicates": sliced([number % 5 for number in range(N)]),
     "list in pieces": pieces(NAMES, [0, 26, 52, 78, 104]),
-    "list, shuffled by each rank": lambda rank, world_size: of(NAMES[rank::world_size], shuffle=True),
-    "list, a new one on each rank": lambda rank, world_size: of(
-        [*NAMES],
-        sampler=DistributedSampler(NAMES, world_size, rank, shuffle=False),  # type: ignore[arg-type]  # a list
-    ),
     "Subset of a list": lambda rank, world_size: of(Subset([*NAMES], range(rank, N, world_size))),  # type: ignore[arg-type]  # a list
     "lists and Subsets, concatenated": concatenated,
-    "list, in batches of its own": own_batches,
     "patched": patched,
     "stream": lambda rank, world_size: of(Every(rank, world_size)),
 }
@@ -109,16 +89,6 @@ RIGHT: dict[str, Make] = {
 
 def random_split_of_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
     return of(random_split(BASE, [N // world_size] * world_size)[rank])
-
-
-def shuffled_slice(rank: int, world_size: int) -> DataLoader[Any]:
-    order = torch.randperm(N).tolist()
-    return of([NAMES[index] for index in order][rank::world_size])
-
-
-def made_on_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
-    data = TensorDataset(torch.rand(N, 2))
-    return of(data, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
 
 
 def every_sample_twice(rank: int, world_size: int) -> DataLoader[Any]:
@@ -146,11 +116,6 @@ def other_names(rank: int, world_size: int) -> DataLoader[Any]:
     return of(names[rank::world_size])
 
 
-def one_further(rank: int, world_size: int) -> DataLoader[Any]:
-    first = int(world_size > 1)
-    return of(Subset(Untouchable(N + 1), range(first + rank, N + first, world_size)))
-
-
 # Set-up, the kind of its problem, what is said, and a word of the remedy.
 # Of parts that were made once, make(0, 1) returns no whole to compare the ranks with.
 MADE_ONCE = ("foreign", ("78 samples that one process never gets",), "make(0, 1)")
@@ -162,38 +127,19 @@ WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
         ("56 of 104 samples", "on ranks 2, 3"),
         "disjoint",
     ),
-    "overlapping slices that leave some out": (
-        lambda rank, world_size: of(NAMES if world_size == 1 else NAMES[20 * rank :][:26]),
-        "missing",
-        ("18 of 104 samples are missing", "18 of 104 samples are seen more often than in one process"),
-        "patch_dataloader_to_ddp()",
-    ),
     "unequal slices": (pieces(NAMES, [0, 40, 60, 80, 104]), "uneven_steps", ("Rank 1 makes 5", "rank 0"), "uneven"),
-    "one share of a list": (sliced_by(lambda rank: 0), "not_sharded", ("the same samples", "26 samples"), "patch"),
     "a list by local rank": (
         sliced_by(lambda rank: rank % 2),
         "missing",
         ("52 of 104 samples are missing", "on ranks 1, 3"),
         "patch_dataloader_to_ddp()",
     ),
-    "a whole list": (lambda rank, world_size: of([*NAMES]), "not_sharded", ("all of the data",), "its arguments"),
-    "one fixed part": (lambda rank, world_size: of(NAMES[::4]), "not_sharded", ("all of the data",), "its arguments"),
     "a process group that is not there": (by_process_group, "not_sharded", ("all of the data",), "its arguments"),
     "random_split of each rank": (random_split_of_each_rank, "ranks_disagree", ("seeded alike",), "seed every rank"),
-    "slices of a shuffle of each rank": (shuffled_slice, "ranks_disagree", ("seeded alike",), "seed every rank alike"),
-    "data made on each rank": (made_on_each_rank, "ranks_disagree", ("seeded alike",), "seed every rank alike"),
     "every sample twice": (every_sample_twice, "repeated", ("104 of 104 samples",), "disjoint"),
     "slices that are shared again": (shared_twice, "double_sharding", ("76 of 104 samples",), "Shard once"),
     "parts made once": (lambda rank, world_size: of(PARTS[rank]), *MADE_ONCE),
-    "parts made once, shuffled by each rank": (lambda rank, world_size: of(PARTS[rank], shuffle=True), *MADE_ONCE),
-    "arrays made once, shuffled by each": (lambda rank, world_size: of(VALUES[rank::WORLD], shuffle=True), *MADE_ONCE),
     "streams made once": (lambda rank, world_size: of(Every(rank, WORLD)), *MADE_ONCE),
-    "half of the parts made once": (
-        lambda rank, world_size: of(BASE, sampler=DistributedSampler(BASE, 2 * WORLD, rank, shuffle=False)),
-        "foreign",
-        ("39 samples that one process never gets",),
-        "make(0, 1)",
-    ),
     "samples of another split": (validation_too, "foreign", ("8 samples", "104 on rank 0", "one process"), "same data"),
     "other data": (
         other_names,
@@ -201,5 +147,4 @@ WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
         ("104 of 104 samples are missing", "104 samples", "'val/103.jpg' on rank 3"),
         "same data",
     ),
-    "one sample further": (one_further, "foreign", ("missing", "such as 0", "104 on rank 3"), "same data"),
 }

@@ -15,11 +15,10 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     Subset,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
-from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch import DDPSamplerWrapper
 from ddp_patch.samplers import PKBatchSampler
 
 N = 103
@@ -78,14 +77,13 @@ class Torn(Sampler[list[int]]):
 class WholeBatchPadding(Sampler[int]):
     """Fills every rank's last batch from the beginning."""
 
-    def __init__(self, rank: int, world_size: int, batch_size: int, shuffles: bool = False) -> None:
-        self.rank, self.world_size, self.batch_size, self.shuffles = rank, world_size, batch_size, shuffles
+    def __init__(self, rank: int, world_size: int, batch_size: int) -> None:
+        self.rank, self.world_size, self.batch_size = rank, world_size, batch_size
 
     def __iter__(self) -> Iterator[int]:
         round_size = self.world_size * self.batch_size
         total = -(-N // round_size) * round_size if self.world_size > 1 else N
-        order = torch.randperm(N).tolist() if self.shuffles else range(N)
-        return (order[position % N] for position in range(self.rank, total, self.world_size))
+        return (position % N for position in range(self.rank, total, self.world_size))
 
 
 def loader(sampler: Any, n: int = N, **options: Any) -> DataLoader[Any]:
@@ -94,14 +92,6 @@ def loader(sampler: Any, n: int = N, **options: Any) -> DataLoader[Any]:
 
 def not_sharded(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(RandomSampler(Untouchable()))
-
-
-def not_sharded_in_order(rank: int, world_size: int) -> DataLoader[Any]:
-    return loader(range(N))
-
-
-def not_sharded_weighted(rank: int, world_size: int) -> DataLoader[Any]:
-    return loader(WeightedRandomSampler(range(1, N + 1), N))
 
 
 def rank_zero_everywhere(rank: int, world_size: int) -> DataLoader[Any]:
@@ -114,20 +104,11 @@ def double_sharding(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(DDPSamplerWrapper(range(len(part)), False, rank=rank, num_replicas=world_size))
 
 
-def double_sharding_by_hand(rank: int, world_size: int) -> DataLoader[Any]:
-    return loader(Nth(list(Nth(range(N), rank, world_size)), rank, world_size))
-
-
 def half_for_other_ranks(rank: int, world_size: int) -> DataLoader[Any]:
     """Half of the data are missing, which no last batches explain: workers of a map-style dataset make none."""
     ranks = 2 * world_size if world_size > 1 else 1
     sampler: Any = DistributedSampler(Untouchable(128), ranks, rank, shuffle=False)
     return DataLoader(Untouchable(128), 16, sampler=sampler, drop_last=True, num_workers=2)
-
-
-def double_sharding_of_subsets(rank: int, world_size: int) -> DataLoader[Any]:
-    part: Subset[Any] = Subset(Untouchable(), range(rank, N, world_size))
-    return DataLoader(part, 4, sampler=DistributedSampler(part, world_size, rank, shuffle=False))
 
 
 def by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
@@ -187,16 +168,6 @@ def torn(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Untouchable(), batch_sampler=Torn(batches, rank, world_size))
 
 
-def batches_lost(rank: int, world_size: int) -> DataLoader[Any]:
-    batches = list(Chunks(range(104), 4))
-    return DataLoader(Untouchable(104), batch_sampler=Nth(batches[: 20 if world_size > 1 else None], rank, world_size))
-
-
-def first_lost(rank: int, world_size: int) -> DataLoader[Any]:
-    """Counts ranks from 1."""
-    return loader(Nth(range(1 if world_size > 1 else 0, N), rank, world_size))
-
-
 def uneven(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(Nth(range(97), rank, world_size))  # 25, 24, 24, 24 of batch size 4: 7 steps on rank 0, else 6
 
@@ -212,10 +183,6 @@ def wrong_length(rank: int, world_size: int) -> DataLoader[Any]:
 
 def whole_batch_padding(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(WholeBatchPadding(rank, world_size, 4))
-
-
-def shuffled_padding(rank: int, world_size: int) -> DataLoader[Any]:
-    return loader(WholeBatchPadding(rank, world_size, 4, shuffles=True))
 
 
 class ByTurns(Sampler[int]):
@@ -273,26 +240,6 @@ class SplitByWorker(Stream):
         return islice(super().__iter__(), worker.id, None, worker.num_workers) if worker else super().__iter__()
 
 
-class Counted(Stream):
-    """Says how long it is, and is longer."""
-
-    def __len__(self) -> int:
-        return self.n - 20
-
-
-def stream_not_sharded(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Stream(), batch_size=4)
-
-
-def stream_split_by_worker(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(SplitByWorker(), batch_size=4, num_workers=2)
-
-
-def stream_shared_twice(rank: int, world_size: int) -> DataLoader[Any]:
-    stream = Stream(rank, world_size)
-    return patch_dataloader_to_ddp(DataLoader(stream, batch_size=4), rank=rank, num_replicas=world_size)
-
-
 def stream_split_by_rank_alone(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Stream(rank, world_size, n=104), batch_size=4, num_workers=2)
 
@@ -335,41 +282,8 @@ def shards_of_fewer_workers(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Shards(), 2, num_workers=4 // world_size)
 
 
-def shards_uneven(rank: int, world_size: int) -> DataLoader[Any]:
-    workers = 4 // world_size
-    return DataLoader(Shards(rank * workers), 2, num_workers=workers)
-
-
-class ShuffledByWorker(Stream):
-    """Each worker shuffles by its own number, and reads all."""
-
-    def __iter__(self) -> Iterator[int]:
-        info: Any = get_worker_info()
-        return iter(np.random.default_rng(info.id).permutation([*super().__iter__()]).tolist())
-
-
-def stream_shuffled_by_every_worker(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(ShuffledByWorker(), batch_size=4, num_workers=2)
-
-
-def share_shuffled_by_every_worker(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(ShuffledByWorker(rank, world_size, n=104), batch_size=4, num_workers=2)
-
-
 class Augmented(Stream):
     """Makes its samples anew each time."""
 
     def __iter__(self) -> Iterator[Any]:
         return (torch.rand(3) + item for item in super().__iter__())
-
-
-def augmented_stream_not_sharded(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Augmented(), batch_size=4)
-
-
-def stream_uneven(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Stream(rank, world_size, n=97), batch_size=4)
-
-
-def stream_of_another_length(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Counted(rank, world_size, n=100), batch_size=4)

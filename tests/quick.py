@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from ddp_patch import testing
+from ddp_patch import DDPPatchError, testing
+from ddp_patch.errors import message_of
 
 R = TypeVar("R")
 
@@ -55,6 +56,14 @@ def _on_rank(rank: int, world_size: int, fn: Callable[..., R], address: str, *ar
     server._forkserver_address = address
     server.ensure_running = resource_tracker.ensure_running
     return fn(rank, world_size, *args)
+
+
+def said(act: Callable[[], Any]) -> tuple[str, str]:
+    """Return what a rank was told, after the name of the error; or "nothing", and what came of it."""
+    try:
+        return "nothing", repr(act())
+    except DDPPatchError as error:
+        return type(error).__name__, message_of(error)
 
 
 def run_script(folder: Path, world_size: int, *command: str, environment: Mapping[str, str] = {}) -> str:

@@ -286,6 +286,24 @@ SCRIPTS: Mapping[str, str] = {
                 model.eval()
                 history.append(F.mse_loss(model(a), b).item())
     """,
+    "losses that compare samples, or weigh classes": """
+        history.append(0.0)
+        model, other = net(), net()
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.01)
+        for a, b in DataLoader(data, 10, shuffle=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(a) @ other(-a).T, torch.arange(len(a))).backward()
+            optimizer.step()
+        model = nn.Sequential(net(), nn.Linear(1, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for a, b in DataLoader(data, 10, shuffle=True):
+            optimizer.zero_grad()
+            classes = (b.flatten() > 0).long()
+            loss = F.cross_entropy(model(a), classes, weight=torch.tensor([1.0, 5.0, 1.0]))
+            loss.backward()
+            optimizer.step()
+            history[0] += loss.item()
+    """,
     "a compiled step": """
         model = net()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -321,20 +321,6 @@ class Learns(Shuffles):
         return iter(sorted(range(N), key=lambda index: -self.losses[index]))
 
 
-class Collects(Shuffles):
-    """All samples, then the hard ones once more."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.hard: list[int] = []
-
-    def __len__(self) -> int:
-        return N + len(self.hard)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([*range(N), *self.hard])
-
-
 class AlikeBatches(Sampler[list[int]]):
     """Batches of alike losses."""
 

@@ -175,8 +175,8 @@ def iter_with_weights(
     padding. A real sample weighs ``ranks / real samples of the step``, padding weighs 0.
 
     The ranks know how many samples a step has without communicating. They communicate once a step, a number each,
-    where ``weight_of`` is given, and where one rank cannot know: whole batches of a batch sampler under a
-    leader, and parts of an iterable dataset, one for each worker, with ``uneven="keep"``.
+    where ``weight_of`` is given, and where one rank cannot know: parts of an iterable dataset, one for each worker,
+    with ``uneven="keep"``.
 
     Args:
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where a sample

@@ -70,8 +70,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
 
     Args:
         options: The keywords of ``patch_dataloader_to_ddp``. ``cost``, ``share`` and ``uneven`` apply to
-            training loaders only, as does ``order="scalable"``. Default of ``device_mesh``: the
-            module's, which ``ModelParallelStrategy`` makes.
+            training loaders only. Default of ``device_mesh``: the module's, which ``ModelParallelStrategy`` makes.
 
     Raises:
         InvalidOptionError: From ``trainer.fit`` and the like: the Trainer has two of these callbacks.
@@ -219,8 +218,6 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         options: Any = with_mesh(self._options, trainer.lightning_module.device_mesh)
         if mode != RunningStage.TRAINING:
             options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
-            if options.get("order") == "scalable":  # it refuses loaders that are not shuffled
-                del options["order"]
         with warnings.catch_warnings():
             # One process is nothing to warn of here: the group would exist by now.
             warnings.simplefilter("ignore", NotDistributedWarning)

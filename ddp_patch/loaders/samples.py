@@ -21,7 +21,7 @@ from ddp_patch.orders.random_states import (
     plain_attributes,
     random_generators,
     seeded_anew,
-    set_native_state,
+    set_generator_state,
 )
 from ddp_patch.walks import held, walk
 
@@ -199,7 +199,7 @@ def copy_to_draw(sampler: object, dataset: object, *, seeded: bool = True) -> It
             yield drawn
             return
         for generator in random_generators(nested_samplers(drawn)):
-            set_native_state(generator, seeded_anew(generator, None))
+            set_generator_state(generator, seeded_anew(generator, None))
         yield drawn
 
 

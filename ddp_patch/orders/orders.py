@@ -1,13 +1,13 @@
 """Look up an epoch's order, so that a rank reads only the items of its shard.
 
 torch's own samplers draw an epoch's order at once. We draw it as they do, keep it in 32-bit integers if they suffice,
-and read this rank's positions. Computed permutations and samplers with ``items_at`` give any position at once.
+and read this rank's positions. Samplers with ``items_at`` give any position at once.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
@@ -17,126 +17,30 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
-from ddp_patch.errors import InvalidOptionError, StreamLengthError
+from ddp_patch.errors import StreamLengthError
 from ddp_patch.orders.digest import evenly_spread
-from ddp_patch.orders.random_states import Seed, shuffle_key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
     "EpochOrder",
-    "Permutation",
     "RandomAccess",
-    "ScalableShuffle",
     "blocks",
     "has_computed_order",
     "has_order",
-    "in_blocks",
     "is_always_alike",
     "is_random_access",
     "is_torch_sampler",
     "order_of",
     "order_parameters",
-    "scalable",
-    "why_not_scalable",
 ]
-
-
-_ROUNDS = 8
-# Up to this n a table holds the permutation, because a Feistel network of so few bits does not look random.
-_TABLE = 2**16
-# How many positions are computed at once: more do not fit in the processor's caches.
-_CHUNK = 2**16
-# The multipliers of splitmix64's finaliser, which is the round function.
-_MULTIPLY = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-
-
-class Permutation:
-    """Permute ``range(n)`` pseudo-randomly, and compute only the positions that are asked for.
-
-    Args:
-        n: How many numbers are permuted, from 0 to 2**63 - 1.
-        key: Chooses the permutation; the same key gives the same one.
-
-    Raises:
-        InvalidOptionError: ``n`` is out of range.
-
-    Examples:
-        >>> shuffled = Permutation(10**12, np.random.SeedSequence(7))
-        >>> shuffled(np.array([999_999_999_999])).item() < 10**12
-        True
-        >>> small = Permutation(5, np.random.SeedSequence(7))
-        >>> sorted(small(np.arange(5)).tolist())
-        [0, 1, 2, 3, 4]
-
-    Source:
-        A Feistel network over the smallest power of two that holds n, applied again until it falls below n (cycle
-        walking): Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. That such networks shuffle
-        well is shown by Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs", 2021. The
-        round function is splitmix64's finaliser: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-        Generators", OOPSLA 2014.
-    """
-
-    def __init__(self, n: int, key: np.random.SeedSequence) -> None:
-        if not 0 <= n < 2**63:
-            raise InvalidOptionError(
-                f"range({n}) cannot be permuted: positions are 64-bit integers. Pass n from 0 to 2**63 - 1."
-            )
-        self.n = n
-        self._table: NDArray[np.int64] | None = None
-        if n <= _TABLE:
-            self._table = np.random.Generator(np.random.PCG64(key)).permutation(n)
-        else:
-            bits = (n - 1).bit_length()
-            self._low, self._high = np.uint64(bits // 2), np.uint64(bits - bits // 2)
-            self._keys = key.generate_state(_ROUNDS, np.uint64)
-
-    def __call__(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the numbers at these positions.
-
-        Args:
-            positions: Integers in ``range(n)``, in any order and number.
-
-        Returns:
-            Integers in ``range(n)``, in the shape ``(positions,)``.
-        """
-        if self._table is not None:
-            return np.take(self._table, positions)
-        if len(positions) <= _CHUNK:
-            return self._computed(positions)
-        chunks = [positions[start : start + _CHUNK] for start in range(0, len(positions), _CHUNK)]
-        return np.concatenate([self._computed(chunk) for chunk in chunks])
-
-    def _computed(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Apply the network until every number is below n (cycle walking)."""
-        found = self._feistel(positions.astype(np.uint64))
-        while len(outside := np.flatnonzero(found >= self.n)):
-            found[outside] = self._feistel(found[outside])
-        return found.view(np.int64)
-
-    def _feistel(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Permute the numbers that have at most as many bits as ``n - 1``."""
-        low, high = self._low, self._high
-        one = np.uint64(1)
-        left, right = values >> low, values & ((one << low) - one)  # of `high` and `low` bits
-        for key in self._keys:
-            mixed = right ^ key
-            mixed *= _MULTIPLY[0]
-            mixed ^= mixed >> np.uint64(27)
-            mixed *= _MULTIPLY[1]
-            mixed >>= np.uint64(64) - high
-            mixed ^= left
-            left, right = right, mixed
-            low, high = high, low
-        return (left << low) | right
 
 
 class RandomAccess(Protocol):
@@ -233,7 +137,6 @@ class EpochOrder:
         finish: Draws what the sampler draws after its last item.
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
-        pieces: Cuts positions into pieces that are looked up one after the other.
         drawn: The items, where they lie in memory as whole numbers, shape (items,), or for all whole batches
             (batches, size); otherwise None.
     """
@@ -242,12 +145,11 @@ class EpochOrder:
     at: Callable[[range], Sequence[Any]]
     finish: Callable[[], object] = lambda: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
-    pieces: Callable[[range], Iterable[range]] = blocks
     drawn: torch.Tensor | None = None
 
     def items(self) -> Iterator[Any]:
         """Yield all items, then draw what the sampler draws after its last one."""
-        for positions in self.pieces(range(self.length)):
+        for positions in blocks(range(self.length)):
             yield from self.at(positions)
         self.finish()
 
@@ -343,7 +245,7 @@ def has_order(sampler: object) -> bool:
 def has_computed_order(sampler: object) -> bool:
     """Return whether ``order_of`` computes the sampler's order without drawing anything."""
     sampler = _sampler_of_items(sampler)
-    return type(sampler) is ScalableShuffle or is_random_access(sampler)
+    return is_random_access(sampler)
 
 
 def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None = None) -> EpochOrder:
@@ -358,8 +260,6 @@ def order_of(sampler: Any, epoch: int, private_generator: torch.Generator | None
         return _in_batches(order_of(sampler.sampler, epoch, private_generator), sampler.batch_size, sampler.drop_last)
     if is_torch_sampler(sampler):
         return _TORCH_ORDERS[type(sampler)](sampler, private_generator)
-    if type(sampler) is ScalableShuffle:
-        return sampler.order(epoch)
     return EpochOrder(len(sampler), partial(_looked_up, sampler, epoch))
 
 
@@ -399,21 +299,6 @@ def _spread(values: Any) -> list[Any]:
     return [values[position] for position in evenly_spread(len(values))]
 
 
-def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:
-    """Cut positions where turns of a size begin; yield the number of each turn, and the positions within it.
-
-    Examples:
-        >>> list(in_blocks(range(3, 14, 4), size=10))
-        [(0, range(3, 11, 4)), (1, range(1, 5, 4))]
-    """
-    while positions:
-        number = positions.start // size
-        start = number * size
-        here = positions[: -(-(start + size - positions.start) // positions.step)]
-        yield number, range(here.start - start, here.stop - start, here.step)
-        positions = positions[len(here) :]
-
-
 def _integers(n: int) -> torch.dtype:
     """Return the smallest of torch's 32- and 64-bit integer types that holds ``range(n)``."""
     return torch.int32 if n <= torch.iinfo(torch.int32).max else torch.int64
@@ -447,60 +332,3 @@ def _looked_up(sampler: RandomAccess, epoch: int, positions: range) -> list[Any]
 def _as_array(positions: range) -> NDArray[np.int64]:
     step = positions.step if len(positions) > 1 else 1  # a single position's step may exceed 64 bits
     return positions.start + step * np.arange(len(positions))
-
-
-class ScalableShuffle(Sampler[int]):
-    """Shuffle like one of torch's samplers, but in constant memory: compute the item at a position.
-
-    Args:
-        sampler: A ``SubsetRandomSampler``, or a ``RandomSampler`` without replacement that takes no more samples than
-            there are.
-        seed: The seed of every epoch's order.
-    """
-
-    def __init__(self, sampler: RandomSampler | SubsetRandomSampler, seed: Seed) -> None:
-        self.sampler = sampler
-        self._seed = seed
-        self.epoch: int = 0
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        return self.order(self.epoch).items()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that iterating yields."""
-        self.epoch = epoch
-
-    def order(self, epoch: int) -> EpochOrder:
-        """Return the order of an epoch."""
-        sampler = self.sampler
-        indices = sampler.indices if isinstance(sampler, SubsetRandomSampler) else None
-        n = len(sampler.data_source if isinstance(sampler, RandomSampler) else sampler.indices)
-        permutation = Permutation(n, shuffle_key(self._seed.value, epoch))
-
-        def at(positions: range) -> list[int]:
-            places: list[int] = permutation(_as_array(positions)).tolist()
-            return places if indices is None else [indices[place] for place in places]
-
-        return EpochOrder(min(n, len(sampler)), at)
-
-
-def scalable(sampler: Any, seed: Seed) -> Sampler[Any]:
-    """Return what yields as many items, or batches, as a sampler that shuffles, but in an order that is computed."""
-    if _is_batching(sampler):
-        return type(sampler)(scalable(sampler.sampler, seed), sampler.batch_size, sampler.drop_last)
-    return ScalableShuffle(sampler, seed)
-
-
-def why_not_scalable(sampler: object) -> str | None:
-    """Return why a scalable shuffle cannot replace a sampler, or None if it can."""
-    sampler = _sampler_of_items(sampler)
-    if type(sampler) not in {RandomSampler, SubsetRandomSampler}:
-        return "is not torch's RandomSampler or SubsetRandomSampler"
-    if isinstance(sampler, RandomSampler) and sampler.replacement:
-        return "samples with replacement"
-    if isinstance(sampler, RandomSampler) and sampler.num_samples > len(sampler.data_source):
-        return f"takes {sampler.num_samples} samples of {len(sampler.data_source)}, some of them again"
-    return None

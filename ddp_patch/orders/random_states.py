@@ -45,17 +45,13 @@ __all__ = [
     "is_stateful",
     "loader_seed",
     "look",
-    "native_state",
     "one_at_a_time",
-    "plain",
     "plain_attributes",
     "random_generators",
     "reader_seed",
-    "same_state",
     "seeded_anew",
     "set_generator_state",
     "set_generator_states",
-    "set_native_state",
     "shuffle_key",
     "torch_seed",
     "was_seeded",
@@ -124,55 +120,42 @@ def set_generator_states(holders: Iterable[object], states: Sequence[Any]) -> No
 
 
 def generator_state(generator: RandomGenerator) -> Any:
-    """Return a generator's state, in numbers, strings, lists and dicts."""
-    state = native_state(generator)
-    return base64.b64encode(state.numpy().tobytes()).decode() if isinstance(state, torch.Tensor) else plain(state)
+    """Return a generator's state, in numbers, strings, lists and dicts: equal where the same numbers would be drawn."""
+    match generator:
+        case torch.Generator():
+            return base64.b64encode(generator.get_state().numpy().tobytes()).decode()
+        case np.random.Generator():
+            return _plain(generator.bit_generator.state)
+        case np.random.RandomState():
+            return _plain(generator.get_state(legacy=False))
+        case _:
+            return _plain(generator.getstate())
 
 
 def set_generator_state(generator: RandomGenerator, state: Any) -> None:
     """Put a generator into a state that ``generator_state`` returned for one of its kind."""
-    match state:
-        case str():
-            state = torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)
-        case version, internal, gauss:
-            state = version, tuple(internal), gauss
-    set_native_state(generator, state)
-
-
-def native_state(generator: RandomGenerator) -> Any:
-    """Return a generator's state as it says it, which takes the least time."""
     match generator:
         case torch.Generator():
-            return generator.get_state()
-        case np.random.Generator():
-            return generator.bit_generator.state
-        case np.random.RandomState():
-            return generator.get_state(legacy=False)
-        case _:
-            return generator.getstate()
-
-
-def set_native_state(generator: RandomGenerator, state: Any) -> None:
-    """Put a generator into a state that ``native_state`` returned for one of its kind."""
-    match generator:
+            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
         case np.random.Generator():
             generator.bit_generator.state = state
-        case torch.Generator() | np.random.RandomState():
+        case np.random.RandomState():
             generator.set_state(state)
         case _:
-            generator.setstate(state)
+            version, internal, gauss = state
+            generator.setstate((version, tuple(internal), gauss))
 
 
-def same_state(state: Any, other: Any) -> bool:
-    """Return whether two states that ``native_state`` returned are the same."""
-    match state:
-        case torch.Tensor():
-            return isinstance(other, torch.Tensor) and torch.equal(state, other)
-        case np.ndarray():
-            return np.array_equal(state, other)
+def _plain(value: Any) -> Any:
+    """Return a state in numbers, strings, lists and dicts."""
+    match value:
         case dict():
-            return state.keys() == other.keys() and all(same_state(value, other[name]) for name, value in state.items())
-    return bool(state == other)
+            return {key: _plain(part) for key, part in value.items()}
+        case tuple():
+            return [_plain(part) for part in value]
+        case np.ndarray():
+            return value.tolist()
+    return value
 
 
 def was_seeded(generator: RandomGenerator, before: Any) -> bool:
@@ -183,42 +166,30 @@ def was_seeded(generator: RandomGenerator, before: Any) -> bool:
     if not isinstance(generator, torch.Generator):
         return False
     seed, other = generator.initial_seed(), torch.Generator(generator.device)
-    if seed != other.set_state(before).initial_seed():
-        return True
-    return same_state(generator.get_state(), other.manual_seed(seed).get_state())
+    set_generator_state(other, before)
+    return seed != other.initial_seed() or generator_state(generator) == generator_state(other.manual_seed(seed))
 
 
 def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
     """Return the state of a generator of this kind that is seeded by a state and a key; the generator stays put."""
-    told = hashlib.blake2b(repr((plain(state), key)).encode(), digest_size=16).digest()
-    seed = np.random.SeedSequence(int.from_bytes(told, "little"))
+    told = int.from_bytes(hashlib.blake2b(repr((state, key)).encode(), digest_size=16).digest(), "little")
+    seed = np.random.SeedSequence(told)
+    other: RandomGenerator
     match generator:
         case torch.Generator():
-            other = torch.Generator(generator.device)
-            return other.manual_seed(torch_seed(seed)).get_state()
+            other = torch.Generator(generator.device).manual_seed(torch_seed(seed))
         case np.random.Generator():
-            return type(generator.bit_generator)(seed).state
+            other = np.random.Generator(type(generator.bit_generator)(seed))
         case np.random.RandomState():
-            return np.random.RandomState(seed.generate_state(4)).get_state(legacy=False)
+            other = np.random.RandomState(seed.generate_state(4))
         case _:
-            return random.Random(int.from_bytes(told, "little")).getstate()
+            other = random.Random(told)
+    return generator_state(other)
 
 
 def torch_seed(sequence: np.random.SeedSequence) -> int:
     """Return a seed for torch, of 63 bits: a DataLoader's own seeds are int64, and users pass them on."""
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def plain(value: Any) -> Any:
-    """Return a state in numbers, strings, lists and dicts."""
-    match value:
-        case dict():
-            return {key: plain(part) for key, part in value.items()}
-        case tuple():
-            return [plain(part) for part in value]
-        case np.ndarray() | torch.Tensor():
-            return value.tolist()
-    return value
 
 
 def is_stateful(holder: object) -> bool:
@@ -566,19 +537,19 @@ def look(
         (True, True)
     """
     with one_at_a_time():
-        ambient, others = GlobalState.capture(), [(generator, native_state(generator)) for generator in generators]
+        ambient, others = GlobalState.capture(), [(generator, generator_state(generator)) for generator in generators]
         looked = ambient.copied() if seed is None else GlobalState.seeded(_derive(seed, _ORDER, epoch))
         looked.install()
         before, installs = looked.values(), GlobalState.installs
 
         def was_moved() -> bool:
             # Code that draws may put back what was there.
-            are_same = all(same_state(native_state(generator), state) for generator, state in others)
+            are_same = all(generator_state(generator) == state for generator, state in others)
             return GlobalState.installs != installs or not are_same or GlobalState.capture().values() != before
 
         try:
             yield was_moved
         finally:
             for generator, state in others:
-                set_native_state(generator, state)
+                set_generator_state(generator, state)
             ambient.install()

@@ -192,14 +192,14 @@ def _report(options: Options, subject: Subject, generators: Sequence[RandomGener
     """
     stream = subject.stream
     samples: Sequence[Any] = ()
-    if options.order in {"auto", "leader", "scalable"}:
+    if options.order in {"auto", "leader"}:
         claimed = () if subject.claim is None else subject.claim.get("samples", ())
         samples = claimed if stream is None else [astuple(content) for content in stream.samples]
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators)},
         "name": "" if stream is None else stream.name,
-        "order": stream.order if stream is not None and options.order in {"auto", "scalable"} else None,
+        "order": stream.order if stream is not None and options.order == "auto" else None,
         "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],

@@ -94,10 +94,19 @@ def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
     recorded = [what.folder / f"rank-{rank}.pt" for rank in range(what.ranks)]
     steps = [torch.load(each, weights_only=True) for each in recorded if each.exists()]
     home = what.files / "rank-0"
-    found = {str(path.relative_to(home)): _text_of(path) for path in sorted(home.rglob("*")) if path.is_file()}
+    paths = [path for path in sorted(home.rglob("*")) if path.is_file()]
+    found = {str(each): _text_of(path) for path in paths if not _is_aside(each := path.relative_to(home))}
     off = sorted(each.name.removeprefix("off ") for each in what.folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
     return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
+
+
+def _is_aside(path: Path) -> bool:
+    """Return whether a file is none of the script's results: a temporary one, or one in a hidden folder of the home."""
+    home, temporary = (Path(os.path.realpath(each)) for each in (os.path.expanduser("~"), tempfile.gettempdir()))
+    whole = Path(os.sep, path)
+    is_hidden = whole.is_relative_to(home) and whole.relative_to(home).parts[0].startswith(".")
+    return (is_hidden or whole.is_relative_to(temporary)) and not whole.is_relative_to(Path.cwd())
 
 
 def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:

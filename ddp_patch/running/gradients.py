@@ -19,7 +19,7 @@ from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas
 from ddp_patch.walks import nested
 
-__all__ = ["MEAN", "SUM", "WEIGHED", "Gradients", "PassWeights", "StepWeight", "reductions_of"]
+__all__ = ["MEAN", "SUM", "WEIGHED", "Gradients", "PassWeights", "StepWeight", "is_additive", "reductions_of"]
 
 
 # ---- what weight a gradient has ----
@@ -164,6 +164,8 @@ _PASSED_ON = ("Neg", "ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsq
 _ADDED = ("Add", "Sub")
 _MOST_OPERATIONS = 32  # above the reductions: a loss is a short expression of them
 _SAVED = {1: MEAN, 2: SUM}  # as torch saves them
+_ROUNDING = 1e-6  # of the largest derivative: below it, one is zero
+_grad = torch.autograd.grad
 
 
 def reductions_of(loss: torch.Tensor, part: int, whole: int) -> set[str]:
@@ -220,6 +222,33 @@ def _divided(term: str, node: Any, part: int, whole: int) -> Iterator[str]:
         yield MEAN
 
 
+def is_additive(loss: torch.Tensor, outputs: torch.Tensor, samples: int) -> bool:
+    """Return whether a loss adds up what its samples give, as far as a model's outputs for these show.
+
+    A mixed second derivative by the outputs of two samples is zero then. It is computed between two halves of them.
+
+    Args:
+        loss: The loss.
+        outputs: What the loss was computed from, with a row for each sample, or several such tables after each other.
+        samples: How many samples there are.
+
+    Examples:
+        >>> x = torch.arange(4.0, requires_grad=True)
+        >>> is_additive(x.square().mean(), x, 4), is_additive(x.square().mean().sqrt(), x, 4)
+        (True, False)
+    """
+    table = samples if len(outputs) % samples == 0 else len(outputs)
+    is_first = (torch.arange(len(outputs), device=outputs.device) % table) < table // 2
+    try:
+        (slopes,) = _grad(loss, outputs, create_graph=True)
+        some = slopes[is_first]
+        numbers = torch.arange(some.numel(), dtype=some.dtype, device=some.device)
+        (changes,) = _grad((some * numbers.cos().view_as(some)).sum(), outputs, retain_graph=True)
+    except Exception:  # noqa: BLE001 - the loss is not of these, or is linear; or its operations cannot be derived twice
+        return True
+    return not changes[~is_first].abs().max() > _ROUNDING * changes.abs().max()
+
+
 # ---- what backward() does ----
 
 
@@ -244,6 +273,8 @@ class Gradients:
         self.why_whole: str = ""
         # By the operation that computed a part's loss: that, and the whole batch's; of this step.
         self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._outputs: list[torch.Tensor] = []  # of the model that ran last, while its loss is looked at
+        self._samples: int | None = None
         self._lockstep, self._replicas, self._numbers, self._tell = lockstep, replicas, numbers, tell
         self._is_in_backward = backward_in_progress()
 
@@ -261,13 +292,13 @@ class Gradients:
                 self._backward(lambda roots: before(roots, *args, **options), tensors, create_graph=create_graph)
 
         def telling_grad(*args: Any, **options: Any) -> Any:
-            if not self._is_in_backward():
+            if not self._is_in_backward() and not torch.compiler.is_compiling():  # which calls it itself
                 self._want_whole("torch.autograd.grad() is used")
             return grad(*args, **options)
 
         with ExitStack() as stack:
             stack.enter_context(patch.object(torch.autograd, "backward", as_it_is(backward)))
-            stack.enter_context(patch.object(torch.autograd, "grad", telling_grad))
+            stack.enter_context(patch.object(torch.autograd, "grad", as_it_is(telling_grad)))
             if self._lockstep.ranks > 1:
                 for name in ("item", "__float__", "__format__"):
                     reading = as_it_is(self._reading(getattr(torch.Tensor, name)))
@@ -275,6 +306,33 @@ class Gradients:
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
             stack.callback(register_optimizer_step_post_hook(as_it_is(self._after_step)).remove)
             yield
+
+    @contextmanager
+    def looking(self, samples: int | None) -> Iterator[None]:
+        """Look, while entered, at what a loss is of the samples of a batch that every rank has whole.
+
+        Args:
+            samples: How many these are; None if that is not known.
+        """
+
+        def note(_model: object, _args: object, output: object) -> None:
+            parts = (part for _, part in nested(output) if torch.is_tensor(part) and part.requires_grad)
+            self._outputs = [part for part in parts if part.dim() and len(part) > 1] or self._outputs
+
+        with ExitStack() as stack:
+            for model in self._replicas.models() if self._lockstep.ranks > 1 else ():
+                stack.callback(model.register_forward_hook(note).remove)
+            self._samples, self._outputs = samples, []
+            yield
+        self._outputs = []
+
+    def _look_at(self, loss: torch.Tensor) -> None:
+        """Keep batches whole if their parts' losses would not make up the whole's."""
+        samples = self._samples or len(self._outputs[0])
+        if WEIGHED in (kinds := reductions_of(loss, samples, samples)) or len(kinds) > 1:
+            self._want_whole(f"its loss is {' and '.join(sorted(kinds))}")
+        if not all(is_additive(loss, each, samples) for each in self._outputs):
+            self._want_whole("its loss does not add up over samples")
 
     def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of tensors that reads the whole batch's loss in the place of a part's."""
@@ -330,6 +388,8 @@ class Gradients:
                 "nothing is, pass --whole with the line that makes the loader."
             )
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        for root in roots if self._outputs and len(roots) == 1 else ():
+            self._look_at(root)
         if self.weight.taken:
             self._wholes = {}
         weight = self.weight.of_backward(is_sum=self._is_sum(roots))

@@ -8,9 +8,8 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from itertools import count, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -21,18 +20,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import MissingRanksError, RankMismatchError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.orders.random_states import GlobalState
-from ddp_patch.ranks.exchange import already_in, by_value, ranks_text
+from ddp_patch.ranks.exchange import by_value, ranks_text
 from ddp_patch.validation import counted
 
 __all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
 
-# Each script that a process runs has keys of its own in the store.
-_numbers = count()
 # As many bytes are sent at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
 
@@ -54,7 +50,6 @@ class Lockstep:
         self.steps: int = 0
         self._timeout = 0.0
         self._group: Any = None
-        self._store: Any = None
 
     def join(self, timeout: float) -> None:
         """Join the ranks of the process group.
@@ -64,7 +59,6 @@ class Lockstep:
         """
         self.rank, self.ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._store = dist.PrefixStore(f"ddp_patch/lockstep/{next(_numbers)}", default_store())  # type: ignore[attr-defined]  # in its __all__, not in its stubs
 
     @property
     def done(self) -> str:
@@ -133,33 +127,16 @@ class Lockstep:
         for flat in _flattened(tensors if self.ranks > 1 else []):
             dist.broadcast(flat.view(torch.uint8), 0)
 
-    def leave(self, why: str) -> None:
-        """Tell the others that this rank's script has ended on its own, and why."""
-        if self.ranks > 1:
-            with suppress(RuntimeError):  # the store may be gone
-                self._store.set(f"ended/{self.rank}", why.encode())
-
     def _together(self, communicate: Callable[[], object]) -> None:
         try:
             communicate()
         except RuntimeError as error:
-            raise self._missing(str(error).splitlines()[0]) from None
-
-    def _missing(self, why: str) -> MissingRanksError:
-        """Return the error that says which ranks have ended, and why, as far as they told."""
-        here = f"At {script_line(sys._getframe())}, {self.done}, rank {self.rank} waited for the others"
-        try:
-            ended = already_in(self._store, {rank: f"ended/{rank}" for rank in range(self.ranks)})
-        except RuntimeError:
-            return MissingRanksError(f"{here}, and the process group's store is gone: the rank that kept it has ended.")
-        if ended:
-            reasons = "; ".join(f"rank {rank} has ended: {reason.decode()}" for rank, reason in ended.items())
-            return MissingRanksError(f"{here}: {reasons}.")
-        return MissingRanksError(
-            f"{here}, at most {self._timeout:g} s, and some did not come ({why}). Every rank runs the whole script, so "
-            "each must make the same steps: let what it decides follow from whole evaluations, not from numbers of a "
-            "part of a batch."
-        )
+            raise MissingRanksError(
+                f"At {script_line(sys._getframe())}, {self.done}, rank {self.rank} waited for the others, at most "
+                f"{self._timeout:g} s, and some did not come ({str(error).splitlines()[0]}). If one has ended, its own "
+                "error says why. If not, they no longer make the same steps: let what the script decides follow from "
+                "whole evaluations, not from numbers of a part of a batch."
+            ) from None
 
     def _mismatch(self, doing: str, also: str = "") -> RankMismatchError:
         rows = by_value(dict(enumerate(self.gathered(f"{doing} at {script_line(sys._getframe())}, {self.done}{also}"))))

@@ -9,7 +9,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -153,8 +153,6 @@ class OneProcess(Summary):
                     raise
                 self._explain(error)
                 self._on_error(error)
-                why = f"exit code {error.code}" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-                self._lockstep.leave(why.splitlines()[0])
                 raise
             else:
                 self._finish()
@@ -333,7 +331,9 @@ class OneProcess(Summary):
             yield iterator
             while not is_divided:
                 self._gradients.weight.take_whole()
-                yield iterator
+                is_first = may_go_on and not asked
+                with self._gradients.looking(loader.batch_size) if is_first else nullcontext():
+                    yield iterator
                 asked += 1
                 if may_go_on and not known.is_whole and self._lockstep.backwards > before:
                     if asked > 1:

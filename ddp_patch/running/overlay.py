@@ -31,12 +31,13 @@ __all__ = ["Past", "open_file", "shadowed"]
 
 _PathLike: TypeAlias = "str | bytes | os.PathLike[str] | os.PathLike[bytes]"
 # What a call does to a path. By it the first rank keeps what was there, and another one lifts what is seen there:
+#   seen       nothing is kept or lifted; links are followed
 #   emptied    a copy is kept; something in its place is lifted; links are followed
 #   changed    a copy is kept; all of it is lifted; links are followed
 #   touched    nothing is kept; all of it is lifted; links are followed
 #   replaced   a second name is kept; something in its place is lifted
 #   moved      a second name of each file is kept; all of it is lifted
-_How: TypeAlias = Literal["", "emptied", "changed", "touched", "replaced", "moved"]
+_How: TypeAlias = Literal["", "seen", "emptied", "changed", "touched", "replaced", "moved"]
 
 # Functions of ``os`` that look at the path that is their first argument; those that change what is at their paths.
 _LOOKS = ("access", "getxattr", "listxattr", "lstat", "pathconf", "readlink", "stat", "statvfs")
@@ -48,6 +49,7 @@ _CHANGES: dict[str, tuple[_How, ...]] = {
     "symlink": ("", "replaced"),
     "truncate": ("changed",),
 }
+_OF_FILES = {"emptied", "changed"}
 _OF_LINKS = {"lchown", "link", "lstat", "readlink"}  # which are about a link, not what it names
 _CREATES: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # How functions of ``os`` are given their paths, and an open folder, in which a path is.
@@ -123,13 +125,13 @@ def _how_opened(mode: object) -> _How:
     kinds = {*mode} if isinstance(mode, str) else set[str]()
     if "x" in kinds:
         return "replaced"
-    return "emptied" if "w" in kinds else "changed" if kinds & {*"a+"} else ""
+    return "emptied" if "w" in kinds else "changed" if kinds & {*"a+"} else "seen"
 
 
 def _how_opened_by(flags: int) -> _How:
     """Return what ``os.open`` does to a file by its flags."""
     if not flags & _CREATES:
-        return ""
+        return "seen"
     return "replaced" if flags & os.O_EXCL else "emptied" if flags & os.O_TRUNC else "changed"
 
 
@@ -152,28 +154,16 @@ class Past:
         """Return whether a path, whole and without links, is in a folder that is read and written where it is."""
         return f"{path}{os.sep}".startswith(self._left_alone)
 
-    def change(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
+    def call(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
         """Call a function on the first rank, and before that keep what is at its paths."""
         for path, how in zip(args, hows, strict=False):
-            if how not in {"", "touched"} and isinstance(path, str | bytes | os.PathLike):
+            if how not in {"", "seen", "touched"} and isinstance(path, str | bytes | os.PathLike):
                 text = os.path.abspath(os.fsdecode(path))
                 whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
-                whole = os.path.realpath(whole) if how in {"emptied", "changed"} else whole
+                whole = os.path.realpath(whole) if how in _OF_FILES else whole
                 if not self.is_left_alone(whole):
                     self._keep(whole, how)
         return function(*args, **options)
-
-    def open(self, file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
-        """Open a file, as ``open``."""
-        return self.change(open_file, (_how_opened(mode),), file, mode, *args, **options)
-
-    def os_open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
-        """Open a file, as ``os.open``."""
-        return int(self.change(real.open, (_how_opened_by(flags),), path, flags, *args, **options))
-
-    def save(self, obj: Any, f: Any, *args: Any, **options: Any) -> None:
-        """Save, as ``torch.save``, which opens a path in C."""
-        self.change(_save, ("", "emptied"), obj, f, *args, **options)
 
     def _keep(self, path: str, how: _How) -> None:
         kept = self._kept + path
@@ -191,7 +181,7 @@ class Past:
             _make_folders(kept)
         elif stat.S_ISREG(_mode(path)) or _is_link(path):  # not a pipe, say, which holds nothing
             _make_folders(os.path.dirname(kept))
-            if how not in {"emptied", "changed"}:
+            if how not in _OF_FILES:
                 with suppress(OSError):  # not on one disk
                     real.link(path, kept)
                     return
@@ -234,7 +224,8 @@ class Overlay:
     """
 
     def __init__(self, folder: str, past: Past) -> None:
-        self._folder, self._past, self._here = folder, past, real.getcwd()
+        self._folder, self._past = folder, past
+        self._here: str = real.getcwd()
         self._gone: set[str] = set()  # removed; or made anew, so that what was there before is not seen
 
     # ---- where things are ----
@@ -288,24 +279,27 @@ class Overlay:
 
     # ---- what is changed ----
 
-    def change(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
+    def call(self, function: Callable[..., Any], hows: Sequence[_How], *args: Any, **options: Any) -> Any:
         """Call a function on what is seen at its paths, lifted into the folder before; if it fails, take that back."""
         given, replaced, stubs = [*args], list[str](), list[str]()
-        for at, how in enumerate(hows):
-            if how and isinstance(args[at], str | bytes | os.PathLike):
-                is_of_link = how in {"replaced", "moved"} or function.__name__ in _OF_LINKS
-                seen = self.seen(args[at], follow=not is_of_link and options.get("follow_symlinks", True))
-                if not seen or self._past.is_left_alone(seen):
-                    given[at] = seen
-                    continue
-                given[at] = self._folder + seen
-                if _is_folder(self.lies(os.path.dirname(seen)), follow=True):
-                    _make_folders(os.path.dirname(given[at]))
-                if how in {"replaced", "emptied"}:
-                    stubs += self._stubs(seen, makes=function.__name__ == "mkdir")
-                else:
-                    self._copy_up(seen)
-                replaced += [seen] if how in {"replaced", "moved"} else []
+        for at, (path, how) in enumerate(zip(args, hows, strict=False)):
+            if not how or not isinstance(path, str | bytes | os.PathLike):
+                continue
+            is_of_link = how in {"replaced", "moved"} or function.__name__ in _OF_LINKS
+            seen = self.seen(path, follow=not is_of_link and options.get("follow_symlinks", True))
+            lies = self.lies(seen)
+            # A folder that is opened: an error, or where a file without a name is made.
+            if how == "seen" or lies == "" or self._past.is_left_alone(seen) or (how in _OF_FILES and _is_folder(lies)):
+                given[at] = lies
+                continue
+            given[at] = self._folder + seen
+            if _is_folder(self.lies(os.path.dirname(seen)), follow=True):
+                _make_folders(os.path.dirname(given[at]))
+            if how in {"replaced", "emptied"}:
+                stubs += self._stubs(seen, makes=function.__name__ == "mkdir")
+            else:
+                self._copy_up(seen)
+            replaced += [seen] if how in {"replaced", "moved"} else []
         try:
             result = function(*given, **options)
         except OSError:
@@ -346,45 +340,14 @@ class Overlay:
 
     # ---- what the script calls ----
 
-    def open(self, file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
-        """Open a file, as ``open``."""
-        return self._open(open_file, _how_opened(mode), file, mode, *args, **options)
-
-    def os_open(self, path: Any, flags: int, *args: Any, **options: Any) -> int:
-        """Open a file, as ``os.open``."""
-        return int(self._open(real.open, _how_opened_by(flags), path, flags, *args, **options))
-
-    def _open(self, function: Callable[..., Any], how: _How, path: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(path, int):
-            return function(path, *args, **options)
-        lies = self.lies(self.seen(path, follow=how != "replaced"))
-        if how and not _is_folder(lies):  # a folder: an error, or where a file without a name is opened
-            return self.change(function, (how,), path, *args, **options)
-        return function(lies, *args, **options)
-
-    def save(self, obj: Any, f: Any, *args: Any, **options: Any) -> None:
-        """Save, as ``torch.save``, which opens a path in C."""
-        self.change(_save, ("", "emptied"), obj, f, *args, **options)
-
-    def load(self, f: Any, *args: Any, **options: Any) -> Any:
-        """Load, as ``torch.load``, which may open a path in C."""
-        return _load(self.lies(self.seen(f)) if isinstance(f, str | os.PathLike) else f, *args, **options)
-
-    def look(self, function: Callable[..., Any], path: Any, *args: Any, **options: Any) -> Any:
-        """Call a function of ``os`` that looks at what is seen at a path."""
-        follow = function.__name__ not in _OF_LINKS and options.get("follow_symlinks", True)
-        return function(self.lies(self.seen(path, follow=follow)), *args, **options)
-
     def chdir(self, path: Any) -> None:
         """Change the current folder, as ``os.chdir``."""
-        seen = self.seen(path)
-        real.chdir(self.lies(seen))
-        self._here = seen
+        self.call(real.chdir, ("seen",), path)
+        self._here = self.seen(path)
 
     def getcwd(self) -> str:
         """Return the current folder, as ``os.getcwd``."""
-        here: str = self._here
-        return here
+        return self._here
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """Return the names in a folder, as ``os.listdir``."""
@@ -471,24 +434,36 @@ def shadowed(rank: int, folder: str, *, keep: bool = False, writes: bool = True)
 
 def _caches() -> list[str]:
     """Return the folders of caches."""
-    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getuser()}")
-    caches = [os.environ.get(name, usual) for name, usual in _CACHES.items()]
-    caches += [os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)]
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{getuser()}")}
+    caches = [os.environ.get(name) or usual for name, usual in (_CACHES | compiled).items()]
     return [os.path.realpath(os.path.expanduser(cache)) for cache in caches]
 
 
 def _put_over_os(world: Past | Overlay, stack: ExitStack) -> None:
     """Let all that opens, finds, changes and removes files go through a world, until the stack closes."""
-    functions: dict[str, Callable[..., Any]] = {"open": world.os_open}
-    functions |= {name: partial(world.change, getattr(real, name), hows) for name, hows in _CHANGES.items()}
+
+    def open_any(file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
+        return world.call(open_file, (_how_opened(mode),), file, mode, *args, **options)
+
+    def open_by_flags(path: Any, flags: int, *args: Any, **options: Any) -> Any:
+        return world.call(real.open, (_how_opened_by(flags),), path, flags, *args, **options)
+
+    def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:  # which opens a path in C
+        world.call(_save, ("", "emptied"), obj, f, *args, **options)
+
+    def load(f: Any, *args: Any, **options: Any) -> Any:
+        return world.call(_load, ("seen",), f, *args, **options)
+
+    calls, functions = {**_CHANGES}, dict[str, Callable[..., Any]](open=open_by_flags)
     if isinstance(world, Overlay):
-        functions |= {"chdir": world.chdir, "listdir": world.listdir, "scandir": world.scandir}
-        functions |= {name: partial(world.look, getattr(real, name)) for name in _LOOKS}
+        calls |= dict.fromkeys(_LOOKS, ("seen",))
+        functions |= {name: getattr(world, name) for name in ("chdir", "listdir", "scandir")}
         stack.enter_context(patch.object(os, "getcwd", world.getcwd))
         stack.enter_context(patch.object(os, "getcwdb", lambda: os.fsencode(world.getcwd())))
+    functions |= {name: partial(world.call, getattr(real, name), hows) for name, hows in calls.items()}
     for name, ours in functions.items():
         stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))
-    stack.enter_context(files_opened_by(world.open, world.save, getattr(world, "load", _load)))
+    stack.enter_context(files_opened_by(open_any, save, load))
 
 
 def _of_paths(of_os: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp_patch.errors import SamplerError
-from ddp_patch.orders.orders import Permutation
-from ddp_patch.samplers.keyed import At, KeyedSampler, Positions, flag, generator_of, whole
+from ddp_patch.samplers.keyed import At, KeyedSampler, Permutation, Positions, flag, generator_of, whole
 
 __all__ = ["WindowDataset", "WindowSampler"]
 

@@ -80,13 +80,7 @@ class Passes(Generic[T]):
         self._persistent_iterator_draws = False
         self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
         self._states_before_iterator: States | None = None  # as long as the pass has not begun
-        options = agreed.options
-        self._facts = {
-            **facts,
-            "uneven": options.uneven,
-            "order": "scalable" if options.is_scalable else "drawn",
-            "layout": options.layout,
-        }
+        self._facts = {**facts, "uneven": agreed.options.uneven, "layout": agreed.options.layout}
 
     def __getstate__(self) -> dict[str, Any]:
         # A running pass cannot be copied.

@@ -1,21 +1,21 @@
 """How a pass gets its items: looked up, drawn, or sent by the rank that draws for all. Chosen when the pass begins."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from ddp_patch.errors import StateError
-from ddp_patch.orders.chunks import ReadAhead, draw, split_chunks
+from ddp_patch.orders.chunks import ReadAhead, copied_items, draw, split_chunks
 from ddp_patch.orders.digest import Digest, evenly_spread, number_of, number_or_zero
-from ddp_patch.orders.orders import EpochOrder
+from ddp_patch.orders.orders import EpochOrder, blocks
 from ddp_patch.plan import Part, Plan, Schedule, Sizes
-from ddp_patch.ranks.leader import Leader, in_pieces
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
-__all__ = ["FromLeader", "Indexed", "ItemSource", "Streamed"]
+__all__ = ["FromLeader", "Indexed", "ItemSource", "Piece", "Streamed", "in_pieces"]
 
 
 T = TypeVar("T")
@@ -117,13 +117,6 @@ class ItemSource(Generic[T]):
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
 
 
-def _skipping(skip: int, parts: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
-    """Leave out the first items of some parts."""
-    for part in parts:
-        yield part[skip:] if skip else part
-        skip = max(0, skip - len(part))
-
-
 class Indexed(ItemSource[T]):
     """Looks this rank's items up in the epoch's order.
 
@@ -132,7 +125,6 @@ class Indexed(ItemSource[T]):
         random_context: Returns what to enter while the sampler draws.
         plan: Which positions of what is left are this rank's.
         taken: How many items other numbers of ranks have taken.
-        balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
         digest: Takes note of the order, for the ranks to compare; None if nobody compares it.
         keeps_sizes: Whether to record how many samples the items have.
     """
@@ -148,36 +140,27 @@ class Indexed(ItemSource[T]):
         plan: Plan,
         taken: int,
         *,
-        balanced: Callable[[EpochOrder, int], EpochOrder] | None,
         digest: Digest | None,
         keeps_sizes: bool,
     ) -> None:
         self._drawn, self._random_context, self._plan, self._taken = drawn, random_context, plan, taken
-        self._balanced, self._digest, self._keeps_sizes = balanced, digest, keeps_sizes
+        self._digest, self._keeps_sizes = digest, keeps_sizes
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, order = self._plan, self._drawn_order()
-        if self._balanced is not None:
-            order = self._balanced(order, skip * plan.num_replicas)
         taken = min(self._taken, order.length)
         length = self.length = order.length - taken
         at: Callable[[range], Sequence[T]] = partial(_items_from, order, taken) if taken else order.at
         real, repeated = plan.own_and_repeated(length)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
+        self.sizes = self._sizes_in(order, taken)
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
-        self.sizes = _sizes_in(order, taken)
-        if self.sizes is None and self._keeps_sizes:
-            self.sizes = Sizes()
-            self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
-            at = partial(self._looking_at_all, at, length)
-        yield from map(at, order.pieces(real[skip:rounds]))
-        if self._balanced is not None:
-            order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
-        yield from map(at, order.pieces(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
+        yield from map(at, blocks(real[skip:rounds]))
+        yield at(real[max(skip, rounds) :])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
@@ -194,13 +177,18 @@ class Indexed(ItemSource[T]):
             self._digest.end()
         return order
 
-    def _looking_at_all(self, at: Callable[[range], Sequence[T]], length: int, positions: range) -> Sequence[T]:
-        """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
-        sizes, plan = cast(Sizes, self.sizes), self._plan
-        until = positions[-1] - plan.rank + plan.num_replicas if positions else length
-        first = len(sizes)
-        everybodys = list(sizes.recording(at(range(first, min(until, length)))))
-        return everybodys[positions.start - first :: plan.num_replicas] if positions else []
+    def _sizes_in(self, order: EpochOrder, taken: int) -> Sizes | None:
+        """Return how many samples each item after some has, if the order shows it, or somebody needs it."""
+        sizes = Sizes()
+        if order.sizes is not None:
+            for size, batches in order.sizes(range(taken, order.length)):
+                sizes.add(size, batches)
+        elif self._keeps_sizes:
+            for positions in blocks(range(taken, order.length)):
+                deque(sizes.recording(order.at(positions)), maxlen=0)
+        else:
+            return None
+        return sizes
 
     def ends_within(self, items: int) -> bool:
         """Finish, wherever the pass is: the order was drawn as a whole."""
@@ -222,13 +210,13 @@ class Streamed(ItemSource[T]):
         begin: Begins what yields the items in the order of the epoch.
         rest: Returns what is left of these items, in the order in which the ranks share it.
         random_context: Returns what to enter while the sampler draws.
-        plans: Which positions of what is left are this rank's; every rank's, where this one draws for all.
+        plan: Which positions of what is left are this rank's.
         name: The sampler's class.
         draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
             the next pass where a break leaves it.
+        keeps_sizes: Whether to record how many samples the items have.
         digest: Takes note of what is drawn, for the ranks to compare; None if nobody compares it.
         known: What the epoch's first items were when the state was taken that is resumed; None if none is.
-        keeps_sizes: Whether to record how many samples the items have.
     """
 
     length: int | None
@@ -239,15 +227,15 @@ class Streamed(ItemSource[T]):
         begin: Callable[[], Iterator[T]],
         rest: Callable[[Iterator[T]], Iterator[T]],
         random_context: Callable[[], AbstractContextManager[object]],
-        plans: Sequence[Plan],
+        plan: Plan,
         *,
         name: str,
         draws_ahead: bool,
-        digest: Digest | None,
+        keeps_sizes: bool,
+        digest: Digest | None = None,
         known: StreamStart | None = None,
-        keeps_sizes: bool = False,
     ) -> None:
-        self._plans, self._random_context = plans, random_context
+        self._plan, self._random_context = plan, random_context
         self._draws_ahead, self._digest = draws_ahead, digest
         # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
         # torch.Generator, the order of their draws is part of the stream.
@@ -260,31 +248,28 @@ class Streamed(ItemSource[T]):
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
-        return _skipping(skip, (part for (part,) in self.of_all()))
-
-    def marks(self) -> dict[int, int]:
-        """Return the digests of what was drawn."""
-        return {} if self._digest is None else self._digest.marks
-
-    def of_all(self) -> Iterator[list[list[T]]]:
-        """Draw, and yield the items of each plan."""
-        plans = self._plans
+        plan = self._plan
 
         def kept(start: int, size: int) -> slice:
-            # The first round is for padding.
-            return slice(None) if len(plans) > 1 or not start else plans[0].slice_of_chunk(size)
+            return plan.slice_of_chunk(size) if start else slice(None)  # the first round is for padding
 
         self._chunks = ReadAhead(
             draw(
                 self._stream if self.sizes is None else self.sizes.recording(self._stream),
                 self._random_context,
-                round_size=plans[0].num_replicas,
+                round_size=plan.num_replicas,
                 ahead=self._draws_ahead,
                 selection=kept,
                 digest=self._digest,
             )
         )
-        return split_chunks(plans, self._chunks, self._found)
+        for (part,) in split_chunks([plan], self._chunks, self._found):
+            yield part[skip:] if skip else part
+            skip = max(0, skip - len(part))
+
+    def marks(self) -> dict[int, int]:
+        """Return the digests of what was drawn."""
+        return {} if self._digest is None else self._digest.marks
 
     def _found(self, length: int) -> None:
         if self._digest is not None:
@@ -294,7 +279,7 @@ class Streamed(ItemSource[T]):
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
-        return self._draws_ahead and self._chunks is not None and self._chunks.ends_within(self._plans[0], items)
+        return self._draws_ahead and self._chunks is not None and self._chunks.ends_within(self._plan, items)
 
     def states_within(self, states: States, taken: int) -> States:
         """Return the states from which the pass goes on, with what the epoch's first items were."""
@@ -327,73 +312,80 @@ def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None
         yield item
 
 
-def _sizes_in(order: EpochOrder, taken: int) -> Sizes | None:
-    """Return how many samples each item after some has, if the order shows it."""
-    if order.sizes is None:
-        return None
-    sizes = Sizes()
-    for size, batches in order.sizes(range(taken, order.length)):
-        sizes.add(size, batches)
-    return sizes
-
-
 def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any]:
     """Return the items at some positions of what is left when some were taken."""
     return order.at(range(positions.start + taken, positions.stop + taken, positions.step))
 
 
-class FromLeader(ItemSource[T]):
-    """Gets this rank's items from the leader; on the leader, draws for all and sends every rank its share.
+# What the leader sends: items, what its samplers held before the pass, and after it in the last piece, else None.
+Piece: TypeAlias = tuple[list[T], States, States | None]
+
+
+def in_pieces(
+    begin: Callable[[], Iterator[T]],
+    random_context: Callable[[], AbstractContextManager[object]],
+    states: tuple[States, Callable[[], States]],
+    most: int,
+    largest: int,
+) -> Iterator[Piece[T]]:
+    """Draw an epoch on the leader, in pieces, from when the first is asked for: so all ranks hear of an error.
 
     Args:
-        drawn: Begins to draw, for the plans of all ranks in the leader's order.
-        leader: How the ranks communicate.
-        pass_facts: Tells which pass this is, to be compared between the ranks.
-        states: What the samplers held before the pass.
-        states_now: Tells what they hold.
-        pieces: How many items, all ranks' together, the leader's first message holds, and a later one at most.
+        begin: Begins the sampler.
+        random_context: Returns what to enter while it draws.
+        states: What samplers hold before, and what tells it afterwards.
+        most: How many items the first piece has.
+        largest: How many a later one may have; each has twice as many as the one before.
+    """
+    with random_context():
+        stream = copied_items(begin())
+    before, now = states
+    is_last = False
+    while not is_last:
+        with random_context():
+            items = list(islice(stream, most))
+        is_last = len(items) < most
+        yield items, before, now() if is_last else None
+        most = min(2 * most, largest)
+
+
+class FromLeader(Streamed[T]):
+    """Shares the order that the leader draws and sends to every rank.
+
+    Args:
+        sent: What is sent, on the leader too.
+        rest: As in ``Streamed``, like the others.
+        plan: Likewise.
+        states: What this rank's samplers held before the pass.
     """
 
-    length: int | None
     states_after: States | None
 
     def __init__(
         self,
-        drawn: Callable[[], Streamed[T]],
-        leader: Leader,
-        pass_facts: Callable[[], Mapping[str, object]],
+        sent: Iterator[Piece[T]],
+        rest: Callable[[Iterator[T]], Iterator[T]],
+        plan: Plan,
         states: States,
-        states_now: Callable[[], States],
-        pieces: tuple[int, int],
+        *,
+        name: str,
+        draws_ahead: bool,
+        keeps_sizes: bool,
     ) -> None:
-        self._drawn, self._leader, self._pass_facts = drawn, leader, pass_facts
-        self._states, self._states_now, self._pieces = states, states_now, pieces
+        self._sent, self._states = sent, states
+        super().__init__(
+            self._items, rest, nullcontext, plan, name=name, draws_ahead=draws_ahead, keeps_sizes=keeps_sizes
+        )
 
-    def chunks(self, skip: int) -> Iterator[Sequence[T]]:
-        """Yield what is sent, or on the leader this rank's part of what it draws."""
-        pieces = in_pieces(self._of_all(), self._note, len(self._leader.members), *self._pieces)
-        return _skipping(skip, self._noted(self._leader.shares(self._pass_facts(), pieces)))
-
-    def _noted(self, shares: Iterator[tuple[list[T], Any]]) -> Iterator[list[T]]:
-        for share, (self._states, self.states_after, self.length) in shares:
-            yield share
-
-    def _of_all(self) -> Iterator[list[list[T]]]:
-        """Draw; begin with the first item, when the leader can report an error to the others."""
-        source = self._drawn()
-        for parts in source.of_all():
-            self.length = source.length
-            yield parts
-
-    def _note(self, is_last: bool) -> tuple[States, States | None, int | None]:
-        """Return what the leader sends to the others, so that every rank knows the loader's position."""
-        self.states_after = self._states_now() if is_last else None
-        return self._states, self.states_after, self.length
+    def _items(self) -> Iterator[T]:
+        while self.states_after is None:
+            items, self._states, self.states_after = next(self._sent)
+            yield from items
 
     def states_within(self, states: States, taken: int) -> States:
         """Return the states from which the pass goes on: the leader's."""
         return replace(self._states, streams=())
 
     def ends_within(self, items: int) -> bool:
-        """Return whether the last piece was sent: every rank learns of the end from the leader."""
-        return self.states_after is not None
+        """Return whether at most this many items are left: read ahead in what was sent, and wait for nothing more."""
+        return self.states_after is not None and super().ends_within(items)

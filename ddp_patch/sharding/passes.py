@@ -165,7 +165,7 @@ class Pass(Generic[T]):
         passes, plan, batching = self._passes, self._passes.plan, self._passes.batching
         passes.note_length(self, length)
         if self.start.is_at_epoch_start:  # the rest of one may well have none
-            require_steps(plan, batching, passes.name, [length], in_batches=batching.size > 1)
+            require_steps(plan, batching, passes.name, [length])
 
     def _own(self, chunk: Sequence[T]) -> Sequence[T]:
         """Return what this rank gets of its items, and record their sizes where somebody needs these."""

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddp_patch.compat.packages import (
     arranges_neighbours,
     asks_for_its_own_dataset,
-    is_of_energon,
     is_single_node_only,
     is_split_by_node,
     webdataset_world,
@@ -18,8 +17,6 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, Unsupporte
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
 from ddp_patch.loaders.recognition import ignores_index, line_for_inner, nested_datasets, streams_in
 from ddp_patch.options import Options, Share
-from ddp_patch.orders.digest import evenly_spread
-from ddp_patch.orders.orders import order_parameters, why_not_scalable
 from ddp_patch.plan import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.sampler import EpochSampler
@@ -32,7 +29,6 @@ __all__ = [
     "require_index",
     "require_one_of_each",
     "require_shareable",
-    "require_shuffle",
     "require_steps_known",
     "unit_shared",
 ]
@@ -54,31 +50,28 @@ def unit_shared(facts: LoaderFacts[L], share: Share) -> LoaderFacts[L]:
     name = facts.stream.name
     match facts.unit, share:
         case ShardedUnit.BATCH, "samples":
-            raise InvalidOptionError(
-                f"share='samples' does not work with a batch sampler of your own: it would split the batches that "
-                f"{name} makes. Use share='batches', or leave it out."
+            why_not = (
+                f"a batch sampler of your own: it would split the batches that {name} makes. Use share='batches', or "
+                "leave it out."
             )
         case ShardedUnit.ITERABLE, "batches" if facts.batch_size is not None:
-            raise InvalidOptionError(
-                f"share='batches' does not work with an iterable dataset and batch_size={facts.batch_size}: workers "
-                f"read {name} item by item, and each makes its own batches. Let the dataset yield whole batches and "
-                "pass batch_size=None, or leave share out."
+            why_not = (
+                f"an iterable dataset and batch_size={facts.batch_size}: workers read {name} item by item, and each "
+                "makes its own batches. Let the dataset yield whole batches and pass batch_size=None, or leave share "
+                "out."
             )
         case ShardedUnit.UNBATCHED | ShardedUnit.ITERABLE, "within_batches" if facts.batch_size is None:
-            raise InvalidOptionError(
-                "share='within_batches' does not work with batch_size=None: torch does not look into the items of "
-                f"{name}, even if each has several samples. Give the loader a batch_size or a batch_sampler, or leave "
-                "share out."
+            why_not = (
+                f"batch_size=None: torch does not look into the items of {name}, even if each has several samples. "
+                "Give the loader a batch_size or a batch_sampler, or leave share out."
             )
         case ShardedUnit.SAMPLE, "batches" | "within_batches":
             return facts.in_whole_batches()
         case ShardedUnit.SAMPLE, "auto" | "by_worker" if arranges_neighbours(facts.stream.source):
             return facts.in_whole_batches()
-    return facts
-
-
-# For at least this many samples, if there are, ranks compare what a function says that they cost.
-_COSTS_COMPARED = 32
+        case _:
+            return facts
+    raise InvalidOptionError(f"share={share!r} does not work with {why_not}")
 
 
 def require_costs(facts: LoaderFacts[Any], costs: Cost) -> None:
@@ -116,33 +109,12 @@ def require_one_of_each(facts: LoaderFacts[Any], costs: Cost) -> None:
         )
 
 
-def costs_compared(facts: LoaderFacts[Any], options: Options) -> dict[str, object]:
-    """Return what must be the same on every rank about a loader's costs, by name.
-
-    Raises:
-        InvalidOptionError: A function gives a cost that is not a number of at least 0.
-    """
+def costs_compared(options: Options) -> dict[str, object]:
+    """Return what must be the same on every rank about a loader's costs, by name."""
     costs = options.costs
     if costs is None:
         return {"cost": "none"}
-    some = None if costs.function is None else _of_some_samples(facts, costs)
-    return {
-        "cost": costs.described,
-        "cost_of": costs.of_batch,
-        "cost_window": costs.window,
-        "cost of some samples": some,
-    }
-
-
-def _of_some_samples(facts: LoaderFacts[Any], costs: Cost) -> list[float] | None:
-    """Return the costs of some indices by the user's function; None if it takes other keys."""
-    try:
-        found: list[float] = costs.of(evenly_spread(facts.dataset_length or 0, _COSTS_COMPARED)).tolist()
-    except Exception as error:
-        if isinstance(error, InvalidOptionError) and order_parameters(facts.stream.source) is not None:
-            raise
-        return None  # of which nobody knows what keys it takes
-    return found
+    return {"cost": costs.described, "cost_of": costs.of_batch, "cost_window": costs.window}
 
 
 def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -> None:
@@ -181,8 +153,7 @@ def require_shareable(facts: LoaderFacts[Any], options: Options, world: World) -
             require_costs(facts, options.costs)
         # With "by_worker", the dataset decides what each rank reads.
         if facts.unit is not ShardedUnit.ITERABLE or not options.by_worker:
-            in_batches = facts.unit is ShardedUnit.SAMPLE
-            require_steps_known(options, world, facts.stream, facts.batching, in_batches=in_batches)
+            require_steps_known(options, world, facts.stream, facts.batching)
 
 
 def _require_copyable(facts: LoaderFacts[Any]) -> None:
@@ -276,12 +247,6 @@ def _require_readable(facts: LoaderFacts[Any]) -> None:
 def _require_iterable_options(facts: LoaderFacts[Any], options: Options, world: World) -> None:
     """Refuse options that do not work with an iterable dataset, which has no indices."""
     name = facts.stream.name
-    if options.by_worker and is_of_energon(type(facts.dataset)):
-        raise InvalidOptionError(
-            f"share='by_worker' does not work with Megatron-Energon's {name}: it takes no other numbers of workers "
-            "than those of its WorkerConfig. Leave share out: with WorkerConfig(rank=0, world_size=1, ...), each rank "
-            "keeps its share; with its own rank and the world's size, Energon shards it itself."
-        )
     is_explicit = world.share_of_rank is None and world.num_replicas > 1
     if options.by_worker and is_explicit and options.uneven != "keep":
         raise InvalidOptionError(
@@ -300,20 +265,7 @@ def _require_iterable_options(facts: LoaderFacts[Any], options: Options, world: 
             )
 
 
-def require_steps_known(
-    options: Options, world: World, stream: StreamFacts, batching: Batching = ONE_PER_STEP, *, in_batches: bool = False
-) -> None:
+def require_steps_known(options: Options, world: World, stream: StreamFacts, batching: Batching = ONE_PER_STEP) -> None:
     """Refuse an epoch without steps, if its length is known now; otherwise the pass refuses it at its end."""
     if (n := stream.length) is not None:
-        plan = Plan.of_stream(options, world.rank, world.num_replicas)
-        require_steps(plan, batching, stream.name, [n], in_batches=in_batches)
-
-
-def require_shuffle(stream: StreamFacts) -> None:
-    """Refuse ``order="scalable"`` for a loader that torch does not shuffle."""
-    if (why_not := why_not_scalable(stream.source)) is not None:
-        raise InvalidOptionError(
-            "order='scalable' replaces torch's own shuffle, and this loader's order comes from "
-            f"{stream.name}, which {why_not}. Build the loader with shuffle=True, or leave "
-            "order out; a sampler of your own can have items_at(positions, epoch) instead."
-        )
+        require_steps(Plan.of_stream(options, world.rank, world.num_replicas), batching, stream.name, [n])

@@ -13,7 +13,6 @@ from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import steps_of
-from ddp_patch.orders.orders import ScalableShuffle, scalable
 from ddp_patch.plan import ONE_PER_STEP, Batching, rest_of
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
@@ -196,8 +195,6 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
     rank_passes: SamplerPasses[T]
 
     def __init__(self, stream: StreamFacts, shuffle: bool, agreed: Agreed, batching: Batching = ONE_PER_STEP) -> None:
-        if agreed.options.is_scalable:
-            stream = StreamFacts.of(scalable(stream.source, agreed.seed))
         kind = type(self)
         super().__init__(
             SamplerPasses(kind.__name__, stream, shuffle, agreed, batching, are_batches=kind._gives_batches)
@@ -221,7 +218,7 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         # What torch, or this package, puts between the loader and the user's sampler has none of its attributes.
         current: Any = self._wrapped_sampler
         yield current
-        while is_torch_batch_sampler(type(current)) or isinstance(current, ScalableShuffle):
+        while is_torch_batch_sampler(type(current)):
             current = current.sampler
             yield current
 
@@ -229,14 +226,10 @@ class ShardedSampler(AttributeProxy, EpochSampler[T]):
         states = self.rank_passes.sampler_states
         return states.changed_by_user() if states.has_counters else None
 
-    def _set(self, name: str, value: Any) -> None:
-        super()._set(name, value)
-        self.rank_passes.note_changed()
-
     @property
     def sampler(self) -> Iterable[T]:
         """The wrapped sampler's, as in one process; if it has none, that sampler."""
-        outer, *inner = (one for one in self._wrapped() if not isinstance(one, ScalableShuffle))
+        outer, *inner = self._wrapped()
         return cast(Iterable[T], inner[0] if inner else getattr(outer, "sampler", outer))
 
     @property

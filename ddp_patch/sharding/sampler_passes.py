@@ -31,10 +31,9 @@ from ddp_patch.orders.random_states import (
 )
 from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE
-from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
+from ddp_patch.sharding.balancing import Balancer, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed
+from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed, in_pieces
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler_states import SamplerStates
 from ddp_patch.sharding.saved_state import Position, States, split_consumed
@@ -44,6 +43,10 @@ __all__ = ["SamplerPasses"]
 
 
 T = TypeVar("T")
+
+# How many items a leader's messages hold at most. An ordinary epoch is one message. A stream of unknown length starts
+# with the smaller number, because it may be slow or endless.
+_LARGEST_PIECE, _FIRST_PIECE = 2**20, 2**12
 
 
 class SamplerPasses(Passes[T]):
@@ -84,11 +87,10 @@ class SamplerPasses(Passes[T]):
         if not shuffles and balancer is None and is_always_alike(self.sampler):
             self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
+        self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
         self.monitor.why_orders_differ = partial(_why_orders_differ, self.name)
         if (held := stream.held_data) is not None:
             self.monitor.compare_held(held)
-        self._order_is_drawn = has_order(self.sampler) and not has_computed_order(self.sampler)
-        self._draws_nothing_at: tuple[object, ...] = ()  # when counting the data was seen to draw nothing
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
         self._epochs_now = partial(epochs_in, self.sampler, stream.counts_epochs)
         self._epochs_told = self._epochs_now()
@@ -97,33 +99,33 @@ class SamplerPasses(Passes[T]):
     # ---- what is drawn ----
 
     def stream_length(self, epoch: int) -> int:
-        """Return the sampler's length, or its own TypeError; some samplers draw to find it."""
-        with self._counting(epoch, partial(random_generators, self.sampler_states.holders)):
-            return len(cast(Any, self.sampler))
+        """Return the sampler's length, or its own TypeError; some samplers or datasets draw to find it, guarded.
 
-    @contextmanager
-    def _counting(self, epoch: int, drawn_from: Callable[[], Sequence[RandomGenerator]] = tuple) -> Iterator[None]:
-        """While entered, let samplers count their data, which may draw, guarded.
-
-        Once it was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is chosen.
-
-        Args:
-            epoch: In which epoch.
-            drawn_from: Tells which generators to put back, besides the global ones.
+        Where that was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is
+        chosen: scripts ask in every step.
         """
         now = (epoch, self._choices, self.epochs.passes, None if self.latest is None else self.latest.drawn)
-        if self._draws_nothing_at == now:
-            yield
-            return
-        with look(drawn_from(), seed=self.agreed.seed.value, epoch=epoch) as was_moved:
-            yield
-            draws_nothing = not was_moved()
-        if draws_nothing:
-            self._draws_nothing_at = now
+        if self._counted_at == now:
+            return len(cast(Any, self.sampler))
+        with self._counting(epoch, random_generators(self.sampler_states.holders)) as was_moved:
+            length = len(cast(Any, self.sampler))
+            self._counted_at = None if was_moved() else now
+        return length
 
-    def note_changed(self) -> None:
-        """Record that the user has set an attribute of the sampler: it may be another dataset."""
-        self._draws_nothing_at = ()
+    def _counting(
+        self, epoch: int, generators: Sequence[RandomGenerator] = ()
+    ) -> AbstractContextManager[Callable[[], bool]]:
+        """Return what to enter while samplers count their data: what they draw then is alike on all ranks."""
+        return look(generators, seed=self.agreed.seed.value, epoch=epoch)
+
+    @property
+    def _has_order(self) -> bool:
+        """Whether the order of an epoch is known without iterating the sampler."""
+        return has_order(self.sampler)
+
+    @property
+    def _order_is_drawn(self) -> bool:
+        return self._has_order and not has_computed_order(self.sampler)
 
     def facts(self, latest: Pass[T] | None) -> Mapping[str, object]:
         """Return the facts by which a state is known to be of this loader, with its length in a pass or now."""
@@ -242,42 +244,32 @@ class SamplerPasses(Passes[T]):
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         order = partial(order_of, self.sampler, epoch, private_generator)
         random_context = partial(self._drawing, epoch, None if self._order_is_drawn else PrivateRNG(seed, epoch))
-        if self._is_looked_up() and (self._balancer is None or not taken):
-            balanced = None
-            if self._balancer is not None:
-                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch, digest=digest)
-            return Indexed(
-                order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
-            )
-        leader, world = self.agreed.leader, self.agreed.world
+        if self._is_looked_up():
+            return Indexed(order, random_context, self.plan, taken, digest=digest, keeps_sizes=keeps_sizes)
+        begin, plan = self._begun_by(order, start), self.plan
         rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
         if self._balancer is not None:
-            rest = partial(balanced_stream, self._balancer, epoch, before, self.plan.num_replicas)
-        drawn: Callable[..., Streamed[T]] = partial(
-            Streamed,
-            self._begun_by(order, start),
-            rest,
-            random_context,
-            name=self.name,
-            draws_ahead=not self._is_one_shot,
-            digest=digest,
-        )
-        if leader is None:
+            rest = partial(balanced_stream, self._balancer, epoch, before, plan.num_replicas)
+        how: dict[str, Any] = {
+            "name": self.name,
+            "draws_ahead": not self._is_one_shot,
+            "keeps_sizes": keeps_sizes,
+        }
+        if (leader := self.agreed.leader) is None:
             known = start.states.streams[0].first if start.states.streams else None
-            return drawn([self.plan], known=known, keeps_sizes=keeps_sizes)
-        plans = [self.agreed.plan(rank) for rank in (world.share_of_rank or {}).values()]
+            return Streamed(begin, rest, random_context, plan, digest=digest, known=known, **how)
         # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
-        first_piece = LARGEST_PIECE if leader.is_leader and self.length_if_any(epoch) is not None else FIRST_PIECE
-        pieces = (1, 1) if self._is_one_shot else (first_piece, LARGEST_PIECE)
-        facts = partial(self._pass_facts, epoch)
-        return FromLeader(partial(drawn, plans), leader, facts, start.states, self.snapshot, pieces)
+        first = _LARGEST_PIECE if leader.is_leader and self.length_if_any(epoch) is not None else _FIRST_PIECE
+        sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
+        pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
+        sent = leader.sent(partial(self._pass_facts, epoch), pieces)
+        return FromLeader(sent, rest, plan, start.states, **how)
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
-        begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
-        # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
-        if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
-            begin = partial(_in_order, order)
+        # Where the order is known, the sampler is not begun: it may count epochs by that.
+        begin: Callable[[], Iterator[T]]
+        begin = partial(_in_order, order) if self._has_order else partial(start_iterating, self.sampler)
         if self.shuffles:
             begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
         if self._gives_runs:
@@ -298,8 +290,8 @@ class SamplerPasses(Passes[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        is_as_it_comes = not (self.shuffles or self._gives_runs)
-        return self.agreed.leader is None and is_as_it_comes and has_order(self.sampler)
+        is_arranged = self.shuffles or self._gives_runs or self._balancer is not None
+        return self._has_order and not is_arranged and self.agreed.leader is None
 
     def note_length(self, current: Pass[T], length: int) -> None:
         """Refuse an epoch that has less than it must; warn once if the sampler's length is wrong.
@@ -329,7 +321,7 @@ class SamplerPasses(Passes[T]):
         if told != (drawn := current.items_of_epoch):
             self._warned_of_length = True
             warnings.warn(
-                f"{self.name} yielded {drawn} items and its len() says {told}. All {drawn} were "
+                f"{self.name} yielded {counted(drawn or 0, 'item')} and its len() says {told}. All {drawn} were "
                 "sharded, and every rank makes the same number of steps. But len() of this loader is wrong, and so "
                 "are schedules and progress bars that use it. Correct the sampler's __len__.",
                 StreamLengthWarning,
@@ -338,8 +330,8 @@ class SamplerPasses(Passes[T]):
 
 
 def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
-    """Draw an order, and yield its items."""
-    return order().items()
+    """Draw an order when its first item is asked for, as torch's samplers do, and yield its items."""
+    yield from order().items()
 
 
 def _arranged(begin: Callable[[], Iterator[T]], places: Callable[[int], Sequence[int]]) -> Iterator[T]:

@@ -9,16 +9,15 @@ from ddp_patch.errors import DDPPatchError, StateError
 from ddp_patch.orders.random_states import (
     RandomGenerator,
     changed_attributes,
+    generator_state,
     generator_states,
     is_stateful,
-    native_state,
     one_at_a_time,
     plain_attributes,
     random_generators,
-    same_state,
     seeded_anew,
+    set_generator_state,
     set_generator_states,
-    set_native_state,
     was_seeded,
 )
 from ddp_patch.sharding.saved_state import States
@@ -103,10 +102,10 @@ class SamplerStates:
             return
         with one_at_a_time():
             self._note_seeded()
-            found = {generator: native_state(generator) for generator in self._generators}
-            moved = {each: state for each, state in found.items() if not same_state(state, self._generators[each])}
+            found = {generator: generator_state(generator) for generator in self._generators}
+            moved = {each: state for each, state in found.items() if state != self._generators[each]}
             for generator in moved:
-                set_native_state(generator, self._generators[generator])
+                set_generator_state(generator, self._generators[generator])
             self._is_drawing = True
             try:
                 yield
@@ -115,24 +114,24 @@ class SamplerStates:
                 self._note_generators()
                 for generator, state in moved.items():
                     self._outside[generator] = state
-                    set_native_state(generator, state)
+                    set_generator_state(generator, state)
 
     def _note_generators(self) -> None:
         """Note the states of the generators, which everybody finds so."""
-        self._generators = {generator: native_state(generator) for generator in self._generators}
+        self._generators = {generator: generator_state(generator) for generator in self._generators}
         self._outside = dict(self._generators)
 
     def _note_seeded(self) -> None:
         """Let the generators that somebody else has seeded go on from there."""
         for generator in () if self._is_drawing else self._generators:
-            now, before = native_state(generator), self._outside[generator]
-            if not same_state(now, before) and was_seeded(generator, before):
+            now, before = generator_state(generator), self._outside[generator]
+            if now != before and was_seeded(generator, before):
                 self._generators[generator] = self._outside[generator] = self._seeded[generator] = now
 
     def _find(self) -> None:
         """Look for generators that samplers were given, or made, since."""
         found = random_generators(self.holders) if self.is_private else []
-        now = {generator: native_state(generator) for generator in found}
+        now = {generator: generator_state(generator) for generator in found}
         self._generators, self._outside = (
             {generator: known.get(generator, state) for generator, state in now.items()}
             for known in (self._generators, self._outside)
@@ -180,7 +179,7 @@ class SamplerStates:
                 if generator in beginning:
                     self._generators[generator] = beginning[generator]
                     if self._is_drawing:
-                        set_native_state(generator, beginning[generator])
+                        set_generator_state(generator, beginning[generator])
             self._counters |= {moved: value for moved, value in beginning.items() if isinstance(moved, tuple)}
             if self._seeded:
                 self._beginnings[epoch], self._seeded = beginning, {}

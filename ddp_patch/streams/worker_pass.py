@@ -184,7 +184,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                     "get_worker_info() in __iter__, or use num_workers=0."
                 )
         if not self._skip and not self._taken_before and None not in lengths:
-            require_steps(plan, worker.batching, worker.name, cast("list[int]", lengths), in_batches=False)
+            require_steps(plan, worker.batching, worker.name, cast("list[int]", lengths))
         if self._skip > plan.largest_share(drawn):
             raise StateError(
                 f"{worker.name} cannot resume from the state: {self._skip} items of each rank's share were "

@@ -69,6 +69,10 @@ def test_a_script_of_the_page_trains(name: str, launch: Any, tmp_path: Path) -> 
     launch(tmp_path, script(name))
 
 
+def test_a_metric_that_is_updated_in_each_step_is_that_of_one_process(tmp_path: Path) -> None:
+    assert "as in one process" in run_script(tmp_path, 3, str(FOLDER.parent / "step_metrics.py"))
+
+
 @pytest.mark.parametrize("name", STARTS_RANKS)
 def test_a_script_of_the_pages_starts_its_ranks(name: str, tmp_path: Path) -> None:
     run(tmp_path, script(name))

@@ -158,7 +158,6 @@ def options_of_training(rank: int, world_size: int) -> Any:
     world = on_ranks(rank, world_size)
     evaluated = Module()
     patching: dict[str, Any] = {"cost": [float(1 + number % 7) for number in range(27)], "uneven": "drop", "seed": 3}
-    patching["order"] = "scalable"  # which loaders that are not shuffled refuse
     trainer = make_trainer(patching=patching, max_epochs=1, **world)
     trainer.fit(evaluated, KINDS[0].make(), DataLoader(NUMBERS[:11], 2, collate_fn=Batch))
     trainer.predict(evaluated, DataLoader(NUMBERS[:1], collate_fn=Batch))

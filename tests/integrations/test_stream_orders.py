@@ -1,9 +1,7 @@
 """webdataset's and Hugging Face's streams, which every rank shuffles by a generator of its own unless it is seeded."""
 
-import io
 import os
 import random
-import tarfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from messages import assert_tells
 from quick import run_ranks, soaked
+from third_party.base import tars
 from told import FOUND, WARNED, Told, in_step
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import assert_shared_exactly
@@ -31,15 +30,7 @@ STEPS = 12  # of 16 samples on each of two ranks, and more than an epoch has
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("shards")
-    for shard in range(SHARDS):
-        with tarfile.open(folder / f"{shard}.tar", mode="w") as tar:
-            for number in range(shard, N, SHARDS):
-                text = str(number).encode()
-                member = tarfile.TarInfo(f"{number:04}.cls")
-                member.size = len(text)
-                tar.addfile(member, io.BytesIO(text))
-    return sorted(map(str, folder.iterdir()))
+    return tars(tmp_path_factory.mktemp("shards"), (range(shard, N, SHARDS) for shard in range(SHARDS)))
 
 
 def web(shards: list[str], shardshuffle: int | bool = False, **options: Any) -> Any:
@@ -115,7 +106,7 @@ def watched(rank: int, world_size: int, shards: list[str]) -> dict[tuple[str, st
     given = {("web", name): make(shards) for name, (make, _) in WEB.items()}
     given |= {("hf", name): make() for name, (make, _) in HUGGING_FACE.items()}
     for (package, name), dataset in given.items():
-        for workers in (0, 2) if world_size == 2 else (0,):  # see tests/ranks/test_stream_orders_ranks.py
+        for workers in (0, 2) if world_size == 2 else (0,):
             seed_ambient(rank)
             loader: DataLoader[Any] = DataLoader(dataset, batch_size=16, collate_fn=as_it_is, num_workers=workers)
             seen = in_step(patch_dataloader_to_ddp(loader), STEPS)

@@ -1,9 +1,7 @@
 """Streams of webdataset, Hugging Face and torchdata: ranks share what each worker of the unpatched loader reads."""
 
 import gc
-import io
 import os
-import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, combinations
@@ -13,6 +11,7 @@ import iterables
 import pytest
 from parts import Read, assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, share
 from quick import run_ranks, soaked
+from third_party.base import tars as write_tars
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata import nodes
 from zoo import N, seed_ambient
@@ -47,15 +46,7 @@ with_and_without_workers = pytest.mark.parametrize("workers", [0, 2])
 
 @pytest.fixture(scope="session")
 def tars(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("tars")
-    for place, shard in enumerate(SHARDS):
-        with tarfile.open(folder / f"{place}.tar", mode="w") as tar:
-            for number in shard:
-                text = str(number).encode()
-                member = tarfile.TarInfo(f"{number:04}.cls")
-                member.size = len(text)
-                tar.addfile(member, io.BytesIO(text))
-    return sorted(map(str, folder.iterdir()))
+    return write_tars(tmp_path_factory.mktemp("tars"), SHARDS)
 
 
 def first(row: tuple[int]) -> int:

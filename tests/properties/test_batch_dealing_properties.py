@@ -4,10 +4,7 @@ What holds of the batches of a window (see ``test_dealing_properties.py``) holds
 layer is filled up with nothing.
 """
 
-from itertools import combinations
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -69,26 +66,3 @@ def test_no_rank_has_the_dearest_part_of_each_batch() -> None:
         order = np.array(balance_batch(costs.tolist(), ranks), np.int64)
         dearest.append(int(np.argmax([costs[order[rank::ranks]].sum() for rank in range(ranks)])))
     assert min(np.bincount(dearest, minlength=ranks)) > 60  # of 100, which deviate by 9
-
-
-@pytest.mark.parametrize(("n", "ranks"), [(5, 2), (6, 3), (7, 3), (2, 4)])
-def test_a_batch_against_the_best_division(n: int, ranks: int) -> None:
-    random = np.random.default_rng(n)
-    for _ in range(50):
-        costs = random.lognormal(size=n)
-        order = np.array(balance_batch(costs.tolist(), ranks), np.int64)
-        found = max(costs[order[rank::ranks]].sum() for rank in range(ranks))
-        assert found <= (2 - 1 / ranks) * least_division(costs, ranks) * (1 + ROUNDING)
-
-
-def least_division(costs: Costs, ranks: int) -> float:
-    """Return the least that the dearest part can cost, where sizes of parts differ by one at most."""
-    each, over = divmod(len(costs), ranks)
-
-    def best(left: frozenset[int], sizes: tuple[int, ...]) -> float:
-        if not sizes:
-            return 0.0
-        parts = combinations(left, sizes[0])
-        return min(max(float(costs[list(part)].sum()), best(left - set(part), sizes[1:])) for part in parts)
-
-    return best(frozenset(range(len(costs))), (each + 1,) * over + (each,) * (ranks - over))

@@ -7,31 +7,21 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from messages import assert_tells
-from quick import run_ranks
+from messages import Words, assert_tells
+from quick import run_ranks, said
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 from zoo import KINDS, STEPS, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
-from ddp_patch import DDPPatchError, DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import message_of
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.plan import Plan
 
 SEED = 100
-
-
-def said(act: Callable[[], Any]) -> tuple[str, str]:
-    """What a rank was told, and by which error."""
-    try:
-        return "nothing", repr(act())
-    except DDPPatchError as error:
-        return type(error).__name__, message_of(error)
 
 
 def items(loader: Any) -> list[Any]:
@@ -44,40 +34,114 @@ def led_loader(sampler: Any, **options: Any) -> Any:
 
 # Ranks that differ.
 
+LEAVE_OUT = ("whole dataset", "split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "order='seeded'")
+SAME = "same on every rank"
 
-# What a rank patches, given whether it is the odd one and its number; and what all are told of that.
-DIFFERING: list[tuple[Callable[[bool, int], Any], list[str]]] = [
+
+class Started(DataLoader[Any]):
+    """Keeps an iterator of its own that was begun, so that it cannot be copied."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.running = map(str, range(1))
+
+
+# What a rank patches, given whether it is rank 1 and its number; and the facts and the remedy that all are told.
+DIFFERING: list[tuple[Callable[[bool, int], Any], Words, Words]] = [
+    (lambda odd, _: loader(sampler=range(9 if odd else 10)), "sampler length: 9 on rank 1; 10 on ranks 0, 2", SAME),
     (
-        lambda odd, _: patch_dataloader_to_ddp(loader(sampler=range(9 if odd else 10))),
-        ["sampler length: 9 on rank 1; 10 on ranks 0, 2"],
+        lambda odd, _: DataLoader(Indices(20 + odd)),
+        ("dataset length: 21 on rank 1; 20 on ranks 0, 2", "sampler length: 21 on rank 1; 20 on ranks 0, 2"),
+        SAME,
     ),
     (
-        lambda odd, _: patch_dataloader_to_ddp(DataLoader(Indices(20 + odd))),
-        ["dataset length: 21 on rank 1; 20 on ranks 0, 2", "sampler length: 21 on rank 1; 20 on ranks 0, 2"],
+        lambda odd, _: [loader()] * 2 if odd else [loader(), loader()],
+        "loaders: loaders[0], loaders[1] (the same as loaders[0]) on rank 1; loaders[0], loaders[1] on ranks 0, 2",
+        SAME,
     ),
     (
-        lambda odd, rank: patch_dataloader_to_ddp(loader(), uneven="drop" if odd else "pad", seed=rank),
-        ["uneven: drop on rank 1; pad on ranks 0, 2", "seed: 0 on rank 0; 1 on rank 1; 2 on rank 2"],
+        lambda odd, _: {name: loader() for name in (("val", "train") if odd else ("train", "val"))},
+        "loaders: loaders['val'], loaders['train'] on rank 1; loaders['train'], loaders['val'] on ranks 0, 2",
+        SAME,
+    ),
+    (lambda odd, _: [] if odd else [loader()], "loaders: loaders (empty) on rank 1; loaders[0] on ranks 0, 2", SAME),
+    (
+        lambda odd, _: [loader(), None if odd else loader()],
+        "loaders: loaders[0], loaders[1] (None) on rank 1; loaders[0], loaders[1] on ranks 0, 2",
+        SAME,
+    ),
+    (lambda odd, _: loader() if odd else [loader()], "loaders: one on rank 1; loaders[0] on ranks 0, 2", SAME),
+    (
+        lambda odd, _: [loader(shuffle=True), {"val": loader(batch_size=3 if odd else 4, shuffle=odd)}],
+        (
+            "loaders[1]['val'] batch_size: 3 on rank 1; 4 on ranks 0, 2",
+            "loaders[1]['val'] sampler: RandomSampler on rank 1; SequentialSampler on ranks 0, 2",
+        ),
+        SAME,
     ),
     (
-        lambda odd, _: DDPSamplerWrapper(range(9 if odd else 10)),
-        ["sampler length: 9 on rank 1; 10 on ranks 0, 2"],
+        lambda odd, _: [loader(), DataLoader(Subset(Indices(), range(5 * odd, 5 * odd + 5)))],
+        ("loaders[1]: ", "datasets of ranks 0, 2 and rank 1", "indices of a Subset"),
+        LEAVE_OUT,
     ),
+    (
+        lambda _, rank: [loader(), loader(sampler=range(rank, 21, 3))],
+        ("loaders[1]: ", "rank 0 and rank 1 and rank 2 would draw different orders from range"),
+        "order='leader'",
+    ),
+]
+# What one rank refuses, given whether it is that one; and by which error.
+REFUSED: list[tuple[Callable[[bool], Any], str]] = [
+    (lambda odd: patch_dataloader_to_ddp(loader(), seed=-1 if odd else 1), "InvalidOptionError"),
+    (lambda odd: patch_dataloader_to_ddp((Started if odd else DataLoader)(Indices(N))), "UnsupportedLoaderError"),
+    (
+        lambda odd: patch_dataloader_to_ddp(loader(sampler=iter(range(N)) if odd else range(N)), cost=[1] * N),
+        "InvalidOptionError",
+    ),
+    (lambda odd: DDPSamplerWrapper(range(N), timeout=-1 if odd else 9), "InvalidOptionError"),
+    (lambda odd: patch_dataloader_to_ddp(5 if odd else loader()), "NotALoaderError"),  # type: ignore[arg-type]  # on purpose
+    (lambda odd: patch_dataloader_to_ddp((loader(), 5 if odd else loader())), "NotALoaderError: loaders[1]: "),
 ]
 
 
-def differing(rank: int, world_size: int) -> list[tuple[str, str]]:
-    return [said(lambda: make(rank == 1, rank)) for make, _ in DIFFERING]  # noqa: B023 - called here
+def differing(rank: int, world_size: int, with_errors: bool) -> Any:
+    """What a rank is told of each, and what two loaders give that are patched afterwards."""
+    seed_ambient(SEED + rank)
+    odd, told, refused = rank == 1, [], []
+    if with_errors:
+        told = [said(lambda make=make: patch_dataloader_to_ddp(make(odd, rank))) for make, *_ in DIFFERING]  # type: ignore[misc]  # a default binds it
+        told += [
+            said(lambda: patch_dataloader_to_ddp(loader(), uneven="drop" if odd else "pad", seed=rank)),
+            said(lambda: DDPSamplerWrapper(range(9 if odd else 10))),
+        ]
+        refused = [[said(lambda of=of, act=act: act(rank == of)) for act, _ in REFUSED] for of in range(2)]  # type: ignore[misc]  # as above
+        ready = patch_dataloader_to_ddp(loader(), rank=rank, num_replicas=world_size)
+        told.append(said(lambda: patch_dataloader_to_ddp(ready if odd else loader())))
+    patched = patch_dataloader_to_ddp((loader(shuffle=True), loader(shuffle=True)))
+    return told, refused, [list(one) for one in patched]
 
 
-def test_ranks_that_differ_are_told_so_on_every_rank_at_once() -> None:
-    """``test_several_ranks.py`` has more, of loaders that are patched in one call."""
-    first, *others = run_ranks(differing, 3)  # ends them before any time-out of theirs
-    assert others == [first] * 2
-    for (name, message), (_, table) in zip(first, DIFFERING, strict=True):
-        assert name == "RankMismatchError"
-        assert [line.strip() for line in message.split("\n")[1:-1]] == table
-        assert_tells(message, "Agreeing on how data is sharded", "same on every rank")
+def test_ranks_that_differ_are_told_so_on_every_rank_at_once_and_nothing_is_patched() -> None:
+    ranks = run_ranks(differing, 3, True)  # ends them before any time-out of theirs
+    expected = [(facts, remedy) for _, facts, remedy in DIFFERING]
+    expected.append((("uneven: drop on rank 1; pad on ranks 0, 2", "seed: 0 on rank 0; 1 on rank 1"), SAME))
+    expected.append(("sampler length: 9 on rank 1; 10 on ranks 0, 2", SAME))
+    expected.append(("sharded already by: ", SAME))
+    for rank, (told, refused, _) in enumerate(ranks):
+        assert told == ranks[0][0]
+        for (name, message), (facts, remedy) in zip(told, expected, strict=True):
+            assert name == "RankMismatchError"
+            assert_tells(
+                message, ("Agreeing on how data is sharded", *([facts] if isinstance(facts, str) else facts)), remedy
+            )
+        for odd, messages in enumerate(refused):
+            for (name, message), (_, error) in zip(messages, REFUSED, strict=True):
+                assert name == (error.partition(":")[0] if rank == odd else "RankMismatchError")
+                if rank != odd:
+                    facts = ("Agreeing on how data is sharded", f"rank {odd}: {error}")
+                    assert_tells(message, facts, "all ranks again")
+    # Seeds are counted as if those calls had not been made, but for the one that was.
+    assert [given for *_, given in ranks] == [given for *_, given in run_ranks(differing, 3, False)]
 
 
 def disagreeing(rank: int, world_size: int) -> Any:
@@ -264,7 +328,7 @@ def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
         said(lambda: patch_dataloader_to_ddp(ahead, order="leader")),
         said(lambda: len(patch_dataloader_to_ddp(ahead))),
         # Each rank shuffles samples of its own, and no rank could draw for another.
-        said(lambda: patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=own), order="scalable")),
+        said(lambda: patch_dataloader_to_ddp(DataLoader(Indices(N), sampler=own))),
     ]
 
 
@@ -273,58 +337,10 @@ def test_ranks_that_one_leads_must_begin_the_same_pass_and_fetch_equally_far_ahe
         assert {other[0], epoch[0], ahead[0], samples[0]} == {"RankMismatchError"}
         assert_tells(other[1], "patched as: number 1 on rank 0; number 2 on rank 1", "same loaders")
         assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
-        assert_tells(epoch[1], "Sending every rank its share", "same on every rank")
+        assert_tells(epoch[1], "Sending every rank the order of an epoch", "same on every rank")
         assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
         assert seeded == ("nothing", "3")
         assert "would draw different orders from SubsetRandomSampler" in samples[1]
-
-
-# Ranks that refuse.
-
-
-class Started(DataLoader[Any]):
-    """Keeps an iterator of its own that was begun, so that it cannot be copied."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.running = map(str, range(1))
-
-
-def refusing(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
-    return [one_refuses(rank == odd) for odd in range(2)]
-
-
-def one_refuses(is_odd: bool) -> list[tuple[str, str]]:
-    ready = patch_dataloader_to_ddp(loader())
-    unsized = iter(range(N)) if is_odd else range(N)
-    return [
-        said(lambda: patch_dataloader_to_ddp(loader(), seed=-1 if is_odd else 1)),
-        said(lambda: patch_dataloader_to_ddp((Started if is_odd else DataLoader)(Indices(N)))),
-        said(lambda: patch_dataloader_to_ddp(loader(sampler=unsized), cost=[1] * N)),
-        said(lambda: patch_dataloader_to_ddp(ready if is_odd else loader())),
-        said(lambda: DDPSamplerWrapper(range(N), timeout=-1 if is_odd else 9)),
-        said(lambda: patch_dataloader_to_ddp(5 if is_odd else loader())),  # type: ignore[arg-type]
-        said(lambda: len(patch_dataloader_to_ddp(loader(), seed=1))),  # and then they are in step again
-    ]
-
-
-def test_what_one_rank_refuses_all_are_told_at_once() -> None:
-    ranks = run_ranks(refusing, 3)  # ends them before any time-out of theirs
-    names = ["InvalidOptionError", "UnsupportedLoaderError", "InvalidOptionError", "", "InvalidOptionError"]
-    for (rank, of_rank), odd in product(enumerate(ranks), range(2)):
-        told = of_rank[odd]
-        assert told[-1] == ("nothing", "2")
-        assert told[3][0] == "RankMismatchError"
-        assert "  sharded already by: " in told[3][1]
-        for place, name in enumerate([*names, "NotALoaderError"]):
-            if place == 3:
-                continue
-            if rank == odd:
-                assert told[place][0] == name
-            else:
-                said_name, message = told[place]
-                assert said_name == "RankMismatchError"
-                assert_tells(message, ("Agreeing on how data is sharded", f"rank {odd}: {name}"), "all ranks again")
 
 
 # Topology.

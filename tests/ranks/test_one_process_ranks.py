@@ -122,6 +122,12 @@ def left_earlier(rank: int, loader: Any, model: Any) -> None:
         optimizer.step()
 
 
+def of_a_fixed_size(rank: int, loader: Any, model: Any) -> None:
+    _optimizer = trained(model, loader)
+    for batch in loader:
+        model(batch).view(5, 1)
+
+
 def drifting(rank: int, loader: Any, model: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -165,6 +171,11 @@ WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
     (steps_within_backward, UnsupportedLoaderError, ["makes a step while backward() runs"]),
     (other_ways, RankMismatchError, ["rank 0 begins to iterate", "rank 1 calls backward()", "after 4 calls"]),
     (left_earlier, RankMismatchError, ["rank 0 begins to iterate a loader that is divided", "rank 1 calls backward()"]),
+    (
+        of_a_fixed_size,
+        RuntimeError,
+        ["invalid for input", "part of each batch here, this one", "of 5 samples", "--whole"],
+    ),
     (drifting, RankMismatchError, ["no longer train the same model", "weight, of shape (1, 2)", "rank 0 and rank 1"]),
     (other_data, RankMismatchError, ["random numbers differ between the ranks", "generator of its own"]),
     (graphs_of_gradients, UnsupportedLoaderError, ["create_graph=True", "--whole"]),
@@ -184,7 +195,7 @@ def wrong(rank: int, world_size: int) -> list[tuple[type[BaseException] | type[N
             with autopatch(as_one_process=True, timeout=30):
                 function(rank, loader, model)
         except Exception as error:  # noqa: BLE001 - its kind is compared
-            errors.append((type(error), str(error)))
+            errors.append((type(error), "\n".join([str(error), *getattr(error, "__notes__", [])])))
         else:
             errors.append((type(None), f"{function.__name__} raised nothing"))
     return errors

@@ -2,8 +2,6 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,14 +9,13 @@ import torch
 import torch.distributed as dist
 from messages import assert_tells
 from quick import run_each, run_ranks, soaked
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from zoo import (
     ALL_KINDS,
     BY_NAME,
     STEPS,
     Indices,
     Kind,
-    as_it_is,
     draw_ambient,
     loader,
     seed_ambient,
@@ -134,61 +131,8 @@ def standing_alone(rank: int, world_size: int) -> Any:
     return list(wrapper), list(wrapper), wrapper.seed
 
 
-# ---- what all ranks change through the loader after the patch counts on all, from the next pass on ----
-
-
-class Growing(Sampler[int]):
-    """Yields 8 more in each pass, until somebody starts over."""
-
-    def __init__(self) -> None:
-        self.size, self.shuffle = 8, True
-
-    def __iter__(self) -> Iterator[int]:
-        size = self.size
-        self.size += 8
-        yield from torch.randperm(size).tolist() if self.shuffle else range(size)
-
-    def start_over(self) -> None:
-        self.size = 8
-
-
-def curricula(rank: int, world_size: int) -> dict[str, list[list[int]]]:
-    return {share: changed(rank, share) for share in ("samples", "batches", "within_batches")}
-
-
-def changed(rank: int, share: Any) -> list[list[int]]:
-    seed_ambient(100 + rank)
-
-    def patched(**options: Any) -> Any:
-        given: Any = DataLoader(range(48), batch_size=4, collate_fn=as_it_is, **options)  # type: ignore[arg-type]
-        return patch_dataloader_to_ddp(given, share=share)
-
-    growing, weighted = patched(sampler=Growing()), patched(sampler=WeightedRandomSampler([1.0] * 48, 48))
-    epochs = [[*chain(*growing)], [*chain(*growing)]]
-    if rank == 0:
-        assert [*growing.sampler.sampler]  # a look, which moves nothing
-    growing.sampler.start_over()
-    epochs.append([*chain(*growing)])
-    growing.sampler.shuffle = False
-    epochs.append([*chain(*growing)])
-    assert [*chain(*weighted)]
-    weighted.sampler.weights = torch.tensor([0.0] * 47 + [1.0])
-    return [*epochs, [*chain(*weighted)]]
-
-
-def assert_changed(first: dict[str, Any], second: dict[str, Any]) -> None:
-    for share in first:
-        ranks = first[share], second[share]
-        *growing, weighted = [sorted(chain(*parts)) for parts in zip(*ranks, strict=True)]
-        assert growing == [[*range(8)], [*range(16)], [*range(8)], [*range(16)]], share
-        assert ranks[0][3] == sorted(ranks[0][3]), share
-        assert set(weighted) == {47}, share
-        assert [len(epoch) for epoch in ranks[0]] == [len(epoch) for epoch in ranks[1]], share
-
-
-def test_two_ranks_share_what_spawned_workers_read_a_generators_stream_a_wrappers_and_what_changes() -> None:
-    read, led, by_wrapper, by_share = run_each(2, with_workers, with_generators_of_their_own, standing_alone, curricula)
-    assert_changed(*by_share)
+def test_two_ranks_share_what_spawned_workers_read_a_generators_stream_and_a_wrappers() -> None:
+    read, led, by_wrapper = run_each(2, with_workers, with_generators_of_their_own, standing_alone)
     for epoch in range(2):
         together = Counter(read[0][epoch] + read[1][epoch])
         assert set(together) == set(range(23))

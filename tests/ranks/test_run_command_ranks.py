@@ -112,6 +112,7 @@ def test_a_script_that_makes_a_group(script: Path, tmp_path: Path) -> None:
     assert "DistributedDataParallel" not in done.stderr
 
 
+@pytest.mark.soak  # torchrun starts slowly
 def test_a_module_that_averages_nothing(script: Path, tmp_path: Path) -> None:
     options = ["--except", f"*/training.py:{VAL_LINE}", "--seed=3", "-m", "package.training"]
     done = launch(tmp_path, TORCHRUN, *options, str(tmp_path))

@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from messages import assert_tells
 from quick import run_ranks
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from zoo import Indices, N, Own, PKBatches, Source, as_it_is, loader, seed_ambient
 
-from ddp_patch import DDPPatchError, check_loaders_is_patched, patch_dataloader_to_ddp
-from ddp_patch.errors import message_of
+from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.ranks.exchange import _Meeting
 
 
@@ -73,67 +71,3 @@ def meeting_once(rank: int, world_size: int) -> tuple[int, int, bool]:
 
 def test_ranks_meet_once_for_three_loaders() -> None:
     assert run_ranks(meeting_once, 3) == [(1, 2, True)] * 3
-
-
-def said(act: Callable[[], Any]) -> tuple[str, str]:
-    """What a rank was told, and by which error."""
-    try:
-        act()
-    except DDPPatchError as error:
-        return type(error).__name__, message_of(error)
-    return "nothing", ""
-
-
-def differing(rank: int, world_size: int, with_errors: bool) -> tuple[list[tuple[str, str]], list[Any]]:
-    """Calls in which rank 1 differs, and what two loaders give that are patched afterwards."""
-    seed_ambient(100 + rank)
-    odd = rank == 1
-    sets: list[Callable[[], Any]] = [
-        lambda: [loader()] * 2 if odd else [loader(), loader()],
-        lambda: {"val": loader(), "train": loader()} if odd else {"train": loader(), "val": loader()},
-        lambda: [] if odd else [loader(shuffle=True)],
-        lambda: [loader(), None] if odd else [loader(), loader()],
-        lambda: loader() if odd else [loader()],
-        lambda: [loader(shuffle=True), {"val": loader(batch_size=3 if odd else 4, shuffle=odd)}],
-        lambda: [loader(), DataLoader(Subset(Indices(), range(5 * odd, 5 * odd + 5)))],
-        lambda: [loader(), loader(sampler=range(rank, 21, 3))],
-        lambda: (loader(), 5 if odd else loader()),
-    ]
-    told = [said(lambda make=make: patch_dataloader_to_ddp(make())) for make in sets if with_errors]  # type: ignore[misc]  # a default binds it
-    if with_errors:
-        told.append(said(lambda: patch_dataloader_to_ddp([loader()], uneven="drop" if odd else "pad")))
-    patched = patch_dataloader_to_ddp((loader(shuffle=True), loader(shuffle=True)))
-    return told, [list(one) for one in patched]
-
-
-def test_ranks_that_differ_are_told_in_which_loader_and_nothing_is_patched() -> None:
-    ranks = run_ranks(differing, 3, True)
-    errors = [told for told, _ in ranks]
-    assert errors[0][:8] == errors[1][:8] == errors[2][:8]
-    assert {name for name, _ in errors[0]} == {"RankMismatchError"}
-    nests, (values, contents, parts) = [text.split("\n")[1:-1] for _, text in errors[0][:5]], errors[0][5:8]
-    assert nests == [
-        ["  loaders: loaders[0], loaders[1] (the same as loaders[0]) on rank 1; loaders[0], loaders[1] on ranks 0, 2"],
-        ["  loaders: loaders['val'], loaders['train'] on rank 1; loaders['train'], loaders['val'] on ranks 0, 2"],
-        ["  loaders: loaders (empty) on rank 1; loaders[0] on ranks 0, 2"],
-        ["  loaders: loaders[0], loaders[1] (None) on rank 1; loaders[0], loaders[1] on ranks 0, 2"],
-        ["  loaders: one on rank 1; loaders[0] on ranks 0, 2"],
-    ]
-    assert values[1].split("\n")[1:-1] == [
-        "  loaders[1]['val'] batch_size: 3 on rank 1; 4 on ranks 0, 2",
-        "  loaders[1]['val'] sampler: RandomSampler on rank 1; SequentialSampler on ranks 0, 2",
-    ]
-    assert contents[1].startswith("loaders[1]: ")
-    functions = ("whole dataset", "split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "order='seeded'")
-    assert_tells(contents[1], ("datasets of ranks 0, 2 and rank 1", "indices of a Subset"), functions)
-    assert parts[1].startswith("loaders[1]: ")
-    assert_tells(parts[1], "rank 0 and rank 1 and rank 2 would draw different orders from range", "order='leader'")
-    assert_tells(errors[0][9][1], "uneven: drop on rank 1; pad on ranks 0, 2", "same on every rank")
-    (refused, why), others = errors[1][8], (errors[0][8], errors[2][8])
-    assert refused == "NotALoaderError"
-    assert_tells(why, ("loaders[1]", "5 (int)"), "loader itself")
-    for name, text in others:
-        assert name == "RankMismatchError"
-        assert_tells(text, ("rank 1: NotALoaderError: loaders[1]: ", "5 (int)"), "all ranks again")
-    # Seeds are counted as if those calls had not been made.
-    assert [given for _, given in ranks] == [given for _, given in run_ranks(differing, 3, False)]

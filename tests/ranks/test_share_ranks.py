@@ -1,22 +1,13 @@
 """Real gloo ranks that share whole batches, choose differently, or would make no step: all are told alike."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from quick import run_ranks
+from quick import run_ranks, said
 from torch.utils.data import DataLoader
 from zoo import Bare, Source, as_it_is, loader, seed_ambient
 
-from ddp_patch import DDPPatchError, patch_dataloader_to_ddp
-
-
-def said(act: Callable[[], Any]) -> tuple[str, str]:
-    """What a rank was told, and by which error."""
-    try:
-        return "nothing", repr(act())
-    except DDPPatchError as error:
-        return type(error).__name__, str(error)
+from ddp_patch import patch_dataloader_to_ddp
 
 
 def lacking(**made: Any) -> DataLoader[Any]:

@@ -55,15 +55,6 @@ def weights_follow_the_losses_of_a_rank(job: Job, through: bool) -> None:
         sampler.weights = torch.rand(N, dtype=torch.double) + 0.1
 
 
-@program("error")
-def hard_samples_come_once_more(job: Job) -> None:
-    raw: Any = loader(sampler=users.Collects())
-    train = job.patch(raw)
-    for _ in range(3):
-        for indices in job.step(job.begin(padding=N), train):
-            raw.sampler.hard += indices[: job.rank]
-
-
 ENTROPIC: dict[str, Make] = {
     "entropy": lambda: loader(sampler=users.Entropic()),
     "time": lambda: loader(sampler=users.Entropic(users.by_time)),
@@ -75,11 +66,6 @@ ENTROPIC: dict[str, Make] = {
 @program("error", each=ENTROPIC)
 def an_order_draws_on_entropy_later(job: Job, make: Make) -> None:
     job.train(job.patch(make()), epochs=3)
-
-
-@program("error", each=ENTROPIC, all_reduce="never")
-def an_order_draws_on_entropy_later_and_nobody_waits(job: Job, make: Make) -> None:
-    an_order_draws_on_entropy_later(job, make)
 
 
 LOOKED_AT: dict[str, Make] = {
@@ -94,24 +80,6 @@ REMEDY = ("Look at a batch on every rank", "iterate the unpatched loader", "load
 @program("error", each=LOOKED_AT, tells=(*LOOK, *REMEDY))
 def rank_0_looks_at_a_batch(job: Job, make: Make) -> None:
     train = job.patch(make())
-    if job.rank == 0:
-        next(iter(train))
-    job.train(train)
-
-
-@program("error", tells=(*LOOK, *REMEDY))
-def rank_0_looks_and_keeps_its_iterator(job: Job) -> None:
-    train = job.patch(loader(shuffle=True))
-    if job.rank == 0:
-        train.kept = iter(train)
-        next(train.kept)
-    job.train(train)
-
-
-@program("error", tells=("rank 0 left epoch 2 after 1 batch", *REMEDY))
-def rank_0_looks_after_the_epoch_is_set(job: Job) -> None:
-    train = job.patch(loader(shuffle=True))
-    train.set_epoch(2)
     if job.rank == 0:
         next(iter(train))
     job.train(train)
@@ -253,16 +221,6 @@ def one_of_several_datasets_is_shuffled(job: Job) -> None:
         parts[1].arrange(random.sample(range(N, 2 * N), N))
 
 
-@program("error")
-def another_part_of_the_files_is_chosen(job: Job) -> None:
-    dataset: Any = users.Lazy()
-    dataset.files = dataset.all = [f"{number}.png" for number in range(N)]  # as many
-    train = job.patch(loader(dataset))
-    for _ in range(3):
-        job.train(train)
-        dataset.files = random.sample(dataset.files, N)
-
-
 @program("error", each={"shuffled": True, "in order": False})
 def a_dataset_grows_by_more_on_one_rank(job: Job, shuffle: bool) -> None:
     dataset = users.Rows()
@@ -270,16 +228,6 @@ def a_dataset_grows_by_more_on_one_rank(job: Job, shuffle: bool) -> None:
     for _ in range(3):
         job.train(train, list(dataset.rows), padding=N)
         dataset.rows += range(len(dataset), len(dataset) + 6 * (1 + job.rank))
-
-
-@program("error")
-def bad_rows_are_dropped_on_one_rank(job: Job) -> None:
-    dataset = users.Rows()
-    train = job.patch(loader(dataset))
-    job.train(train)
-    if job.rank:
-        del dataset.rows[7]
-    job.train(train, epochs=2)
 
 
 @program("error", each={"shuffled": True, "in order": False})
@@ -313,26 +261,6 @@ def one_rank_ends_its_last_epoch(job: Job, after: int) -> None:
     job.train(job.patch(loader(Stops(N if job.rank == 0 else after), shuffle=True)))
 
 
-class Takes(users.Numbers):
-    """Takes what comes next, whatever its index; only it looks whether that is one."""
-
-    def __init__(self) -> None:
-        self.items = iter(range(10 * LONG))
-
-    def __len__(self) -> int:
-        return LONG
-
-    def __getitem__(self, index: int) -> int:
-        if index >= LONG:
-            raise IndexError
-        return next(self.items)
-
-
-@program("error", each=WORKERS)
-def each_rank_takes_what_comes_next(job: Job, workers: int) -> None:
-    job.train(job.patch(loader(Takes(), shuffle=True, num_workers=workers)), range(LONG))
-
-
 class Reading(NamedTuple):
     """How rank 1 reads a stream otherwise than the others: in how many epochs, and with how many workers."""
 
@@ -361,30 +289,6 @@ def one_rank_reads_a_stream_otherwise(job: Job, reading: Reading) -> None:
     if job.rank == 1:
         vars(stream).update(reading.how)
     job.train(train, range(LONG), epochs=reading.epochs)
-
-
-@program("error", all_reduce="each epoch")
-def one_rank_takes_a_lost_connection_for_the_end_and_ranks_meet_after_it(job: Job) -> None:
-    one_rank_reads_a_stream_otherwise(job, Reading({"ends": 300}))
-
-
-@program("error")
-def one_rank_takes_a_lost_connection_for_the_end_where_items_load_slowly(job: Job) -> None:
-    stream = users.Stream(2 * SIZE * job.world)
-    train = job.patch(loader(stream))
-    if job.rank == 1:
-        stream.ends = SIZE * job.world
-    else:
-        stream.delay_s = 0.2
-    job.train(train, range(stream.n))
-
-
-@program("error")
-def one_rank_reads_a_longer_stream(job: Job) -> None:
-    train = job.patch(loader(users.Stream()))
-    job.train(train)
-    train.dataset.n = N + 24 * job.rank
-    job.train(train, padding=N)
 
 
 OF_A_STREAM = ("Stream", "lost", "seed", "same on every rank", "random.Random(epoch)", "set_epoch()")

@@ -3,8 +3,6 @@
 import random
 from collections.abc import Callable
 from itertools import islice
-from queue import Queue
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSamp
 from users import REMEDIED, SHUFFLERS, SIZE, UNHELD, N, loader
 
 from ddp_patch import loader_state, restore_loader
+from ddp_patch.samplers import ScalableRandomSampler
 
 program = Programs()
 Make = Callable[[], DataLoader[Any]]
@@ -56,13 +55,12 @@ def nobody_else_draws_from_what_a_sampler_does_not_hold(job: Job, make: Make) ->
     job.train(job.patch(make()), epochs=3)
 
 
-COMPUTED: dict[str, tuple[Make, dict[str, Any]]] = {"computed": (lambda: loader(shuffle=True), {"order": "scalable"})}
+COMPUTED: dict[str, Make] = {"computed": lambda: loader(sampler=ScalableRandomSampler(N, seed=1))}
 
 
-@program("complete", each={kind: (make, {}) for kind, make in REMEDIED.items()} | COMPUTED)
-def some_ranks_look_and_all_set_an_epoch(job: Job, how: tuple[Make, dict[str, Any]]) -> None:
-    make, options = how
-    train = job.patch(make(), **options)
+@program("complete", each=REMEDIED | COMPUTED)
+def some_ranks_look_and_all_set_an_epoch(job: Job, make: Make) -> None:
+    train = job.patch(make())
     for epoch in (0, 1, 4, 5):
         for _ in range(job.rank):
             next(iter(train))
@@ -140,36 +138,21 @@ def all_change_what_it_gives(job: Job, how: tuple[Make, Callable[[Any], object],
     job.train(train, after, epochs=2)
 
 
+@program("complete", each={share: share for share in ("batches", "within_batches")})
+def all_change_what_is_shared_otherwise(job: Job, share: str) -> None:
+    make, change, before, after = CHANGED["by a method"]
+    train = job.patch(make(), share=share)
+    job.train(train, before, padding=N)
+    change(train)
+    job.train(train, after, padding=N)
+
+
 @program("complete", each=WORKERS)
 def the_dataset_s_own_set_epoch_counts(job: Job, how: dict[str, Any]) -> None:
     train = job.patch(loader(users.EpochStream(), **how))
     train.dataset.set_epoch(5)
     for epoch in (5, 6, 7):
         job.train(train, range(1000 * epoch, 1000 * epoch + N))
-
-
-@program("complete or error")
-def a_thread_reads_ahead_while_dropout_draws(job: Job) -> None:
-    train = job.patch(loader(shuffle=True))
-    for _ in range(3):
-        epoch, queue = job.begin(), Queue[Any](2)
-
-        def read(queue: Any = queue) -> None:
-            try:
-                for batch in train:
-                    queue.put(batch)
-                queue.put(None)
-            except Exception as error:  # noqa: BLE001 - raised again in the main thread
-                queue.put(error)
-
-        thread = Thread(target=read)
-        thread.start()
-        while (batch := queue.get()) is not None:
-            torch.nn.functional.dropout(torch.ones(1000))
-            if isinstance(batch, Exception):
-                raise batch
-            epoch.take(batch)
-        thread.join()
 
 
 @program("complete or error")
@@ -246,18 +229,6 @@ def a_dataset_crops_with_the_sampler_s_generator(job: Job, make: Callable[[int],
         if job.rank == 0:
             train.dataset[0]
         job.train(train)
-
-
-@program("complete")
-def two_loaders_have_one_generator(job: Job) -> None:
-    rng = random.Random(3)
-    train, val = (job.patch(loader(sampler=users.Shuffles(rng))) for _ in range(2))
-    for _ in range(2):
-        job.train(train)
-        if job.rank == 0:
-            list(islice(val, 1))
-        val.set_epoch(0)
-        job.train(val)
 
 
 @program("complete")

@@ -15,7 +15,7 @@ import users
 from iterables import ShardPerWorker
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
-from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state
@@ -48,14 +48,6 @@ def a_sampler_learns_from_all_ranks(job: Job, options: dict[str, Any]) -> None:
         raw.sampler.losses = of_all_ranks(losses)
 
 
-@program("complete")
-def weights_follow_the_losses_of_all_ranks(job: Job) -> None:
-    train = job.patch(loader(sampler=WeightedRandomSampler([1.0] * N, N, replacement=False)))
-    for _ in range(3):
-        job.train(train)
-        train.sampler.weights = torch.tensor(of_all_ranks([random.random() for _ in range(N)]), dtype=torch.double)
-
-
 @program(
     "complete", each={"in order": {}, "shuffled": {"shuffle": True}, "workers": {"shuffle": True, "num_workers": 1}}
 )
@@ -65,15 +57,6 @@ def data_grow_alike(job: Job, how: dict[str, Any]) -> None:
     for _ in range(3):
         job.train(train, list(dataset.rows))
         dataset.rows += range(len(dataset), len(dataset) + 12)
-
-
-@program("complete")
-def rows_are_shuffled_alike(job: Job) -> None:
-    dataset = users.Rows()
-    train = job.patch(loader(dataset))
-    for epoch in range(3):
-        random.Random(epoch).shuffle(dataset.rows)
-        job.train(train)
 
 
 class Noisy(users.Numbers):

@@ -1,19 +1,23 @@
 """What a loader of another package has to say of itself, to be tried."""
 
 import atexit
+import io
 import os
 import shutil
+import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Batch", "Case", "Fate", "N", "Numbers", "World", "files", "items_in"]
+from ddp_patch import patch_dataloader_to_ddp
+
+__all__ = ["HELD", "Batch", "Case", "Fate", "N", "Numbers", "World", "drawn_by", "files", "held_patched", "tars"]
 
 N = 23  # a prime: no world size but 1 divides it
 
@@ -61,7 +65,7 @@ class Case:
     name: str
     make: Callable[[World], Any]
     fate: Fate = Fate.SHARED
-    items: Callable[[Any], Batch] = field(default=lambda batch: items_in(batch))
+    items: Callable[[Any], Batch] = field(default=lambda batch: tuple(_leaves(batch)))
     whole: bool = False
     steps: int | None = None
     on_ranks: bool = False
@@ -86,12 +90,25 @@ class Numbers(Dataset[int]):
         return index
 
 
-def items_in(batch: Any) -> Batch:
-    """Return the numbers and texts in a batch."""
-    return tuple(_leaves(batch))
+def drawn_by(sampler: Any = None, n: int = N, batch_size: int = 4, **options: Any) -> DataLoader[int]:
+    """Return a loader of n numbers whose sampler is another package's, or by ``batch_sampler=`` its batch sampler."""
+    if "batch_sampler" not in options:
+        options |= {"batch_size": batch_size, "sampler": sampler}
+    return DataLoader(Numbers(n), **options)
+
+
+# What is said of a loader that holds another one, and that.
+HELD = "outer.loader = patch_dataloader_to_ddp(outer.loader)"
+
+
+def held_patched(outer: Any, options: dict[str, Any]) -> Any:
+    """Patch the loader that another one holds."""
+    outer.loader = patch_dataloader_to_ddp(outer.loader, **options)
+    return outer
 
 
 def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the numbers and texts in a batch."""
     match value:
         case torch.Tensor():
             yield from value.flatten().tolist()
@@ -114,3 +131,16 @@ def files(name: str, write: Callable[[Path], object]) -> Path:
     if not folder.exists():
         write(folder)
     return folder
+
+
+def tars(folder: Path, shards: Iterable[Iterable[int]]) -> list[str]:
+    """Write webdataset's tar files of some numbers each, and return their paths."""
+    folder.mkdir(exist_ok=True)
+    for place, shard in enumerate(shards):
+        with tarfile.open(folder / f"{place}.tar", mode="w") as tar:
+            for number in shard:
+                text = str(number).encode()
+                member = tarfile.TarInfo(f"{number:04}.cls")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+    return sorted(map(str, folder.iterdir()))

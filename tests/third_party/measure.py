@@ -124,8 +124,9 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 
 
 def _is_counted(loader: Any) -> bool:
-    # The guard refuses webdataset's and PyTorch Geometric's loaders around another one.
+    # The guard refuses webdataset's, PyTorch Geometric's and Lightning's loaders around others.
     inner = loader.pipeline[0] if hasattr(loader, "pipeline") else getattr(loader, "loader", loader)
+    inner = getattr(inner, "iterables", inner)
     try:
         return check_loaders_is_patched([inner])
     except NotALoaderError:

@@ -1,12 +1,9 @@
 """What is told of a sampler before it is shared: nothing is used up, copied in vain or moved."""
 
 import logging
-import pickle
-import random
 from collections.abc import Iterator
-from functools import partial
+from contextlib import nullcontext
 from itertools import count, islice
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -31,17 +27,14 @@ from zoo import (
     draw_ambient,
     seed_ambient,
     seeded_generator,
-    shuffled_by,
     units,
 )
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order
-from ddp_patch.ranks import leader
-from ddp_patch.ranks.exchange import joined
-from ddp_patch.ranks.leader import FIRST_PIECE, LARGEST_PIECE, Leader, in_pieces
+from ddp_patch.sharding.item_sources import in_pieces
+from ddp_patch.sharding.saved_state import States
 
 
 def sample_order(sampler: Any, dataset: Any = None) -> str | None:
@@ -89,13 +82,6 @@ def test_a_torch_generator_seeded_by_rank_does_not_show_for_its_state_is_sent() 
     one = RandomSampler(Indices(), generator=torch.Generator().manual_seed(1))
     other = RandomSampler(Indices(), generator=torch.Generator().manual_seed(2))
     assert sample_order(one) == sample_order(other)
-
-
-def test_other_indices_or_weights_show() -> None:
-    assert sample_order(SubsetRandomSampler(range(5))) != sample_order(SubsetRandomSampler(range(1, 6)))
-    assert sample_order(WeightedRandomSampler([1, 2], 2)) != sample_order(WeightedRandomSampler([2, 1], 2))
-    assert sample_order(RandomSampler(Indices())) != sample_order(SequentialSampler(Indices()))
-    assert sample_order(["a.jpg", "b.jpg"]) != sample_order(["b.jpg", "a.jpg"])
 
 
 class Counting(Sampler[int]):
@@ -152,20 +138,6 @@ def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCapture
     assert not missing(dataset, ("order of an iterable dataset", "not compared", "use it up"))
 
 
-def test_which_samples_a_subset_holds() -> None:
-    """A list of indices and a range of them are alike; a Subset of a Subset is told by both."""
-    whole = Indices()
-    assert chosen_samples(whole) == ()
-    first, again, second = (chosen_samples(Subset(whole, indices)) for indices in (range(5), [*range(5)], range(5, 10)))
-    assert () not in {first, second}
-    assert first == again != second
-    of_the_first, of_the_second = (
-        chosen_samples(Subset(Subset(whole, half), [0])) for half in (range(5), range(5, 10))
-    )
-    assert of_the_first != of_the_second
-    assert chosen_samples(Subset(whole, iter(range(5)))) == ()  # type: ignore[arg-type]  # which nobody can look up
-
-
 def test_an_explicit_world_compares_nothing() -> None:
     """And draws nothing ahead of the first pass."""
     generator = seeded_generator()
@@ -174,24 +146,6 @@ def test_an_explicit_world_compares_nothing() -> None:
     patched = patch_dataloader_to_ddp(torch.utils.data.DataLoader(Indices(), sampler=sampler), rank=0, num_replicas=2)
     assert torch.equal(generator.get_state(), before)
     assert len(units(KINDS[0], patched)) == 12
-
-
-def test_a_generator_that_a_partial_holds_is_found_and_left_as_it_is() -> None:
-    for make in (np.random.default_rng, np.random.RandomState, random.Random, torch_generator):
-        sampler = Own(partial(permuted, make(3)))
-        expected = list(Own(partial(permuted, make(3))))
-        assert sample_order(sampler) is not None
-        assert list(sampler) == expected
-
-
-def torch_generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def permuted(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return torch.randperm(N, generator=generator)
-    return shuffled_by(generator) if isinstance(generator, random.Random) else generator.permutation(N)
 
 
 class ItsOwnSampler(Indices):
@@ -210,24 +164,9 @@ def test_a_dataset_that_is_its_own_sampler_is_not_drawn() -> None:
     assert torch.equal(both.generator.get_state(), before)
 
 
-def test_a_leader_sends_an_ordinary_epoch_at_once_and_each_rank_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    n, members, put = 100_000, [0, 1, 2, 3], list[Any]()
-    store = SimpleNamespace(multi_set=lambda *given: put.append(given))
-    monkeypatch.setattr(leader, "default_store", lambda: store)
-    chunks = iter([[range(start + rank, start + 1000, 4) for rank in members] for start in range(0, n, 1000)])
-    pieces = in_pieces(chunks, lambda is_last: "noted", len(members), LARGEST_PIECE, LARGEST_PIECE)
-    base = Leader(members, timeout=1)._next(pieces, {rank: {"epoch": 0} for rank in members})
-    ((keys, values),) = put
-    assert keys == [f"{base}/{rank}" for rank in members]
-    whole = len(pickle.dumps(list(range(n))))
-    for rank, key, value in zip(members, keys, values, strict=True):
-        sent, _ = joined(store, key, value)
-        assert len(sent) < 1.01 * whole / len(members)
-        assert pickle.loads(sent) == (list(range(rank, n, 4)), "noted", True)  # noqa: S301 - ours
-
-
-def test_an_endless_stream_is_sent_in_pieces_that_grow_to_a_limit() -> None:
-    chunks = ([range(2048), range(2048)] for _ in count())
-    pieces = in_pieces(chunks, lambda is_last: None, 2, FIRST_PIECE, LARGEST_PIECE)
-    sizes = [sum(map(len, piece)) for piece, *_ in islice(pieces, 12)]
-    assert sizes == [min(FIRST_PIECE * 2**place, LARGEST_PIECE) for place in range(12)]
+def test_a_leader_draws_an_ordinary_epoch_at_once_and_an_endless_one_in_pieces_that_grow_to_a_limit() -> None:
+    states = States(), lambda: States((1,))
+    ((items, before, after),) = in_pieces(lambda: iter(range(100_000)), nullcontext, states, 2**20, 2**20)
+    assert (items, before, after) == ([*range(100_000)], States(), States((1,)))
+    endless = in_pieces(count, nullcontext, states, 2**12, 2**20)
+    assert [len(items) for items, *_ in islice(endless, 12)] == [min(2 ** (12 + place), 2**20) for place in range(12)]

@@ -1,7 +1,7 @@
 """The audit of a loader whose costs are known: how ranks wait, without ``cost=`` and with it."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import audit_setups as setups
@@ -12,14 +12,10 @@ from audit_setups import Untouchable
 from messages import raises
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
-from trying import over
-from zoo import ALL_KINDS, Kind
 
 from ddp_patch import Cost, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing.report import page
 from ddp_patch.errors import InvalidOptionError
-from ddp_patch.samplers import PKBatchSampler
-from ddp_patch.sharding import balancing
 from ddp_patch.sharding.balancing import Balancer
 
 N = 400
@@ -181,10 +177,6 @@ def with_another_instead(order: Places) -> Places:
     return np.where(order == 0, 1, order)
 
 
-def with_more(order: Places) -> Places:
-    return np.concatenate([order, np.arange(5)])
-
-
 def damage(monkeypatch: pytest.MonkeyPatch, how: Callable[[Places], Places]) -> None:
     """Damage every window that is dealt, also that of one process."""
     dealt = Balancer.order_of
@@ -199,58 +191,3 @@ def test_a_sample_that_is_lost_in_a_deal_is_found(name: str, monkeypatch: pytest
     assert report.epochs[0].missing
     assert len(report.problems) == 1
     assert audit(make(), 4, epochs=1, **options).ok
-
-
-def test_batches_that_are_repeated_in_a_deal_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    make, _ = MADE["batches of other sizes"]
-    damage(monkeypatch, with_more)
-    report = audit(make(), 4, epochs=1, cost=COSTS)
-    assert {problem.kind for problem in report.problems} & {"padding", "repeated"}
-
-
-def test_a_deal_that_mixes_two_batches_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    dealt = balancing._balanced
-
-    def mixed(*given: Any) -> Iterator[Any]:
-        first, second, *rest = dealt(*given)
-        yield from [[*first[:2], *second[2:]], [*second[:2], *first[2:]], *rest]
-
-    monkeypatch.setattr(balancing, "_balanced", mixed)
-    labels = [index % 8 for index in range(N)]
-    given = plain(batch_sampler=PKBatchSampler(labels, 2, 2))
-    assert audit(given, 2).ok
-    (problem,) = audit(given, 2, cost=COSTS).problems
-    assert problem.kind == "split_batch"
-    assert problem.what.startswith("2 of the ")
-
-
-WITHOUT_INDICES = {"tuple keys", "string keys", "dict keys", "None among the keys", "an iterator, once"}
-# itertools.count cannot be copied from Python 3.14 on.
-OF_INDICES = [
-    kind
-    for kind in ALL_KINDS
-    if kind.name not in WITHOUT_INDICES and "count" not in kind.name and not kind.name.startswith("iterable")
-]
-
-
-@over(OF_INDICES)
-def test_every_kind_of_loader_holds_balanced_as_it_does_without(kind: Kind) -> None:
-    options: dict[str, Any] = {"epochs": min(2, kind.epochs), "max_items": 60}
-    report = audit(kind.make(), 3, cost=lambda index: 1 + index % 5, **options)
-    assert report.ok == (kind.name != "len too long")
-    assert [epoch.steps for epoch in report.epochs] == [
-        epoch.steps for epoch in audit(kind.make(), 3, **options).epochs
-    ]
-
-
-REFUSED: dict[str, tuple[DataLoader[Any], str, str]] = {
-    "an iterator": (plain(sampler=iter(range(N))), "range_iterator", "iterated again"),
-    "iterable": (DataLoader(setups.Stream()), "iterable dataset", "Leave cost= out"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_balanced_is_refused_as_by_the_patch(name: str) -> None:
-    given, why, remedy = REFUSED[name]
-    with raises(InvalidOptionError, ("cost=", why), remedy):
-        audit(given, 4, cost=cost_of_index)

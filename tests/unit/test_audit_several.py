@@ -11,7 +11,6 @@ from zoo import loader
 
 from ddp_patch import audit
 from ddp_patch.auditing import Report, Reports
-from ddp_patch.auditing.finding import find
 from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
 
 
@@ -65,7 +64,3 @@ def test_random_states_stay_where_loaders_are_made() -> None:
     before = torch.get_rng_state()
     audit(make, 2)
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_the_command_lines_targets_and_audits_arguments_are_found_alike() -> None:
-    assert list(find("audit_setups:torchs")) == ["torchs"]

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from messages import Words, raises
-from quick import soaked
-from torch.utils.data import DataLoader
 
-from ddp_patch import Cost, audit, patch_dataloader_to_ddp
+from ddp_patch import audit, patch_dataloader_to_ddp
 from ddp_patch.auditing.commands import commands
 from ddp_patch.auditing.finding import find
 from ddp_patch.auditing.report import Report
@@ -72,26 +70,21 @@ def run(*arguments: str) -> Result:
     ("name", "options", "code", "shown"),
     [
         ("train", [], 0, "✓ train  4 ranks x 4 steps, each of 103 samples once, 1 padding\n"),
-        ("loaders", [], 0, "✓ loaders.val[0]  4 ranks x 2 steps, each of 20 samples once\n"),
         ("build", [], 0, "✓ build.train   4 ranks"),
         ("make", [], 1, "✘ same_order"),
         ("make", ["--set-epoch"], 0, "✓ make"),
         ("make", ["--allow", "same_order"], 0, "; allowed: same_order"),
         ("train", ["--no-patch"], 1, "✘ not_sharded"),
-        ("train", ["--no-padding"], 1, "✘ padding"),
         ("train", ["--no-padding", "--uneven", "keep"], 0, "✓ train"),
         ("train", ["--no-patch", "--uneven", "keep"], 2, "Could not run: ddp_patch.errors.InvalidOptionError"),
         ("several", ["--set-epoch"], 1, "✓ several.train    4 ranks"),
-        ("several", [], 1, "✘ not_sharded"),
         ("several", [], 1, "✘ several.more[0] on 4 ranks"),
-        ("fails", [], 2, "Could not run: LookupError: no [data] here"),
         ("number", [], 2, "number is 7 (int)"),
         ("nothing", [], 2, "nothing holds no loader: it is []"),
         ("exits", [], 2, "Could not run: SystemExit: 0"),
         ("other", [], 2, "other(0, 4)"),
         ("absent", [], 2, "has no 'absent'"),
         ("train", ["--epochs", "0"], 2, "0 is not in the range"),
-        ("train", ["--world-size", "1"], 2, "1 is not in the range"),
     ],
 )
 def test_it_prints_what_holds_and_exits_by_it(path: str, name: str, options: list[str], code: int, shown: str) -> None:
@@ -119,7 +112,7 @@ def test_a_place_is_shown_as_it_is(path: str) -> None:
 def test_json_and_markdown(path: str) -> None:
     told = json.loads(run("audit", f"{path}:loaders", "-w", "4", "--format", "json").stdout)
     assert set(told) == {"loaders.train", "loaders.val[0]"}
-    assert all(report["ok"] for report in told.values())
+    assert all(report["ok"] and report["versions"]["torch"].startswith("2.") for report in told.values())
     markdown = run("audit", f"{path}:make", "-w", "4", "--format", "markdown")
     assert "| epochs differ | no |" in markdown.stdout
     assert markdown.exit_code == 1
@@ -158,11 +151,6 @@ def test_an_error_names_the_loader(path: str) -> None:
     assert done.exit_code == 2
 
 
-def test_a_project_of_three_right_loaders_takes_three_lines(path: str) -> None:
-    Path(path).write_text(f"{Path(path).read_text()}\nthree = dict.fromkeys(['train', 'val', 'test'], train)\n")
-    assert run("audit", f"{path}:three", "-w", "4").output.count("\n") == 3
-
-
 @pytest.mark.parametrize(
     ("name", "options", "line", "title"),
     [
@@ -181,20 +169,6 @@ def test_problems_are_annotations_where_loaders_are_made(
     first = done.output.splitlines()[0]
     assert first.startswith("::error file=")
     assert f"{Path(path).name},line={number},title={title}" in first
-
-
-def test_balance_is_shown_without_cost_and_with_it(path: str) -> None:
-    balance = ["--cost", f"{path}:cost"]
-    done = run("audit", f"{path}:train", "-w", "4", "-e", "1", *balance, "--format", "json")
-    told = json.loads(done.stdout)["train"]
-    lengths = [1 + index % 2 for index in range(103)]
-    loader: DataLoader[Any] = DataLoader(range(103), batch_size=8, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
-    report = audit(loader, 4, 1, cost=Cost(lengths, of="padded", window=4))
-    (epoch,) = report.epochs
-    assert told["epochs"][0]["imbalance"] == epoch.imbalance
-    assert told["epochs"][0]["unbalanced"] == epoch.unbalanced
-    markdown = run("audit", f"{path}:train", "-w", "4", "-e", "1", *balance, "--format", "markdown").stdout
-    assert "% without cost=)" in markdown
 
 
 # Parameters that have no option, and why.
@@ -221,12 +195,10 @@ def test_every_parameter_has_its_option() -> None:
     ("options", "passed"),
     [
         ([], {"patch": True, "padding": True}),
-        (["--order", "seeded"], {"order": "seeded"}),
         (
-            ["--order", "scalable", "--share", "by_worker"],
-            {"order": "scalable", "share": "by_worker"},
+            ["--order", "leader", "--share", "by_worker"],
+            {"order": "leader", "share": "by_worker"},
         ),
-        (["--share", "batches"], {"share": "batches"}),
         (
             ["--seed", "4", "--uneven", "drop"],
             {"seed": 4, "uneven": "drop"},
@@ -332,40 +304,10 @@ def test_an_error_of_the_users_code_is_shown_with_its_notes_and_its_traceback(tm
     assert whole.output.count("LookupError: no shard for rank 0") == 1
 
 
-def test_an_error_in_the_arguments_shows_no_code(path: str) -> None:
-    done = run("audit", f"{path}:absent", "-w", "2")
-    said, section = done.output.splitlines()
-    assert "absent" in said
-    assert "InvalidOptionError" in section
-    assert "--traceback" not in done.output
-
-
-def test_json_says_with_what_it_was_audited(path: str) -> None:
-    told = json.loads(run("audit", f"{path}:loaders", "-w", "2", "--format", "json").stdout)["loaders.train"]
-    assert told["versions"]["torch"].startswith("2.")
-
-
-def test_an_error_whose_message_cannot_be_made_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "mute.py"
-    text = "class Mute(Exception):\n    def __str__(self):\n        raise LookupError\ndef make():\n    raise Mute\n"
-    file.write_text(text)
-    done = run("audit", f"{file}:make", "-w", "2")
-    assert done.exit_code == 2
-    assert "Mute: <exception str() failed>" in done.output
-
-
-def test_where_to_look_it_up_is_said_last(tmp_path: Path) -> None:
-    file = tmp_path / "refused.py"
-    file.write_text("import ddp_patch\ndef make():\n    ddp_patch.patch_dataloader_to_ddp(3)\n")
-    lines = run("audit", f"{file}:make", "-w", "2").output.splitlines()
-    assert lines[-1].endswith("python -m ddp_patch explain NotALoaderError")
-
-
-@pytest.mark.parametrize("form", ["text", soaked("json"), soaked("markdown")])
-def test_a_reader_that_goes_away_changes_no_verdict(path: str, form: str) -> None:
+def test_a_reader_that_goes_away_changes_no_verdict(path: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "ddp_patch", "audit", f"{path}:train", "-w", "2", "--format", form]
+    command = [sys.executable, "-m", "ddp_patch", "audit", f"{path}:train", "-w", "2"]
     try:
         done = subprocess.run(command, stdout=writer, stderr=-1, text=True, check=False)  # noqa: S603 - ours
     finally:
@@ -373,24 +315,6 @@ def test_a_reader_that_goes_away_changes_no_verdict(path: str, form: str) -> Non
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_report_is_there_if_the_page_cannot_be_written(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **options: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "write_text", fails)
-    done = run("audit", f"{path}:train", "-w", "2", "--html", str(Path(path).with_suffix(".html")))
-    assert done.stdout.startswith("✓ train")
-    assert "Could not run: OSError: no space left" in done.stderr
-    assert done.exit_code == 2
-
-
 def test_names_that_a_part_has_are_listed(path: str) -> None:
     with raises(InvalidOptionError, (":loaders has no 'zz'", "train, val"), None):
         find(f"{path}:loaders.zz")
-
-
-def test_a_function_that_returns_nothing_is_said_to(tmp_path: Path) -> None:
-    file = tmp_path / "nothing_made.py"
-    file.write_text("def empty():\n    return []\n")
-    with raises(NotALoaderError, "empty returned no loader", "at least"):
-        find(f"{file}:empty")

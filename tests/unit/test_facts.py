@@ -1,6 +1,5 @@
 """A loader is looked at once, and what the look tells."""
 
-import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +9,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from zoo import Indices, Source
 
-from ddp_patch import audit
-from ddp_patch.loaders import facts
 from ddp_patch.loaders.facts import ShardedUnit, StreamFacts, look_at
 
 
@@ -50,13 +47,6 @@ def test_one_look_tells_what_is_sharded(loader: DataLoader[Any], told: Told) -> 
         look.unit = ShardedUnit.SAMPLE  # type: ignore[misc]  # it is frozen
 
 
-@pytest.mark.parametrize(("workers", "ahead"), [(0, 0), (2, 4)])
-def test_it_tells_how_many_batches_workers_fetch_ahead(workers: int, ahead: int) -> None:
-    loader: DataLoader[Any] = DataLoader(Indices(10), num_workers=workers)
-    look = look_at(loader)
-    assert (look.num_workers, look.batches_ahead) == (workers, ahead)
-
-
 class Counting:
     """Counts how often its length is asked for, which moves the global generators."""
 
@@ -79,27 +69,3 @@ def test_a_length_is_asked_for_once_and_only_where_it_is_needed() -> None:
     assert sampler.asked == 1
     assert before[0] == random.getstate()
     assert bool((before[1] == torch.get_rng_state()).all())
-
-
-def test_a_pickled_look_is_one_at_the_pickled_loader() -> None:
-    look = look_at(DataLoader(Indices(10), 4, shuffle=True))
-    again = pickle.loads(pickle.dumps(look))  # noqa: S301 - pickled just now
-    assert again.stream.source is again.loader.sampler is not look.loader.sampler
-    assert again.described == look.described
-
-
-@pytest.mark.parametrize("patch", [True, False])
-@pytest.mark.parametrize(("loader", "told"), LOOKS)
-def test_an_audit_looks_at_no_loader_twice(
-    loader: DataLoader[Any], told: object, patch: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[DataLoader[Any]] = []
-    sharded_part = facts._sharded_part
-
-    def noted(one: DataLoader[Any], iterated: Any) -> Any:
-        seen.append(one)
-        return sharded_part(one, iterated)
-
-    monkeypatch.setattr(facts, "_sharded_part", noted)
-    audit(loader, 2, epochs=3, patch=patch)
-    assert len(seen) == len(set(map(id, seen))) > 3

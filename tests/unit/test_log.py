@@ -66,17 +66,9 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     "alike": (Rank().all_of(0).takes(1, 3), Rank().all_of(0).takes(1, 5), None),
     "a slow rank": (Rank().all_of(0).all_of(1).takes(2, 3), Rank().takes(0, 5), None),
     "another epoch": (Rank().takes(0, 3), Rank().takes(1, 3), "passes"),
-    "another epoch, later": (Rank().all_of(0).takes(1, 2), Rank().all_of(0).takes(2, 2), "passes"),
-    "an epoch left out": (Rank().all_of(0).all_of(2).all_of(3), Rank().all_of(0).all_of(1).takes(3, 2), "passes"),
     "another beginning": (Rank().takes(0, 3, begins_at="4"), Rank().takes(0, 3), "passes"),
     # (b) one digest
     "another order": (Rank().takes(0, 5, order="abcxefgh"), Rank().takes(0, 4), "order"),
-    "another order, not so far yet": (Rank().takes(0, 5, order="abcxefgh"), Rank().takes(0, 3), None),
-    "other epochs have other orders": (
-        Rank().all_of(0, order="hgfe").takes(1, 3),
-        Rank().takes(0, 2, order="hg"),
-        None,
-    ),
     "another order before, and both in the next": (
         Rank().all_of(0, order="abcxefgh").takes(1, 2),
         Rank().all_of(0).takes(1, 2),
@@ -84,43 +76,12 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     ),
     # (c) no longer than where it is over
     "left": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 4), "length"),
-    "left, and the other not so far": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3), None),
-    "left, and both in the next": (Rank().takes(0, 3).takes(1, 2), Rank().all_of(0).takes(1, 2), "length"),
-    "left, and the other in the next but one": (
-        Rank().takes(0, 3).takes(1, 2),
-        Rank().all_of(0).all_of(1).takes(2, 2),
-        "length",
-    ),
-    "left on both": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 3).takes(1, 5), None),
-    "cut short": (Rank().takes(0, 3, State.LEFT), Rank().takes(0, 4), "length"),
     "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), "length"),
-    "ended early on both": (Rank().all_of(0, 3), Rank().all_of(0, 3).takes(1, 2), None),
-    "failed, and the others stopped": (
-        Rank().takes(0, 3, State.FAILED).takes(1, 2),
-        Rank().takes(0, 4).takes(1, 2),
-        None,
-    ),
     "failed, and the others went through": (
         Rank().takes(0, 3, State.FAILED).takes(1, 2),
         Rank().all_of(0),
         "length",
     ),
-    "failed, and the others went through to the next": (
-        Rank().takes(0, 3, State.FAILED).takes(1, 2),
-        Rank().all_of(0).takes(1, 2),
-        "length",
-    ),
-    "failed, and the others heard of it late": (
-        Rank().takes(0, 3, State.FAILED).takes(1, 2),
-        Rank().takes(0, 6).takes(1, 2),
-        None,
-    ),
-    "failed, and both are two passes further": (
-        Rank().takes(0, 3, State.FAILED).all_of(1).takes(2, 2),
-        Rank().all_of(0).all_of(1).takes(2, 2),
-        "length",
-    ),
-    "failed in the last batch": (Rank().takes(0, 7, State.FAILED).takes(1, 2), Rank().all_of(0), None),
     "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
     "failed before the ranks compared, and an epoch set": (
         Rank().takes(0, 1, State.FAILED, compares=False).sets_an_epoch().takes(1, 2),
@@ -152,11 +113,6 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     ),
     # (e) as many passes over other loaders
     "validated alone": (Rank().all_of(0).takes(1, 2, others=1), Rank().all_of(0).takes(1, 2), "others"),
-    "validated alone, before": (
-        Rank().all_of(0).all_of(1, others=1).takes(2, 2, others=1),
-        Rank().all_of(0).all_of(1).takes(2, 2, others=1),
-        "others",
-    ),
     "a thread's": (Rank().takes(0, 2, is_own=True), Rank().takes(0, 2, others=3), None),
     # a restored position
     "both restored": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 3).restores().takes(0, 5), None),
@@ -184,14 +140,6 @@ def test_a_rank_hears_that_others_left_the_pass_that_it_is_in(further: Rank) -> 
     assert found.theirs is not None
     assert (found.rule, found.theirs.batches) == ("length", 3)
     assert difference(Rank().takes(0, 3).log, further.log.record()) is None
-
-
-def test_a_rank_hears_that_another_failed_in_an_earlier_pass() -> None:
-    further = Rank().takes(0, 3, State.FAILED).takes(1, 2)
-    found = difference(Rank().all_of(0).log, further.log.record())
-    assert found is not None
-    assert found.rule == "length"
-    assert difference(Rank().takes(0, 4).takes(1, 2).log, further.log.record()) is None
 
 
 def test_one_rank_may_have_as_many_batches_more_as_it_has_readers() -> None:

@@ -13,7 +13,6 @@ from ddp_patch import (
     DDPSamplerWrapper,
     assert_loaders_patched,
     check_loaders_is_patched,
-    extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
 from ddp_patch.errors import (
@@ -32,7 +31,7 @@ PAIR = ("rank=", "num_replicas=")
 WHOLE = ("int", "None", "torch.initial_seed()")
 OPTIONS: list[tuple[dict[str, Any], Words, Words]] = [
     ({"uneven": "padd"}, "uneven='padd'", ("'pad'", "'drop'", "'keep'")),
-    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'leader'", "'scalable'")),
+    ({"order": ["seeded"]}, "order=['seeded']", ("'auto'", "'seeded'", "'leader'")),
     ({"seed": -1}, ("seed=-1", "0"), WHOLE),
     ({"rank": 1, "num_replicas": None}, ("rank=1", "num_replicas"), ("num_replicas", "process group")),
     ({"rank": None, "num_replicas": 2}, ("num_replicas=2", "rank"), ("rank", "process group")),
@@ -53,13 +52,6 @@ def test_options(options: dict[str, Any], facts: Words, remedy: Words) -> None:
     with raises(InvalidOptionError, facts, remedy) as of_the_wrapper:
         DDPSamplerWrapper(range(3), **(EXPLICIT | options))
     assert str(of_the_patch.value) == str(of_the_wrapper.value)
-
-
-@pytest.mark.parametrize("operation", [patch_dataloader_to_ddp, extract_loader_parameters])
-def test_not_a_loader(operation: Any) -> None:
-    facts = (operation.__name__, "torch.utils.data.DataLoader", "{1, 2}", "set")
-    with raises(NotALoaderError, facts, "loader itself"):
-        operation({1, 2})
 
 
 class Stream(IterableDataset[int]):
@@ -245,9 +237,6 @@ def test_nothing_is_drawn_or_changed_when_an_option_is_refused() -> None:
     "message",
     [
         "rank=20 of 3 is too large. Pass a smaller rank=.",
-        "rank=2 of 13 is too large. Pass a smaller rank=.",
-        "rank=2.5 of 3 is too large. Pass a smaller rank=.",
-        "rank=2 of 3 is too large. Pass a smaller one.",
         "rank=2 of 3 is too large. A smaller rank= would do.",
         "Pass a smaller rank=. rank=2 of 3 is too large.",
         "rank=2 of 3 is too large. Pass a smaller rank=",

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
-from ddp_patch.running.gradients import MEAN, SUM, WEIGHED, StepWeight, reductions_of
+from ddp_patch.running.gradients import MEAN, SUM, WEIGHED, StepWeight, is_additive, reductions_of
 from ddp_patch.running.launch import ALONE, backend_here
 from ddp_patch.running.lockstep import RandomNumbers, Replicas, models_of, seed_all
 
@@ -87,21 +87,15 @@ Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 LOSSES: dict[str, tuple[Loss, set[str]]] = {
     "mean squared error": (lambda x, y, _: functional.mse_loss(x, y), {MEAN}),
     "its sum": (lambda x, y, _: functional.mse_loss(x, y, reduction="sum"), {SUM}),
-    "half of it": (lambda x, y, _: 0.5 * functional.mse_loss(x, y), {MEAN}),
     "cross entropy": (lambda x, _, t: functional.cross_entropy(x, t), {MEAN}),
     "its sum, in half": (lambda x, _, t: 0.5 * functional.cross_entropy(x, t, reduction="sum").float(), {SUM}),
-    "smoothed": (lambda x, _, t: functional.cross_entropy(x, t, label_smoothing=0.1), {MEAN}),
     "classes weigh": (lambda x, _, t: functional.cross_entropy(x, t, weight=torch.ones(CLASSES)), {WEIGHED}),
-    "absolute, summed": (lambda x, y, _: nn.L1Loss(reduction="sum")(x, y), {SUM}),
-    "binary": (lambda x, y, _: functional.binary_cross_entropy_with_logits(x, y.sigmoid()), {MEAN}),
-    "divergence": (lambda x, y, _: functional.kl_div(x, y.softmax(1), reduction="batchmean"), {MEAN}),
     "a mean by hand": (lambda x, y, _: ((x - y) ** 2).sum() / len(x), {MEAN}),
     "a sum of means": (lambda x, y, _: ((x - y) ** 2).mean(1).sum(), {SUM}),
     "a mean of sums": (lambda x, y, _: ((x - y) ** 2).sum(1).mean(), {MEAN}),
     "by the batch size": (lambda x, y, _: ((x - y) ** 2).sum() / WHOLE, {SUM}),
     "by some number": (lambda x, y, _: ((x - y) ** 2).sum() / 7, set()),
     "accumulated": (lambda x, y, _: functional.mse_loss(x, y) / 4, {MEAN}),
-    "two means": (lambda x, y, t: functional.mse_loss(x, y) + functional.cross_entropy(x, t), {MEAN}),
     "a mean and a penalty": (
         lambda x, y, _: functional.mse_loss(x, y) + 0.1 * torch.ones(9).requires_grad_().sum(),
         {MEAN},
@@ -117,6 +111,36 @@ def test_what_a_loss_is_of_its_samples(name: str) -> None:
     outputs = torch.randn(PART, CLASSES, requires_grad=True)
     loss = make(outputs.log_softmax(1), torch.randn(PART, CLASSES), torch.randint(0, CLASSES, (PART,)))
     assert reductions_of(loss, PART, WHOLE) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        *((make, True) for make, kinds in LOSSES.values() if kinds),
+        (lambda x, y, _: (x.softmax(1) * y).sum(1).mean(), True),
+        (lambda x, y, _: x.mean(), True),  # it has no second derivative
+        (lambda x, y, _: y.mean(), True),  # it is not of the outputs
+        (lambda x, y, _: (x - y).norm(), False),
+        (lambda x, y, _: functional.mse_loss(x, y).sqrt(), False),
+        (lambda x, y, _: functional.cross_entropy(x @ y.T, torch.arange(len(x))), True),  # with what is no output
+        (lambda x, y, _: functional.cross_entropy(x @ x.T, torch.arange(len(x))), False),
+        (lambda x, y, _: 1 - 2 * (x.sigmoid() * y).sum() / (x.sigmoid() + y).sum(), False),
+        (lambda x, y, _: functional.normalize(x, dim=0).pow(4).sum(), False),
+    ],
+)
+def test_whether_a_loss_adds_up_what_its_samples_give(make: Loss, expected: bool) -> None:
+    outputs = torch.randn(PART, CLASSES, requires_grad=True)
+    loss = make(outputs.log_softmax(1), torch.rand(PART, CLASSES), torch.randint(0, CLASSES, (PART,)))
+    before = torch.get_rng_state()
+    assert is_additive(loss, outputs, PART) is expected
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_two_outputs_for_a_sample_may_be_compared() -> None:
+    outputs = torch.randn(2 * PART, CLASSES, requires_grad=True)
+    first, second = outputs[:PART], outputs[PART:]
+    assert is_additive(functional.cosine_similarity(first, second).mean(), outputs, PART)
+    assert not is_additive((first @ second.T).exp().sum(), outputs, PART)
 
 
 class Meeting:
@@ -299,7 +323,17 @@ def test_one_rank_runs_without_a_process_group() -> None:
         assert torch.autograd.backward is backward
 
 
-@pytest.mark.parametrize("options", [{"share": "samples"}, {"dry_run": True}, {"rank": 0, "num_replicas": 2}])
+def test_a_compiled_model_trains_on_divided_batches() -> None:
+    model: Any = torch.compile(nn.Linear(1, 1), backend="aot_eager", fullgraph=True)
+    with autopatch(as_one_process=True) as summary:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(TensorDataset(torch.ones(6, 1)), batch_size=3):
+            model(*batch).mean().backward()
+            optimizer.step()
+    assert summary.records[0].fate == "divided"
+
+
+@pytest.mark.parametrize("options", [{"share": "samples"}, {"rank": 0, "num_replicas": 2}])
 def test_options_that_one_process_decides_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError, match=next(iter(options))), autopatch(as_one_process=True, **options):  # type: ignore[arg-type]  # several kinds
         pass

@@ -1,9 +1,8 @@
 """Orders that are looked up: the very streams of torch's samplers, and each rank only its part of them."""
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice, product
+from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,15 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from zoo import Indices, as_it_is
+from zoo import as_it_is
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
-from ddp_patch.errors import InvalidOptionError, StreamLengthError
-from ddp_patch.orders.chunks import MOST_AHEAD, MOST_PLAIN
-from ddp_patch.orders.orders import ScalableShuffle, blocks, has_order, order_of
-from ddp_patch.orders.random_states import PrivateRNG, Seed
+from ddp_patch.errors import StreamLengthError
+from ddp_patch.orders.chunks import MOST_AHEAD
+from ddp_patch.orders.orders import has_order, order_of
 from ddp_patch.plan import Plan
 
 WORDS = [f"{index}.jpg" for index in range(103)]
-SEED = Seed(0, is_chosen=True)
 
 
 def generator() -> torch.Generator:
@@ -112,14 +109,6 @@ def test_only_exactly_torchs_samplers_and_random_access_have_an_order() -> None:
     assert not has_order(Reversed(3))
     assert not has_order(Delegating(LookedUp(3)))
     assert not has_order(OfSomethingElse(3))
-
-
-def test_blocks_begin_small_and_cover_all() -> None:
-    positions = range(5, 50_000, 3)
-    found = list(blocks(positions))
-    assert [position for block in found for position in block] == list(positions)
-    assert [len(block) for block in found[:8]] == [64, 128, 256, 512, 1024, 2048, 4096, 4096]
-    assert list(blocks(range(0))) == []
 
 
 class LookedUp:
@@ -207,14 +196,6 @@ def test_a_sampler_with_random_access_is_asked_for_its_share_alone(n: int, world
     assert sampler.epochs == {3}
 
 
-def test_the_last_positions_near_the_largest_integer_are_right() -> None:
-    n = 2**63 - 1
-    wrapper = DDPSamplerWrapper(LookedUp(n), False, num_replicas=1000, rank=999, order="seeded")
-    share = Plan(999, 1000).share(n)
-    wrapper.load_state_dict(wrapper.state_dict() | {"parts": [[[1000, len(share) - 2]]]})
-    assert [*iter(wrapper)] == [n - 1 - share[-2], n - 1 - share[-1] % n]
-
-
 def test_a_position_is_reached_without_asking_for_those_before() -> None:
     sampler = LookedUp(10**9)
     wrapper = DDPSamplerWrapper(sampler, False, num_replicas=4, rank=1, order="seeded")
@@ -224,49 +205,6 @@ def test_a_position_is_reached_without_asking_for_those_before() -> None:
 
 
 # What does not depend on the machine: how much is drawn, held and swapped.
-
-
-class Counting(Sampler[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.drawn = 0
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(self.n):
-            self.drawn += 1
-            yield index
-
-
-def swaps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    entered: list[None] = []
-    original = PrivateRNG.__enter__
-
-    def enter(self: PrivateRNG) -> None:
-        entered.append(None)
-        original(self)
-
-    monkeypatch.setattr(PrivateRNG, "__enter__", enter)
-    return entered
-
-
-def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = swaps(monkeypatch)
-    n = 500_000
-    wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, order="seeded")
-    entered.clear()
-    assert sum(1 for _ in wrapper) == n // 8
-    assert n // MOST_AHEAD <= len(entered) <= n // MOST_AHEAD + 20  # the first are shorter
-    longer = DDPSamplerWrapper(Counting(8 * n), False, num_replicas=8, rank=0, seed=0, order="seeded")
-    entered.clear()
-    assert sum(1 for _ in longer) == n
-    assert len(entered) <= 8 * n // MOST_AHEAD // 2
-    looked_up = DDPSamplerWrapper(RandomSampler(range(n)), False, num_replicas=8, rank=0, seed=0)
-    entered.clear()
-    assert sum(1 for _ in looked_up) == n // 8
-    assert len(entered) <= 2
 
 
 class DrawnWhenCounted(Dataset[int]):
@@ -310,23 +248,6 @@ def test_a_sampler_that_is_given_the_global_generator_is_like_one_that_is_given_
     assert found[0] == found[1]
 
 
-def most_ahead(before: int) -> int:
-    """How far a stream of indices, or of lists of them, may be drawn ahead after so many samples."""
-    return max(MOST_AHEAD, min(MOST_PLAIN, before // 64))
-
-
-def test_indices_are_drawn_ahead_by_a_part_of_what_came_before() -> None:
-    sampler = Counting(5_000_000)
-    wrapper = DDPSamplerWrapper(sampler, False, num_replicas=8, rank=0, seed=0, order="seeded")
-    sampler.drawn, farthest = 0, 0
-    for taken in wrapper:
-        ahead = sampler.drawn - taken
-        if ahead > farthest:
-            farthest = ahead
-            assert ahead <= most_ahead(taken)
-    assert farthest == MOST_PLAIN
-
-
 class Batches(Sampler[list[int]]):
     """New lists, or one that it fills again and again."""
 
@@ -343,56 +264,6 @@ class Batches(Sampler[list[int]]):
             yield batch
 
 
-class Buckets(Sampler[list[int]]):
-    """Fills lists that it holds, and clears each when it has given it."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        buckets: list[list[int]] = [[] for _ in range(200)]
-        for index in range(40_000):
-            bucket = buckets[index % 200]
-            bucket.append(index)
-            if len(bucket) == 4:
-                yield bucket
-                bucket.clear()
-
-
-def test_batches_that_are_cleared_later_are_kept() -> None:
-    batches = list(DDPBatchSamplerWrapper(Buckets(), False, num_replicas=1, rank=0))
-    assert sorted(index for batch in batches for index in batch) == list(range(40_000))
-
-
-GROWING: dict[str, Callable[[int], Any]] = {
-    "tensors": lambda _: torch.zeros(64),
-    "tuples": lambda _: (0,) * 64,
-    "larger and larger": lambda step: [0] * min(step + 1, 512),
-    "empty": lambda _: [],
-    "names": lambda _: ["a name"] * 64,
-}
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_how_far_is_drawn_ahead_is_counted_in_samples(name: str) -> None:
-    drawn: list[int] = []
-
-    def endless() -> Iterator[Any]:
-        for step in count():
-            batch = GROWING[name](step)
-            drawn.append(max(1, len(batch)))
-            yield batch
-
-    class Endless(Sampler[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return endless()
-
-    wrapper = DDPBatchSamplerWrapper(Endless(), False, num_replicas=4, rank=0, order="seeded")
-    before = 0
-    for step, _ in zip(range(3000), wrapper, strict=False):
-        # Batches that grow are seen to when the next chunk begins.
-        most = most_ahead(before) if name == "larger and larger" else MOST_AHEAD
-        assert sum(drawn[4 * step :]) <= 2 * most
-        before += sum(drawn[4 * step : 4 * step + 4])
-
-
 @pytest.mark.parametrize("reuses", [False, True])
 def test_batches_are_drawn_ahead_by_samples_and_copied_where_they_are_used_again(reuses: bool) -> None:
     sampler = Batches(320_000, reuses)
@@ -403,16 +274,6 @@ def test_batches_are_drawn_ahead_by_samples_and_copied_where_they_are_used_again
         assert len(batch) == 32
         assert sampler.drawn - (4 * place + 1) <= MOST_AHEAD // 32
     assert place == 2499
-
-
-@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-@pytest.mark.parametrize("n", [0, 3, 4, 7, 300, 301, 5000])
-def test_what_is_left_out_of_chunks_is_other_ranks(n: int, uneven: Any) -> None:
-    for stream in (list(range(n)), [[start, start + 1] for start in range(n)]):
-        for rank in range(3):
-            wrapper: Any = DDPBatchSamplerWrapper(stream, False, num_replicas=3, rank=rank, seed=0, uneven=uneven)
-            plan = Plan(rank, 3, uneven)
-            assert list(wrapper) == [stream[position % n] for position in plan.share(n)]
 
 
 @pytest.mark.parametrize("is_batch", [True, False])
@@ -452,95 +313,3 @@ def test_an_order_is_held_in_32_bits_and_once() -> None:
     look_up: Any = order.at
     (tensor,) = look_up.args
     assert tensor.untyped_storage().nbytes() == 4_000_000
-
-
-# The scalable shuffle.
-
-
-def scalable(n: int, rank: int = 0, num_replicas: int = 1, **options: Any) -> DataLoader[Any]:
-    given: DataLoader[Any] = DataLoader(Indices(n), batch_size=4, shuffle=True, collate_fn=as_it_is)
-    chosen: dict[str, Any] = {"rank": rank, "num_replicas": num_replicas, "seed": 1, "order": "scalable"}
-    return patch_dataloader_to_ddp(given, **chosen | options)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 100, 70_000])
-def test_a_scalable_shuffle_is_one_stream_for_every_world(n: int) -> None:
-    stream = [item for batch in scalable(n) for item in batch]
-    assert sorted(stream) == list(range(n))
-    for rank in range(3):
-        share = [item for batch in scalable(n, rank, 3) for item in batch]
-        assert share == [stream[position % n] for position in Plan(rank, 3).share(n)]
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    loader = scalable(1000)
-    epochs = [tuple(item for batch in loader for item in batch) for _ in range(3)]
-    loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
-    assert tuple(item for batch in loader for item in batch) == epochs[1]
-    other = tuple(item for batch in scalable(1000, seed=2) for item in batch)
-    assert len({*epochs, other}) == 4
-
-
-def test_an_epoch_keeps_the_length_that_it_began_with() -> None:
-    growing = list(range(100))
-    shuffle = ScalableShuffle(RandomSampler(growing), seed=SEED)
-    items = [item for item in shuffle for _ in [growing.append(0)]]  # type: ignore[func-returns-value]  # grows
-    assert sorted(items) == list(range(100))
-    assert len(list(shuffle)) == 200
-
-
-@pytest.mark.parametrize(
-    ("sampler", "items"),
-    [
-        (RandomSampler(range(1000), num_samples=5), 5),
-        (RandomSampler(range(1000)), 1000),
-        (SubsetRandomSampler(WORDS), len(WORDS)),  # type: ignore[arg-type]  # any items
-    ],
-)
-def test_a_scalable_shuffle_has_as_many_items_as_the_sampler(sampler: Any, items: int) -> None:
-    shuffle = ScalableShuffle(sampler, seed=SEED)
-    found = list(shuffle)
-    assert len(found) == len(set(found)) == len(shuffle) == items
-    assert set(found) <= {*WORDS, *range(1000)}
-
-
-def test_no_random_state_moves_and_a_generator_stays() -> None:
-    given = torch.Generator().manual_seed(3)
-    state = given.get_state()
-    ambient = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
-    loader: DataLoader[Any] = DataLoader(
-        Indices(100), sampler=RandomSampler(range(100), generator=given), collate_fn=as_it_is
-    )
-    patched = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, order="scalable")
-    assert len(list(patched.sampler)) == 50
-    assert torch.equal(given.get_state(), state)
-    assert torch.equal(torch.get_rng_state(), ambient[0])
-    assert random.getstate() == ambient[1]
-    assert np.random.get_state(legacy=False)["state"]["key"].tolist() == ambient[2]
-
-
-@pytest.mark.parametrize(
-    ("loader", "found"),
-    [
-        (lambda: DataLoader(Indices(9)), ("SequentialSampler", "not torch's RandomSampler")),
-        (
-            lambda: DataLoader(Indices(9), sampler=RandomSampler(range(9), replacement=True)),
-            ("RandomSampler", "with replacement"),
-        ),
-        (
-            lambda: DataLoader(Indices(9), sampler=RandomSampler(range(9), num_samples=10)),
-            ("RandomSampler", "10 samples of 9"),
-        ),
-        (lambda: DataLoader(Indices(9), sampler=Subclass(range(9))), ("Subclass", "not torch's")),
-        (lambda: DataLoader(Indices(9), batch_sampler=Batches(9, False)), ("Batches", "not torch's")),
-    ],
-)
-def test_what_torch_does_not_shuffle_is_refused(loader: Callable[[], DataLoader[Any]], found: tuple[str, ...]) -> None:
-    remedy = ("shuffle=True", "order", "items_at(positions, epoch)")
-    worlds: list[dict[str, Any]] = [{"rank": 0, "num_replicas": 2}, {}]
-    for world in worlds:  # and in one process
-        with raises(InvalidOptionError, ("order='scalable'", *found), remedy):
-            patch_dataloader_to_ddp(loader(), order="scalable", **world)
-    if loader().batch_sampler is None or type(loader().batch_sampler) is BatchSampler:
-        with raises(InvalidOptionError, ("order='scalable'", *found), remedy):
-            DDPSamplerWrapper(loader().sampler, False, rank=0, num_replicas=2, order="scalable")

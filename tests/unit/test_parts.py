@@ -165,10 +165,6 @@ def test_worker_j_of_every_rank_is_told_what_torch_tells_it(workers: int) -> Non
     assert len(seeds) == workers
 
 
-def test_a_main_process_is_told_that_it_is_none() -> None:
-    assert [read.items for read in ranks(lambda: loader_of(WhoAmI(), 0), 2)] == [[None] * 2] * 2
-
-
 def test_the_seed_that_a_worker_is_told_is_another_one_in_the_next_epoch() -> None:
     loader = patch_dataloader_to_ddp(loader_of(WhoAmI(), 1), rank=0, num_replicas=2)
     first, second = ({item[2] for item in epoch(loader).items} for _ in range(2))

@@ -5,7 +5,6 @@ import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from messages import raises
 from quick import soaked
 from resumed import RESUMED, Fetched, Shuffled, as_saved
 from torch.utils._pytree import tree_map
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from trying import over
 from zoo import (
     BY_NAME,
@@ -39,9 +38,7 @@ from zoo import (
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
-from ddp_patch.orders.orders import order_of
 from ddp_patch.plan import Batching, Plan
-from ddp_patch.sharding.saved_state import position_in
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -168,7 +165,6 @@ def test_the_state_is_small_and_says_what_it_is_of() -> None:
             "sampler": "RandomSampler",
             "sampler length": N,
             "uneven": "pad",
-            "order": "drawn",
             "layout": "interleaved",
         },
         "epoch": 0,
@@ -196,21 +192,6 @@ def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler
     assert len(dataset.fetched) == 10
     if sampler is not None:
         assert len(sampler.drawn) == sampler.n
-
-
-def test_a_place_is_reached_in_an_order_that_is_computed_without_what_lies_before() -> None:
-    make = partial(DataLoader, Indices(10**12), 2, shuffle=True)
-    given = start(make(), order="scalable")
-    state = loader_state(given, batches_done=0) | {"parts": [[[1, 2 * 10**11]]]}
-    again = start(make(), order="scalable")
-    restore_loader(again, state)
-    other = start(make(), rank=3, num_replicas=1024, order="scalable")
-    restore_loader(other, state)
-    assert len(other) == 8 * 10**11 // 1024 // 2
-    epoch = order_of(given.sampler._wrapped_sampler, 0)
-    assert next(iter(again)).tolist() == epoch.at(range(2 * 10**11, 2 * 10**11 + 2))
-    first = 2 * 10**11 + 3
-    assert next(iter(other)).tolist() == epoch.at(range(first, first + 1025, 1024))
 
 
 @pytest.mark.parametrize("share", ["samples", "batches"])
@@ -341,7 +322,6 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sampler: RandomSampler in the state; SequentialSampler here", {"shuffle": False}, {}),
     ("seed: 7 in the state; 8 here", {}, {"seed": 8}),
     ("uneven: pad in the state; drop here", {}, {"uneven": "drop"}),
-    ("order: drawn in the state; scalable here", {}, {"order": "scalable"}),
     ("layout: interleaved in the state; contiguous here", {}, {"layout": "contiguous"}),
     ("BatchSampler over RandomSampler here", {"drop_last": True}, {"share": "batches"}),
     ("generators: 0 in the state; 1 here", {"generator": torch.Generator()}, {}),
@@ -465,58 +445,6 @@ def test_samplers_and_loaders_in_a_distributed_checkpoint(name: str, tmp_path: P
 # Shared generators, wrong lengths, going back: what is easily wrong.
 
 
-def test_going_back_within_the_loop_over_an_iterable_dataset_finds_the_place() -> None:
-    for workers in (0, 2):
-        running = start(DataLoader(Source(20), 2, num_workers=workers, collate_fn=as_it_is))
-        for step, _ in enumerate(running):
-            if step == 2:
-                state = loader_state(running, batches_done=3)
-            if step == 5:
-                restore_loader(running, state)
-                break
-        assert next(iter(running)) == [6, 7]
-
-
-def test_partial_batches_that_workers_drop_are_no_turns() -> None:
-    class Uneven(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            info = get_worker_info()
-            assert info is not None
-            yield from range(100 * info.id, 100 * info.id + (3, 9)[info.id])
-
-    def make() -> Any:
-        given: Any = DataLoader(Uneven(), 2, num_workers=2, drop_last=True, collate_fn=as_it_is)
-        return start(given, share="by_worker")
-
-    running = make()
-    iterator = iter(running)
-    list(islice(iterator, 3))
-    again = make()
-    restore_loader(again, loader_state(running, batches_done=3))
-    with raises(StateError, ("Uneven", "worker 0 of 2", "3 items"), "leave share out"):
-        list(again)
-    del iterator
-
-
-def test_an_error_that_is_met_when_the_state_is_told_comes_in_its_place() -> None:
-    class Fails(Sampler[int]):
-        own = None
-
-        def __len__(self) -> int:
-            return 3
-
-        def __iter__(self) -> Iterator[int]:
-            yield from range(3)
-            raise KeyError("later")
-
-    running = start(loader(1, sampler=Fails()))
-    iterator = iter(running)
-    assert list(islice(iterator, 3)) == [[0], [1], [2]]
-    assert loader_state(running, batches_done=3)["epoch"] == 0
-    with pytest.raises(KeyError, match="later"):
-        next(iterator)
-
-
 def test_a_loader_can_be_copied_and_pickled_after_a_pass() -> None:
     for given in (DataLoader(Indices(40), 2, sampler=Shuffled()), DataLoader(Indices(40), 2, shuffle=True)):
         running = start(given)
@@ -604,34 +532,6 @@ def test_who_restores_by_the_stateful_protocol_is_told_the_length_of_whole_epoch
         assert len(resumed) == steps
     restore_loader(loaded, state)
     assert len(loaded) == steps - 2
-
-
-def test_a_rank_that_took_an_item_more_than_others_leaves_nothing_to_take() -> None:
-    wrapper: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
-    taken = list(wrapper)
-    resumed: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(5), False, rank=0, num_replicas=2, uneven="keep")
-    state = {**wrapper.state_dict(), "epoch": 0, "parts": [[[2, len(taken)]]], "turn": 0}
-    resumed.rank_passes.resume_at(position_in(resumed.rank_passes, state), counts_rest=True)
-    assert (len(taken), len(resumed), resumed.total_size) == (3, 0, 0)
-
-
-class Drawn(RandomSampler):
-    """A subclass, which is drawn and not looked up."""
-
-
-def test_a_place_before_the_first_item_holds_in_another_world_where_a_loader_drew_from_the_generator() -> None:
-    def begun(ranks: int) -> tuple[torch.Generator, DDPSamplerWrapper[int]]:
-        rng = torch.Generator().manual_seed(1)
-        sampler = Drawn(range(8), generator=rng)
-        return rng, DDPSamplerWrapper(sampler, False, rank=0, num_replicas=ranks)
-
-    rng, stopped = begun(2)
-    iterator = iter(stopped)
-    torch.empty((), dtype=torch.int64).random_(generator=rng)  # as a DataLoader does for its workers' seed
-    state = stopped.state_dict()
-    _, resumed = begun(1)
-    resumed.load_state_dict(state)
-    assert list(resumed)[0::2] == list(iterator)
 
 
 def test_a_state_before_the_first_batch_of_an_iterator_that_is_made_already() -> None:

@@ -12,14 +12,12 @@ def table() -> Dataset:
     return Dataset.from_dict({"number": list(range(N))})
 
 
-def stream() -> Any:
-    return table().to_iterable_dataset(num_shards=6)
+def streamed(**options: Any) -> Any:
+    return DataLoader(table().to_iterable_dataset(num_shards=6), batch_size=4, **options)
 
 
 CASES = [
     Case("datasets", "`Dataset`", lambda world: DataLoader(table(), batch_size=4, shuffle=True)),
-    Case("datasets", "`IterableDataset`", lambda world: DataLoader(stream(), batch_size=4)),
-    Case(
-        "datasets", "`IterableDataset` with 2 workers", lambda world: DataLoader(stream(), batch_size=4, num_workers=2)
-    ),
+    Case("datasets", "`IterableDataset`", lambda world: streamed()),
+    Case("datasets", "`IterableDataset` with 2 workers", lambda world: streamed(num_workers=2)),
 ]

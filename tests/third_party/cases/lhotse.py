@@ -1,24 +1,18 @@
 """lhotse's samplers, whose batches are sets of cuts: pieces of recordings."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from lhotse import CutSet
 from lhotse.cut import MonoCut
-from lhotse.dataset.sampling import (
-    BucketingSampler,
-    CutPairsSampler,
-    DynamicBucketingSampler,
-    DynamicCutSampler,
-    RoundRobinSampler,
-    SimpleCutSampler,
-    WeightedSimpleCutSampler,
-    ZipSampler,
-)
+from lhotse.dataset import sampling
 from torch.utils.data import DataLoader, Dataset
 
-from third_party.base import Batch, Case, Fate, N, World
+from third_party.base import Case, Fate, N
 
-ONE = {"rank": 0, "world_size": 1}  # which turns off lhotse's own sharding
+ONE: dict[str, Any] = {"rank": 0, "world_size": 1}  # which turns off lhotse's own sharding
+PLAIN: dict[str, dict[str, Any]] = {"SimpleCutSampler": {}, "DynamicCutSampler": {}}
+PLAIN |= {"BucketingSampler": {"num_buckets": 3}, "DynamicBucketingSampler": {"num_buckets": 3}}
 
 
 class Cuts(Dataset[Any]):
@@ -37,68 +31,42 @@ def cuts(n: int = N, first: int = 0) -> Any:
     ).to_eager()
 
 
-def drawn_by(sampler: Any) -> DataLoader[Any]:
-    return DataLoader(Cuts(), batch_size=None, sampler=sampler)
+def sampler(kind: str, *given: Any, limit: str = "max_duration", **options: Any) -> Any:
+    return getattr(sampling, kind)(*given, shuffle=True, **{limit: 8.0}, **options)
 
 
-def simple(world: World, **options: Any) -> Any:
-    return drawn_by(SimpleCutSampler(cuts(), max_duration=8.0, shuffle=True, **options))
+def two(kind: str) -> Any:
+    return getattr(sampling, kind)(*(sampler("SimpleCutSampler", cuts(11, at), **ONE) for at in (0, 11)))
 
 
-def weighted(world: World) -> Any:
+def case(name: str, make: Any, **how: Any) -> Case:
+    def made(world: object) -> Any:
+        return DataLoader(Cuts(), batch_size=None, sampler=make())
+
+    return Case("lhotse", name, made, items=tuple, **how)
+
+
+def cases() -> Iterator[Case]:
+    """Yield samplers that are told that there is one process, and those that shard by what the environment says."""
+    for kind, options in PLAIN.items():
+        told = {**options, **ONE}
+        yield case(f"`{kind}(rank=0, world_size=1)`", lambda k=kind, o=told: sampler(k, cuts(), **o), whole=True)
+    for kind, options in PLAIN.items():
+        own = {"fate": Fate.AS_IT_IS, "on_ranks": True, "repeats": True}
+        yield case(f"`{kind}`", lambda k=kind, o=options: sampler(k, cuts(), **o), **own)
     weights = [1.0 + number % 3 for number in range(N)]
-    sampler = WeightedSimpleCutSampler(cuts(), weights, num_samples=20, max_duration=8.0, shuffle=True, **ONE)
-    return drawn_by(sampler)
+    others = {
+        "`WeightedSimpleCutSampler(rank=0, world_size=1)`": lambda: sampler(
+            "WeightedSimpleCutSampler", cuts(), weights, num_samples=20, **ONE
+        ),
+        "`CutPairsSampler(rank=0, world_size=1)`": lambda: sampler(
+            "CutPairsSampler", cuts(), cuts(), limit="max_source_duration", **ONE
+        ),
+        "`ZipSampler` of such": lambda: two("ZipSampler"),
+        "`RoundRobinSampler` of such": lambda: two("RoundRobinSampler"),
+    }
+    for name, make in others.items():
+        yield case(name, make, whole=True)
 
 
-def bucketing(world: World, **options: Any) -> Any:
-    return drawn_by(BucketingSampler(cuts(), num_buckets=3, max_duration=8.0, shuffle=True, **options))
-
-
-def dynamic(world: World, **options: Any) -> Any:
-    return drawn_by(DynamicCutSampler(cuts(), max_duration=8.0, shuffle=True, **options))
-
-
-def dynamic_bucketing(world: World, **options: Any) -> Any:
-    return drawn_by(DynamicBucketingSampler(cuts(), num_buckets=3, max_duration=8.0, shuffle=True, **options))
-
-
-def pairs(world: World) -> Any:
-    return drawn_by(CutPairsSampler(cuts(), cuts(), max_source_duration=8.0, shuffle=True, **ONE))
-
-
-def two(world: World, kind: Any) -> Any:
-    parts = [SimpleCutSampler(part, max_duration=8.0, shuffle=True, **ONE) for part in (cuts(11), cuts(11, first=11))]
-    return drawn_by(kind(*parts))
-
-
-def names(batch: Any) -> Batch:
-    return tuple(batch)
-
-
-def shared(name: str, make: Any) -> Case:
-    """A sampler that is told that there is one process."""
-    return Case("lhotse", f"`{name}(rank=0, world_size=1)`", lambda world: make(world, **ONE), items=names, whole=True)
-
-
-def on_its_own(name: str, make: Any) -> Case:
-    """A sampler that reads the world of the environment, and shards whole batches by itself."""
-    return Case("lhotse", f"`{name}`", make, Fate.AS_IT_IS, items=names, on_ranks=True, repeats=True)
-
-
-CASES = [
-    *(shared(name, make) for name, make in [("SimpleCutSampler", simple), ("DynamicCutSampler", dynamic)]),
-    *(
-        shared(name, make)
-        for name, make in [("BucketingSampler", bucketing), ("DynamicBucketingSampler", dynamic_bucketing)]
-    ),
-    *(on_its_own(name, make) for name, make in [("SimpleCutSampler", simple), ("DynamicCutSampler", dynamic)]),
-    *(
-        on_its_own(name, make)
-        for name, make in [("BucketingSampler", bucketing), ("DynamicBucketingSampler", dynamic_bucketing)]
-    ),
-    Case("lhotse", "`WeightedSimpleCutSampler(rank=0, world_size=1)`", weighted, items=names, whole=True),
-    Case("lhotse", "`CutPairsSampler(rank=0, world_size=1)`", pairs, items=names, whole=True),
-    Case("lhotse", "`ZipSampler` of such", lambda world: two(world, ZipSampler), items=names, whole=True),
-    Case("lhotse", "`RoundRobinSampler` of such", lambda world: two(world, RoundRobinSampler), items=names, whole=True),
-]
+CASES = [*cases()]

@@ -1,5 +1,6 @@
 """MONAI's loaders."""
 
+from functools import partial
 from typing import Any
 
 from monai.data import DataLoader, DistributedSampler, DistributedWeightedRandomSampler, ThreadDataLoader
@@ -8,41 +9,37 @@ from ddp_patch import patch_dataloader_to_ddp
 from third_party.base import Case, Fate, N, Numbers, World
 
 
-def ordered(world: World) -> Any:
-    sampler = DistributedSampler(Numbers(), num_replicas=world.size, rank=world.rank, even_divisible=False)
+def shuffled(kind: Any, **options: Any) -> Any:
+    return kind(Numbers(), batch_size=4, shuffle=True, **options)
+
+
+def shared(kind: Any, world: World, **options: Any) -> Any:
+    sampler = kind(Numbers(), num_replicas=world.size, rank=world.rank, **options)
     return DataLoader(Numbers(), batch_size=4, sampler=sampler)
-
-
-def weighted(world: World) -> Any:
-    sampler = DistributedWeightedRandomSampler(Numbers(), weights=range(N), num_replicas=world.size, rank=world.rank)
-    return DataLoader(Numbers(), batch_size=4, sampler=sampler)
-
-
-def threads(world: World) -> Any:
-    return ThreadDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, use_thread_workers=True)
 
 
 def processes(loader: Any, options: dict[str, Any]) -> Any:
-    given = ThreadDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, use_thread_workers=False)
+    given = shuffled(ThreadDataLoader, num_workers=2, use_thread_workers=False)
     return patch_dataloader_to_ddp(given, **options)
 
 
+case = partial(Case, "monai")
 CASES = [
-    Case("monai", "`DataLoader`", lambda world: DataLoader(Numbers(), batch_size=4, shuffle=True)),
-    Case(
-        "monai",
-        "`DataLoader` with 2 workers",
-        lambda world: DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2),
-    ),
-    Case("monai", "`ThreadDataLoader`", lambda world: ThreadDataLoader(Numbers(), batch_size=4, shuffle=True)),
-    Case(
-        "monai",
+    case("`DataLoader`", lambda world: shuffled(DataLoader)),
+    case("`DataLoader` with 2 workers", lambda world: shuffled(DataLoader, num_workers=2)),
+    case("`ThreadDataLoader`", lambda world: shuffled(ThreadDataLoader)),
+    case(
         "`ThreadDataLoader` with thread workers",
-        threads,
+        lambda world: shuffled(ThreadDataLoader, num_workers=2, use_thread_workers=True),
         Fate.REFUSED,
         remedy=processes,
         told="use_thread_workers=False",
     ),
-    Case("monai", "`DistributedSampler`", ordered, Fate.AS_IT_IS),
-    Case("monai", "`DistributedWeightedRandomSampler`", weighted, Fate.AS_IT_IS, repeats=True),
+    case("`DistributedSampler`", lambda world: shared(DistributedSampler, world, even_divisible=False), Fate.AS_IT_IS),
+    case(
+        "`DistributedWeightedRandomSampler`",
+        lambda world: shared(DistributedWeightedRandomSampler, world, weights=range(N)),
+        Fate.AS_IT_IS,
+        repeats=True,
+    ),
 ]

@@ -7,8 +7,7 @@ from timm.data.distributed_sampler import OrderedDistributedSampler, RepeatAugSa
 from timm.data.loader import MultiEpochsDataLoader, PrefetchLoader
 from torch.utils.data import DataLoader, Dataset
 
-from ddp_patch import patch_dataloader_to_ddp
-from third_party.base import Case, Fate, N, Numbers, World
+from third_party.base import HELD, Case, Fate, N, Numbers, World, drawn_by, held_patched
 
 PACKAGE = "timm"
 
@@ -36,18 +35,12 @@ def prefetched(world: World) -> Any:
     return PrefetchLoader(inner, device=torch.device("cpu"))
 
 
-def patch_inner(outer: Any, options: dict[str, Any]) -> Any:
-    outer.loader = patch_dataloader_to_ddp(outer.loader, **options)
-    return outer
-
-
 def ordered(world: World) -> Any:
-    return DataLoader(Numbers(), 4, sampler=OrderedDistributedSampler(Numbers(), world.size, world.rank))
+    return drawn_by(OrderedDistributedSampler(Numbers(), world.size, world.rank))
 
 
 def repeated_augmentation(world: World) -> Any:
-    sampler = RepeatAugSampler(Numbers(), world.size, world.rank, selected_round=0)
-    return DataLoader(Numbers(), 4, sampler=sampler)
+    return drawn_by(RepeatAugSampler(Numbers(), world.size, world.rank, selected_round=0))
 
 
 CASES = [
@@ -57,15 +50,7 @@ CASES = [
         "`MultiEpochsDataLoader` with 2 workers",
         lambda world: multi_epochs(world, num_workers=2, persistent_workers=True),
     ),
-    Case(
-        PACKAGE,
-        "`PrefetchLoader`",
-        prefetched,
-        Fate.REFUSED,
-        classes,
-        remedy=patch_inner,
-        told="outer.loader = patch_dataloader_to_ddp(outer.loader)",
-    ),
+    Case(PACKAGE, "`PrefetchLoader`", prefetched, Fate.REFUSED, classes, remedy=held_patched, told=HELD),
     Case(PACKAGE, "`OrderedDistributedSampler`", ordered, Fate.AS_IT_IS),
     Case(PACKAGE, "`RepeatAugSampler`", repeated_augmentation, Fate.AS_IT_IS),
     Case(PACKAGE, "`OrderedDistributedSampler`, of one process", lambda world: ordered(World())),

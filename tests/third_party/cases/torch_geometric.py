@@ -17,8 +17,7 @@ from torch_geometric.loader import (
 )
 from torch_geometric.sampler import BaseSampler, SamplerOutput
 
-from ddp_patch import patch_dataloader_to_ddp
-from third_party.base import Batch, Case, Fate, N, World
+from third_party.base import HELD, Batch, Case, Fate, N, World, held_patched
 
 PACKAGE = "torch_geometric"
 
@@ -62,11 +61,6 @@ def cached(world: World) -> Any:
     return CachedLoader(DataLoader(graphs(), batch_size=4), device=torch.device("cpu"))
 
 
-def patch_inner(outer: Any, options: dict[str, Any]) -> Any:
-    outer.loader = patch_dataloader_to_ddp(outer.loader, **options)
-    return outer
-
-
 class Alone(BaseSampler):  # type: ignore[misc]  # not installed where types are checked
     """Samples no neighbours, which needs no compiled extension."""
 
@@ -96,7 +90,6 @@ def random_parts(world: World) -> Any:
     return RandomNodeLoader(whole, num_parts=6, shuffle=True)
 
 
-HELD = "outer.loader = patch_dataloader_to_ddp(outer.loader)"
 CASES = [
     Case(PACKAGE, "`DataLoader`", shuffled, items=numbers),
     Case(PACKAGE, "`DataLoader` with 2 workers", lambda world: shuffled(world, num_workers=2), items=numbers),
@@ -106,6 +99,6 @@ CASES = [
     Case(PACKAGE, "`NodeLoader`", of_nodes, items=seeds),
     Case(PACKAGE, "`NeighborLoader`", of_neighbours, items=seeds),
     Case(PACKAGE, "`RandomNodeLoader`", random_parts, items=lambda batch: tuple(sorted(batch.number.tolist()))),
-    Case(PACKAGE, "`PrefetchLoader`", prefetched, Fate.REFUSED, numbers, remedy=patch_inner, told=HELD),
-    Case(PACKAGE, "`CachedLoader`", cached, Fate.REFUSED, numbers, remedy=patch_inner, told=HELD),
+    Case(PACKAGE, "`PrefetchLoader`", prefetched, Fate.REFUSED, numbers, remedy=held_patched, told=HELD),
+    Case(PACKAGE, "`CachedLoader`", cached, Fate.REFUSED, numbers, remedy=held_patched, told=HELD),
 ]

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torch.utils.data import DataLoader
 from ultralytics.data.build import ContiguousDistributedSampler, InfiniteDataLoader, build_dataloader
 
-from third_party.base import Case, Fate, Numbers, World
+from third_party.base import Case, Fate, Numbers, World, drawn_by
 
 
 def infinite(world: World, **options: Any) -> Any:
@@ -13,8 +12,7 @@ def infinite(world: World, **options: Any) -> Any:
 
 
 def contiguous(world: World) -> Any:
-    sampler = ContiguousDistributedSampler(Numbers(), world.size, batch_size=4, rank=world.rank, shuffle=True)
-    return DataLoader(Numbers(), batch_size=4, sampler=sampler)
+    return drawn_by(ContiguousDistributedSampler(Numbers(), world.size, batch_size=4, rank=world.rank, shuffle=True))
 
 
 class Pictures(Numbers):

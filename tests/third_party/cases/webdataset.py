@@ -1,33 +1,18 @@
 """webdataset's streams of tar files."""
 
-import io
-import tarfile
-from pathlib import Path
 from typing import Any
 
 import webdataset as wds
 from torch.utils.data import DataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
-from third_party.base import Case, Fate, N, World, files
-
-SHARDS = 6
+from third_party.base import Case, Fate, N, World, files, tars
 
 
 def shards() -> list[str]:
     """The paths of tar files with N numbers."""
-    return sorted(map(str, files("webdataset", write).iterdir()))
-
-
-def write(folder: Path) -> None:
-    folder.mkdir()
-    for shard in range(SHARDS):
-        with tarfile.open(folder / f"{shard}.tar", mode="w") as tar:
-            for number in range(shard, N, SHARDS):
-                text = str(number).encode()
-                member = tarfile.TarInfo(f"{number:04}.cls")
-                member.size = len(text)
-                tar.addfile(member, io.BytesIO(text))
+    folder = files("webdataset", lambda folder: tars(folder, (range(shard, N, 6) for shard in range(6))))
+    return sorted(map(str, folder.iterdir()))
 
 
 def stream(**options: Any) -> Any:
