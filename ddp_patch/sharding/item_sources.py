@@ -179,15 +179,14 @@ class Indexed(ItemSource[T]):
 
     def _sizes_in(self, order: EpochOrder, taken: int) -> Sizes | None:
         """Return how many samples each item after some has, if the order shows it, or somebody needs it."""
-        sizes = Sizes()
-        if order.sizes is not None:
-            for size, batches in order.sizes(range(taken, order.length)):
-                sizes.add(size, batches)
-        elif self._keeps_sizes:
-            for positions in blocks(range(taken, order.length)):
-                deque(sizes.recording(order.at(positions)), maxlen=0)
-        else:
+        if order.sizes is None and not self._keeps_sizes:
             return None
+        sizes, left = Sizes(), range(taken, order.length)
+        if order.sizes is None:
+            deque(sizes.recording(chain.from_iterable(map(order.at, blocks(left)))), maxlen=0)
+        else:
+            for size, batches in order.sizes(left):
+                sizes.add(size, batches)
         return sizes
 
     def ends_within(self, items: int) -> bool:
@@ -208,8 +207,8 @@ class Streamed(ItemSource[T]):
 
     Args:
         begin: Begins what yields the items in the order of the epoch.
-        rest: Returns what is left of these items, in the order in which the ranks share it.
         random_context: Returns what to enter while the sampler draws.
+        rest: Returns what is left of these items, in the order in which the ranks share it.
         plan: Which positions of what is left are this rank's.
         name: The sampler's class.
         draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
@@ -225,10 +224,10 @@ class Streamed(ItemSource[T]):
     def __init__(
         self,
         begin: Callable[[], Iterator[T]],
-        rest: Callable[[Iterator[T]], Iterator[T]],
         random_context: Callable[[], AbstractContextManager[object]],
-        plan: Plan,
+        rest: Callable[[Iterator[T]], Iterator[T]],
         *,
+        plan: Plan,
         name: str,
         draws_ahead: bool,
         keeps_sizes: bool,
@@ -354,28 +353,17 @@ class FromLeader(Streamed[T]):
 
     Args:
         sent: What is sent, on the leader too.
-        rest: As in ``Streamed``, like the others.
-        plan: Likewise.
         states: What this rank's samplers held before the pass.
+        rest: As in ``Streamed``, like the others.
     """
 
     states_after: States | None
 
     def __init__(
-        self,
-        sent: Iterator[Piece[T]],
-        rest: Callable[[Iterator[T]], Iterator[T]],
-        plan: Plan,
-        states: States,
-        *,
-        name: str,
-        draws_ahead: bool,
-        keeps_sizes: bool,
+        self, sent: Iterator[Piece[T]], states: States, rest: Callable[[Iterator[T]], Iterator[T]], **options: Any
     ) -> None:
         self._sent, self._states = sent, states
-        super().__init__(
-            self._items, rest, nullcontext, plan, name=name, draws_ahead=draws_ahead, keeps_sizes=keeps_sizes
-        )
+        super().__init__(self._items, nullcontext, rest, **options)
 
     def _items(self) -> Iterator[T]:
         while self.states_after is None:

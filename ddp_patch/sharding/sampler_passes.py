@@ -249,19 +249,19 @@ class SamplerPasses(Passes[T]):
         if self._balancer is not None:
             rest = partial(balanced_stream, self._balancer, epoch, before, plan.num_replicas)
         how: dict[str, Any] = {
+            "plan": plan,
             "name": self.name,
             "draws_ahead": not self._is_one_shot,
             "keeps_sizes": keeps_sizes,
         }
         if (leader := self.agreed.leader) is None:
             known = start.states.streams[0].first if start.states.streams else None
-            return Streamed(begin, rest, random_context, plan, digest=digest, known=known, **how)
+            return Streamed(begin, random_context, rest, digest=digest, known=known, **how)
         # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
         first = _LARGEST_PIECE if leader.is_leader and self.length_if_any(epoch) is not None else _FIRST_PIECE
         sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
         pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
-        sent = leader.sent(partial(self._pass_facts, epoch), pieces)
-        return FromLeader(sent, rest, plan, start.states, **how)
+        return FromLeader(leader.sent(partial(self._pass_facts, epoch), pieces), start.states, rest, **how)
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
