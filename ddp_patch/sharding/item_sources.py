@@ -125,6 +125,7 @@ class Indexed(ItemSource[T]):
         random_context: Returns what to enter while the sampler draws.
         plan: Which positions of what is left are this rank's.
         taken: How many items other numbers of ranks have taken.
+        balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
         digest: Takes note of the order, for the ranks to compare; None if nobody compares it.
         keeps_sizes: Whether to record how many samples the items have.
     """
@@ -140,17 +141,20 @@ class Indexed(ItemSource[T]):
         plan: Plan,
         taken: int,
         *,
+        balanced: Callable[[EpochOrder, int], EpochOrder] | None,
         digest: Digest | None,
         keeps_sizes: bool,
     ) -> None:
         self._drawn, self._random_context, self._plan, self._taken = drawn, random_context, plan, taken
-        self._digest, self._keeps_sizes = digest, keeps_sizes
+        self._balanced, self._digest, self._keeps_sizes = balanced, digest, keeps_sizes
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, order = self._plan, self._drawn_order()
+        if self._balanced is not None:
+            order = self._balanced(order, skip * plan.num_replicas)
         taken = min(self._taken, order.length)
         length = self.length = order.length - taken
         at: Callable[[range], Sequence[T]] = partial(_items_from, order, taken) if taken else order.at
@@ -159,7 +163,9 @@ class Indexed(ItemSource[T]):
         self.sizes = self._sizes_in(order, taken)
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
-        yield from map(at, blocks(real[skip:rounds]))
+        yield from map(at, order.pieces(real[skip:rounds]))
+        if self._balanced is not None:
+            order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
         yield at(real[max(skip, rounds) :])
         yield padding[max(0, skip - len(real)) :]
         self._finish()

@@ -31,7 +31,7 @@ from ddp_patch.orders.random_states import (
 )
 from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.balancing import Balancer, balanced_stream, part_of_batch
+from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed, in_pieces
 from ddp_patch.sharding.passes import Pass
@@ -242,8 +242,13 @@ class SamplerPasses(Passes[T]):
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         order = partial(order_of, self.sampler, epoch, private_generator)
         random_context = partial(self._drawing, epoch, None if self._order_is_drawn else PrivateRNG(seed, epoch))
-        if self._is_looked_up():
-            return Indexed(order, random_context, self.plan, taken, digest=digest, keeps_sizes=keeps_sizes)
+        if self._is_looked_up() and (self._balancer is None or not taken):
+            balanced = None
+            if self._balancer is not None:
+                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch, digest=digest)
+            return Indexed(
+                order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
+            )
         begin, plan = self._begun_by(order, start), self.plan
         rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
         if self._balancer is not None:
@@ -288,7 +293,7 @@ class SamplerPasses(Passes[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        is_arranged = self.shuffles or self._gives_runs or self._balancer is not None
+        is_arranged = self.shuffles or self._gives_runs
         return self._has_order and not is_arranged and self.agreed.leader is None
 
     def note_length(self, current: Pass[T], length: int) -> None:
