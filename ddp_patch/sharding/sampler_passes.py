@@ -270,9 +270,10 @@ class SamplerPasses(Passes[T]):
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
-        # Where the order is known, the sampler is not begun: it may count epochs by that.
-        begin: Callable[[], Iterator[T]]
-        begin = partial(_in_order, order) if self._has_order else partial(start_iterating, self.sampler)
+        begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
+        # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
+        if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
+            begin = partial(_in_order, order)
         if self.shuffles:
             begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
         if self._gives_runs:
