@@ -119,17 +119,6 @@ def test_junk_instead_of_a_record_is_an_error_on_every_rank_and_never_run(
     assert not ran.exists()
 
 
-def test_another_version_is_named_on_both_ranks_and_no_more_of_it_is_read(
-    store: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange, "_version", lambda: f"0.{HERE.rank // 2}.0")
-    told = on_ranks(3, lambda rank: meet(3))
-    for error in told:
-        assert type(error) is RankMismatchError
-        assert_tells(message_of(error), ("version", "0.1.0 on rank 2", "0.0.0 on rank"), "same on every rank")
-    assert "0.0.0 on ranks 0, 1" in str(told[1])
-
-
 def test_errors_of_the_judge_come_as_their_class_and_text(store: Counting) -> None:
     class MineError(LeaderError):
         """Of nobody else's knowing."""
