@@ -145,7 +145,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once_and_nothing_is_patc
                 if rank != odd:
                     facts = ("Agreeing on how data is sharded", f"rank {odd}: {error}")
                     assert_tells(message, facts, "all ranks again")
-    # Seeds are counted as if those calls had not been made, but for the one that was.
+    # Seeds are counted as if those calls had not been made.
     assert [given for *_, given in ranks] == [given for *_, given in run_ranks(differing, 3, False)]
 
 
