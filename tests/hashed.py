@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ddp_patch.orders.digest import Digest, fingerprint
-from ddp_patch.streams.stream_marks import name_of
+from ddp_patch.streams.reports import name_of
 
 __all__ = ["KINDS", "digest_of", "told"]
 

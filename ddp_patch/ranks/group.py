@@ -14,7 +14,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -44,8 +44,6 @@ _BACKGROUND = timedelta(days=1)
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
-# After so long, a rank that waits does what else it can.
-_MOMENT_S = 0.005
 
 # Which ranks a group is of, sorted, and what for.
 _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["Group"]]
@@ -366,14 +364,14 @@ class Channel:
         self._waits = [f"ddp_patch/waits/{group.name}/{index}" for index in range(len(members))]
         group.is_lent = True
 
-    def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
+    def gathered(self, row: Sequence[int]) -> list[list[int]]:
         """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""
-        rows: list[list[int]] = self._rows(torch.tensor(row, dtype=torch.int64, device="cpu"), meanwhile).tolist()
+        rows: list[list[int]] = self._rows(torch.tensor(row, dtype=torch.int64, device="cpu")).tolist()
         return rows
 
-    def _rows(self, row: torch.Tensor, meanwhile: Callable[[], bool]) -> torch.Tensor:
+    def _rows(self, row: torch.Tensor) -> torch.Tensor:
         rows = row.new_empty(len(self._members), len(row))
-        self._wait(self._group.gather(row, rows), meanwhile)
+        self._wait(self._group.gather(row, rows))
         return rows[self._in_group]
 
     def sum_over_ranks(self, value: float, *, is_step: bool = True) -> float:
@@ -388,17 +386,16 @@ class Channel:
             MissingRanksError: A rank did not come to this step in time.
         """
         row = torch.tensor([value, is_step], dtype=torch.float64, device="cpu")
-        total, steps = self._rows(row, lambda: False).sum(0).tolist()
+        total, steps = self._rows(row).sum(0).tolist()
         self.go_on = steps > 0
         self.batches_delivered += is_step
         return float(total)
 
-    def _wait(self, work: Any, meanwhile: Callable[[], bool]) -> None:
+    def _wait(self, work: Any) -> None:
         """Wait until all members have sent what was begun.
 
         Args:
             work: What was begun.
-            meanwhile: Called while this waits; returns whether to call it again in a moment.
 
         Raises:
             RankMismatchError: A rank has left or failed.
@@ -406,7 +403,7 @@ class Channel:
         """
         begun = looked = monotonic()
         wait_s = min(_SLICE_S, self._timeout / 4)
-        while not self._has_come(work, _MOMENT_S if meanwhile() else wait_s):
+        while not self._has_come(work, wait_s):
             if (now := monotonic()) < looked + wait_s / 2:
                 continue
             looked = now

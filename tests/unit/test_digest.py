@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from ddp_patch.loaders.overlap import row_hashes
 from ddp_patch.orders.digest import END, Digest, fingerprint, mark_counts, next_mark
 from ddp_patch.ranks.pass_monitor import bits_against_chance, common_items
-from ddp_patch.streams.stream_marks import name_of
+from ddp_patch.streams.reports import name_of
 
 
 def test_any_two_neighbours_that_change_places_show_at_the_next_mark() -> None:
