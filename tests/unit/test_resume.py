@@ -292,7 +292,7 @@ def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> Non
     del iterator
     again = make(2)
     restore_loader(again, state)
-    with raises(StateError, ("Shards", "worker 0 of 2", "1 items"), "leave share out"):
+    with raises(StateError, ("Shards", "worker 0 of 2", "1 item"), "leave share out"):
         list(again)
     for other, told in (
         (make(4), "num_workers: 2 in the state; 4 here"),
