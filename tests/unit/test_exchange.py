@@ -1,4 +1,4 @@
-"""A meeting of ranks: what it costs each of them, what it reads, and what its errors say; threads are the ranks."""
+"""A meeting of ranks: what it costs, what it reads, what its errors say; values on their way; threads are the ranks."""
 
 import pickle
 import threading
@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it
+        self.store.set_timeout(timedelta(seconds=1))  # which slices that a junk record promises are waited for
         self.asked: Counter[tuple[int, str]] = Counter()
 
     def __getattr__(self, name: str) -> Any:
