@@ -558,21 +558,17 @@ def by_iterations(batch_sampler: Iterable[list[int]], start_iteration: int = 0) 
 # Samplers of ddp_patch.samplers, which docs/loaders.md does not compare with other libraries.
 OUR_KINDS = [
     Kind("class-weighted", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31))),
-    Kind("class-weighted, seed", lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31, seed=5))),
     Kind(
         "class-weighted, generator",
         lambda: loader(sampler=WeightedClassSampler(LABELS, [1, 1, 2], 31, generator=seeded_generator())),
         stateful=True,
     ),
     Kind("scalable", lambda: loader(sampler=ScalableRandomSampler(N))),
-    Kind("scalable, seed", lambda: loader(sampler=ScalableRandomSampler(N, seed=5))),
     with_state("scalable, generator", lambda: loader(sampler=ScalableRandomSampler(N, generator=seeded_generator()))),
     Kind("windows", lambda: loader(sampler=WindowSampler(N, 3))),
-    Kind("windows, seed", lambda: loader(sampler=WindowSampler(N, 3, seed=5))),
     Kind("windows in their order", lambda: loader(sampler=WindowSampler(N, 4, 2, shuffle=False, seed=5))),
     Kind("PKBatchSampler", lambda: loader(batch_sampler=pk_batches()), batches=True),
     Kind("PKBatchSampler, seed", lambda: loader(batch_sampler=pk_batches(seed=5)), batches=True),
-    Kind("PKBatchSampler, more batches", lambda: loader(batch_sampler=pk_batches(num_batches=9)), batches=True),
     in_batches("length buckets", lambda: loader(batch_sampler=LengthBucketBatchSampler(LENGTHS, max_tokens=20))),
     Kind(
         "length buckets, seed",
@@ -581,7 +577,6 @@ OUR_KINDS = [
     ),
     Kind("grouped, in order", lambda: grouped(range(N)), shuffles=False, batches=True),
     Kind("grouped, shuffled", lambda: grouped(RandomSampler(Indices())), batches=True),
-    Kind("grouped, seed", lambda: grouped(ScalableRandomSampler(N, seed=5)), batches=True),
     Kind("grouped, drawn with replacement", lambda: grouped(WeightedRandomSampler(range(1, N + 1), 31)), batches=True),
     Kind(
         "grouped, other samples each epoch, seed",
@@ -589,7 +584,6 @@ OUR_KINDS = [
         batches=True,
     ),
     Kind("iterations", lambda: by_iterations(BatchSampler(RandomSampler(Indices()), 4, False), 3), batches=True),
-    Kind("iterations, seed", lambda: by_iterations(pk_batches(seed=5)), batches=True),
     Kind("iterations, set_epoch", lambda: by_iterations(BatchSampler(EpochSeeded(), 4, False)), batches=True),
 ]
 ALL_KINDS = [*KINDS, *OUR_KINDS]

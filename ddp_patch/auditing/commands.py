@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, get_args
@@ -17,10 +17,11 @@ from rich.panel import Panel
 
 from _ddp_patch_command import INTERRUPTED
 from ddp_patch.auditing.auditing import audit
-from ddp_patch.auditing.finding import find, look_up
+from ddp_patch.auditing.finding import find, line_of, look_up
 from ddp_patch.auditing.problems import problem_kinds
 from ddp_patch.auditing.report import Reports, annotation, page
 from ddp_patch.errors import DDPPatchError, InvalidOptionError, explain
+from ddp_patch.loaders.hooks import places_recorded
 from ddp_patch.options import Layout, Order, Share, Uneven
 from ddp_patch.running.command import DESCRIPTION, run
 
@@ -120,7 +121,8 @@ def audit_command(
     chosen = {name: value for name, value in given.items() if value is not None}
     with _refusing(shows_traceback), redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries may warn while they make loaders, which is no finding
-        found = find(target)
+        with places_recorded():
+            found = find(target)
         cost_of = _costs(costs, [*found])
         reports = Reports()
         for place, loader in found.items():
@@ -131,7 +133,7 @@ def audit_command(
                 error.add_note(f"The loader is {place}.")
                 raise
     try:
-        click.echo(_text(reports, form))
+        click.echo(_text(reports, form, {place: line_of(loader) for place, loader in found.items()}))
     except BrokenPipeError:  # what reads it has gone, as `head` does, and changes no verdict
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout at its end, too
     with _refusing(shows_traceback):
@@ -162,14 +164,16 @@ def _costs(given: Sequence[str], places: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _text(reports: Reports, form: str) -> str:
-    """Return reports in the form that was asked for."""
+def _text(reports: Reports, form: str, lines: Mapping[str, str]) -> str:
+    """Return reports in the form that was asked for; of loaders that were made at these lines."""
     if form == "json":
         return json.dumps(reports.to_dict(), indent=2)
     if form == "markdown":
         return reports.to_markdown()
     if form == "github":
-        return "\n".join(annotation(place, found) for place, report in reports.items() for found in report.problems)
+        return "\n".join(
+            annotation(place, found, lines[place]) for place, report in reports.items() for found in report.problems
+        )
     console = Console()
     with console.capture() as captured:
         widest = max(map(len, reports))

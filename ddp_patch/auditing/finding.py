@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.auditing.ranks import Factory, made_by, name_of
 from ddp_patch.errors import InvalidOptionError, NotALoaderError
+from ddp_patch.loaders.hooks import from_here, made
 from ddp_patch.orders.random_states import look
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.walks import KeyPath, is_empty, nested
 
-__all__ = ["find", "leaves_of", "look_up"]
+__all__ = ["find", "leaves_of", "line_of", "look_up"]
 
 
 def find(target: str) -> dict[str, DataLoader[Any] | Factory]:
@@ -73,6 +74,20 @@ def leaves_of(found: Any, name: str = "") -> dict[str, DataLoader[Any] | Factory
         empty = f"holds no loader: it is {found!r}" if is_held else "returned no loader"
         raise NotALoaderError(f"{name or 'What audit was given'} {empty}. Pass at least one.")
     return leaves
+
+
+def line_of(found: DataLoader[Any] | Factory) -> str:
+    """Return the file and line where a loader was made, if that was recorded, or where its factory begins; else none.
+
+    Examples:
+        >>> line_of(leaves_of).rpartition(":")[0].endswith("finding.py")
+        True
+    """
+    if isinstance(found, DataLoader):
+        where = made(found)
+        return "" if where is None else from_here(where.place)
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    return "" if code is None else from_here(f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def look_up(target: str) -> tuple[str, Any]:
@@ -146,6 +161,7 @@ def _part(make: Callable[[int, int], Any], path: KeyPath) -> Factory:
         return reduce(getitem, path, make(rank, world_size))
 
     part.__name__ = _written(path, name_of(make))
+    part.__wrapped__ = make  # type: ignore[attr-defined]  # a function has any
     return part
 
 

@@ -273,16 +273,18 @@ def _markdown(text: str) -> str:
     return re.sub(special, lambda found: "".join(f"\\{each}" for each in found[0]), " ".join(text.split()))
 
 
-def annotation(place: str, problem: Problem) -> str:
-    """Return what GitHub shows of a job that prints it.
+def annotation(place: str, problem: Problem, made_at: str = "") -> str:
+    """Return what GitHub shows of a job that prints it, beside the line that made the loader if that is known.
 
     Examples:
         >>> problem = Problem("padding", "50 % are", "epoch 0", "It counts twice.", "Use uneven='keep'.")
-        >>> annotation("val, all", problem)
-        "::error title=val%2C all%3A padding::50 %25 are It counts twice. Use uneven='keep'."
+        >>> annotation("val, all", problem, "a,b.py:7")
+        "::error file=a%2Cb.py,line=7,title=val%2C all%3A padding::50 %25 are It counts twice. Use uneven='keep'."
     """
+    file, _, line = made_at.rpartition(":")
+    where = f"file={_escaped(file)},line={line}," if file else ""
     text = _escaped(f"{problem.what} {problem.why} {problem.remedy}", "%\r\n")
-    return f"::error title={_escaped(f'{place}: {problem.kind}')}::{text}"
+    return f"::error {where}title={_escaped(f'{place}: {problem.kind}')}::{text}"
 
 
 def _escaped(value: str, signs: str = "%\r\n:,") -> str:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
+from ddp_patch.running.check import Recording, check, recorded
 from ddp_patch.running.context import EachRank, running
 from ddp_patch.running.launch import (
     ONE_NODE,
@@ -31,7 +32,6 @@ from ddp_patch.running.loader_reports import Patterns, logger
 from ddp_patch.running.lockstep import seed_all
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.running.overlay import shadowed
-from ddp_patch.running.recording import Recording, recorded
 
 __all__ = ["DESCRIPTION", "run"]
 
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
     starts = not is_started() and (given.nproc_per_node is not None or given.check)
     try:
         mode = given.mode or ("one" if starts or is_started() else _mode_of_ranks())
-        is_one = mode == "one"
+        is_one = mode == "one" and not given.dry_run
         _require_sense(given, starts=starts, is_one=is_one)
         options, seed = Options(seed=given.seed), drawn_seed()
         only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
@@ -61,8 +61,6 @@ def run(arguments: Sequence[str]) -> None:
         parser.error(str(error))
     recording = Recording.here()
     if starts and given.check and recording is None:
-        from ddp_patch.running.check import check
-
         sys.exit(check(int(given.nproc_per_node), given.steps, given.training_script, arguments))
     if starts:
         with made_equal(given.keep_shadows if recording is None else recording.files):
@@ -71,7 +69,7 @@ def run(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
-        session: EachRank | OneProcess = EachRank({}, options, only, excepted)
+        session: EachRank | OneProcess = EachRank({}, options, only, excepted, dry_run=given.dry_run)
         if is_one:
             show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
             session = OneProcess(options, only, excepted, whole, sync_batchnorm=given.sync_batchnorm, on_error=show)
@@ -213,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     place: dict[str, Any] = {"action": "append", "default": [], "metavar": "FILE[:LINE]"}
     add("--only", **place, help="Patch only loaders that are made there; may be repeated.")
     add("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
+    add("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
     add("--seed", type=int, metavar="INT", help="What orders follow from; as one process, all numbers.")
     add("--whole", **place, help="As one process: never divide loaders that are made there; may be repeated.")
     add("--sync-batchnorm", action="store_true", help="As one process: put SyncBatchNorm in BatchNorm's place.")

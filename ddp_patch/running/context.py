@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 from unittest.mock import patch
@@ -18,12 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS, accelerate_is_on
 from ddp_patch.compat.private_torch import imported_fsdp
-from ddp_patch.errors import InvalidOptionError
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, message_of
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.options import Options
-from ddp_patch.patching import PatchOptions
+from ddp_patch.patching import PatchOptions, patch_each
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.running.loader_reports import (
     Patterns,
@@ -52,11 +53,14 @@ class EachRank(Summary):
         options: How to shard.
         only: Which loaders alone to patch.
         excepted: Which loaders to leave alone.
+        dry_run: Only report what would be done.
     """
 
-    def __init__(self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns) -> None:
+    def __init__(
+        self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool
+    ) -> None:
         super().__init__(options, only, excepted)
-        self._where = where
+        self._where, self._dry_run = where, dry_run
         self._early: set[str] = set()  # the loaders that were iterated when there was no process group yet
         self._had_world = self._has_wrapper = False
         self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
@@ -111,8 +115,7 @@ class EachRank(Summary):
             self._had_world = True
             record, _facts = self._looked_at(loader, user)
             if not record.note:
-                self._shard(loader, record, world, self._options, use)
-                record.note_fate("patched", loader, world.num_replicas)
+                self._patch(loader, record, world, use)
         self._known[loader] = record
         self.records.append(record)
         if world.rank == 0:
@@ -125,6 +128,21 @@ class EachRank(Summary):
             return None
         world = find_world(**self._where)
         return world if world is not None and world.num_replicas > 1 else None
+
+    def _patch(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
+        """Patch a loader, and note it; in a dry run a copy of it, without the other ranks."""
+        if not self._dry_run:
+            self._shard(loader, record, world, self._options, use)
+            record.note_fate("patched", loader, world.num_replicas)
+            return
+        order: Any = "auto" if self._options.order == "leader" else self._options.order
+        alone, options = replace(world, share_of_rank=None), replace(self._options, order=order)
+        try:
+            (patched,) = patch_each("autopatch", {"": loader}, alone, lambda: options)
+        except DDPPatchError as error:
+            record.fate, record.note = "would be refused", message_of(error)
+        else:
+            record.note_fate("would be patched", patched, world.num_replicas)
 
 
 def _frameworks_found(used: Callable[[DataLoader[Any], Use], object], stack: ExitStack) -> Callable[[object], None]:
@@ -190,6 +208,7 @@ def autopatch(
     *,
     only: str | Sequence[str] = (),
     excepted: str | Sequence[str] = (),
+    dry_run: bool = False,
     as_one_process: bool = False,
     **options: Unpack[PatchOptions],
 ) -> Iterator[Summary]:
@@ -208,6 +227,7 @@ def autopatch(
     Args:
         only: Patch only loaders that were made at lines that match, such as ``"train.py:41"`` or ``"data/*.py"``.
         excepted: Do not patch loaders that were made at lines that match.
+        dry_run: Patch none; only report what would be done.
         as_one_process: Whether the ranks train as one process. There need not be a process group: one is made of the
             ranks that a launcher has started.
         options: The keywords of ``patch_dataloader_to_ddp``, for all loaders.
@@ -229,14 +249,16 @@ def autopatch(
         ...     [batch.tolist() for batch in loader]
         [[1, 3], [5, 7], [9]]
     """
-    if as_one_process and (given := _DECIDED & options.keys()):
+    if as_one_process and (given := [*(_DECIDED & options.keys()), *(["dry_run"] if dry_run else [])]):
         raise InvalidOptionError(
             f"autopatch was given as_one_process=True and {', '.join(sorted(given))}: as one process, all ranks of the "
             "launcher divide each batch, and nothing is left out. Leave these options out, or as_one_process."
         )
     where, chosen = split_options("autopatch", options, PatchOptions)
     shards, chosen_lines = Options(**chosen), (Patterns("only", only), Patterns("excepted", excepted))
-    session = OneProcess(shards, *chosen_lines) if as_one_process else EachRank(where, shards, *chosen_lines)
+    session = (
+        OneProcess(shards, *chosen_lines) if as_one_process else EachRank(where, shards, *chosen_lines, dry_run=dry_run)
+    )
     with running(session):
         yield session
 

@@ -254,7 +254,7 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
     """
     stderr = os.dup(2)
     if rank:
-        _silence(os.devnull if folder is None else folder / f"rank-{rank}.log")
+        _silence(None if folder is None else folder / f"rank-{rank}.log")
     seen: list[BaseException] = []
 
     def write(text: str) -> None:
@@ -283,10 +283,11 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
         sys.exit(1)
 
 
-def _silence(log: str | Path) -> None:
+def _silence(log: Path | None) -> None:
     _flush()
-    Path(log).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    if log is not None:  # nothing is written beside it before
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    silent = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
 

@@ -204,7 +204,9 @@ def _matches(where: Made, pattern: str) -> bool:
     return fnmatchcase(place, full) or fnmatchcase(place, f"*/{full}")
 
 
-Fate: TypeAlias = Literal["patched", "left alone", "shards itself", "divided", "whole"]
+Fate: TypeAlias = Literal[
+    "patched", "would be patched", "would be refused", "left alone", "shards itself", "divided", "whole"
+]
 
 
 @dataclass
@@ -239,6 +241,7 @@ class UsedLoader:
         steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
         told = {
             "patched": f"{self.ranks} ranks x {steps}",
+            "would be patched": f"would be {self.ranks} ranks x {steps}",
             "divided": f"each batch divided over {counted(self.ranks, 'rank')}, {steps}",
             "whole": f"whole on every rank, {steps}",
         }.get(self.fate, self.fate)

@@ -232,8 +232,14 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
     """
     number, digest, names, are_named, wanted = report["number"], Digest(), list[bytes](), False, 1
     report["marks"] = 0
+    first: bytes | None = None
+    are_one = True  # whether all names so far are the same, which tells no items apart
     for item in items:
         name = name_of(item)
+        if first is None:
+            first = name
+        elif are_one and (are_one := name == first):
+            name = name_of(item, with_numbers=True)
         # One that has none counts as any other such, so that the others are compared.
         names.append(name or b"")
         are_named = are_named or name is not None
@@ -263,12 +269,16 @@ _WHOLE: Final = (int, np.integer, np.bool_)
 _TIMES: Final = (date, time, timedelta, np.datetime64, np.timedelta64)
 
 
-def name_of(item: Any) -> bytes | None:
+def name_of(item: Any, *, with_numbers: bool = False) -> bytes | None:
     """Return an item's name; None if it has none, as tensors and floats alone.
 
     That is all strings, bytes, paths and enum members in it: in mappings, lists, tuples and dataclasses, too. Whole
     numbers, truth values and times count only where it has none of these, because augmentation makes numbers: it may
     tell where it cut an image. A mapping with the key ``__key__`` counts by that key alone.
+
+    Args:
+        item: The item.
+        with_numbers: Whether whole numbers count in any case, as where all items have the same texts.
 
     Examples:
         >>> name_of({"x": torch.rand(3), "file": "7.png", "cut at": 3}), name_of((torch.rand(3), 7))
@@ -289,7 +299,7 @@ def name_of(item: Any) -> bytes | None:
         _find(item, names, numbers)
     except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
         return None
-    parts = names or numbers
+    parts = names + numbers if with_numbers else names or numbers
     return b"\0".join(parts) if parts else None
 
 

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ddp_patch.errors import InvalidOptionError, NotPatchedError, RanksFailedError
+from ddp_patch.errors import DDPPatchError, InvalidOptionError, NotPatchedError, RanksFailedError
 from ddp_patch.loaders.hooks import about_to_use, called_before, made, places_recorded
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.ranks.exchange import ranks_text
-from ddp_patch.validation import is_seconds, whole_number
+from ddp_patch.validation import counted, is_seconds, whole_number
 
 __all__ = ["guard_this_process", "guarded", "run_ranks"]
 
@@ -269,30 +269,31 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
             rank.ask_where()
 
 
+# Where files of this package begin, and what its dataclasses call those of their methods.
+_OWN = (str(Path(__file__).parents[1]) + os.sep, "<string>")
 # Ranks that fail alike may still name their own rank, count or address.
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 def _describe(name: str, ranks: Sequence[_Rank], timeout: float) -> str:
     """Return the error message: how every rank ended, and what the ranks reported."""
-    # All fates come first, because peers of a dead rank report errors that are not the cause.
-    fates = ", ".join(f"rank {number} {rank.fate}" for number, rank in enumerate(ranks))
+    fates: dict[str, list[int]] = {}
     alike: dict[tuple[str, str], list[int]] = {}
     for number, rank in enumerate(ranks):
+        fates.setdefault(rank.fate, []).append(number)
         if rank.report:
             alike.setdefault((rank.fate, _NUMBER.sub("0", rank.report)), []).append(number)
-    reports = [
-        f"--- {ranks_text(members)} {fate}{f', as rank {members[0]} reports it' if len(members) > 1 else ''} ---\n"
-        f"{ranks[members[0]].report.strip()}"
-        for (fate, _), members in alike.items()
-    ]
-    return "\n".join(
-        [
-            f"{name} did not return on every one of {len(ranks)} ranks within {timeout:g} s: {fates}. All were ended. "
-            "Correct what the ranks report below, or pass a longer timeout= if they were only slow.",
-            *reports,
-        ]
-    )
+    # All fates come first, because peers of a dead rank report errors that are not the cause.
+    ended = ", ".join(f"{ranks_text(members)} {fate}" for fate, members in fates.items())
+    only_slow = f", or pass a longer timeout= than {timeout:g} s if they were only slow"
+    remedy = f"Correct what the ranks report{only_slow * (not {'raised', 'died'} & fates.keys())}"
+    reports = [f"{name} failed on {counted(len(ranks), 'rank')}: {ended}. {remedy}."]
+    for (fate, _), members in alike.items():
+        if len(alike) > 1:
+            as_one = f", as rank {members[0]} reports it" * (len(members) > 1)
+            reports.append(f"--- {ranks_text(members)} {fate}{as_one} ---")
+        reports.append(ranks[members[0]].report.strip())
+    return "\n".join(reports)
 
 
 @dataclass(frozen=True)
@@ -339,11 +340,14 @@ def _rank_main(task: _Task, sender: Connection) -> None:
 
 
 def _shown_from_users_code(error: BaseException) -> str:
-    """Return an error with its traceback, without the frames of this module that led to the user's function."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
-        frame = frame.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(frame or error.__traceback__)))
+    """Return an error with its traceback, without the lines of this package; with these if one of them is at fault."""
+    told = traceback.TracebackException.from_exception(error)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [frame.f_code.co_filename.startswith(_OWN) for frame, _ in frames]
+    if isinstance(error, DDPPatchError) or not own[-1]:
+        users = [line for line, is_own in zip(frames, own, strict=True) if not is_own]
+        told.stack = traceback.StackSummary.extract(users)  # without the line of ^ that Python writes below each
+    return "".join(told.format())
 
 
 def _set_environment(task: _Task) -> None:

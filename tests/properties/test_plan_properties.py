@@ -1,11 +1,11 @@
 """Share arithmetic against torch's own, for every small case, and by properties for the rest."""
 
 from collections import Counter
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -101,17 +101,3 @@ def test_parts_of_chunks_make_up_the_share(n: int, world: int, uneven: Uneven, d
 def test_huge_streams_cost_nothing(n: int, world: int, uneven: Uneven) -> None:
     first, last = (Plan(rank, world, uneven).share(n) for rank in (0, world - 1))
     assert 0 <= len(first) - len(last) <= 1
-
-
-@given(st.lists(st.integers()), worlds, unevens)
-def test_interleaving_the_shares_gives_the_stream(items: list[int], world: int, uneven: Uneven) -> None:
-    assume(uneven != "drop" or not 0 < len(items) < world)  # which is refused
-    ranks = [DDPSamplerWrapper(items, False, num_replicas=world, rank=r, uneven=uneven) for r in range(world)]
-    missing = object()
-    rounds = zip_longest(*ranks, fillvalue=missing)
-    together = [item for one_round in rounds for item in one_round if item is not missing]
-    whole = len(items) // world * world
-    if uneven == "pad" and items:
-        assert together == [items[p % len(items)] for p in range(-(-len(items) // world) * world)]
-    else:
-        assert together == (items[:whole] if uneven == "drop" else items)

@@ -4,7 +4,6 @@ from collections import Counter
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,12 +69,3 @@ def test_counts_are_never_off_by_one_and_samples_come_alike_often(weights: list[
         of_label = [times[index] for index in range(23) if labels[index] == label]
         assert sum(of_label) == sampler.counts[label]
         assert max(of_label) - min(of_label) <= 1
-
-
-@pytest.mark.parametrize("k", [255, 300])
-def test_many_instances_of_labels_with_fewer_and_with_more(k: int) -> None:
-    sizes = [1, 7, 255, 256, 300, 301, 5000]
-    labels = np.repeat(np.arange(len(sizes)), sizes)
-    (batch,) = PKBatchSampler(labels, len(sizes), k, seed=0)
-    for index, times in Counter(batch).items():
-        assert times in {k // sizes[labels[index]], -(-k // sizes[labels[index]])}

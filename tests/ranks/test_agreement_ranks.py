@@ -99,7 +99,7 @@ REFUSED: list[tuple[Callable[[bool], Any], str]] = [
         "InvalidOptionError",
     ),
     (lambda odd: DDPSamplerWrapper(range(N), timeout=-1 if odd else 9), "InvalidOptionError"),
-    (lambda odd: patch_dataloader_to_ddp(5 if odd else loader()), "NotALoaderError"),  # type: ignore[call-overload]  # on purpose
+    (lambda odd: patch_dataloader_to_ddp(5 if odd else loader()), "NotALoaderError"),  # type: ignore[arg-type]  # on purpose
     (lambda odd: patch_dataloader_to_ddp((loader(), 5 if odd else loader())), "NotALoaderError: loaders[1]: "),
 ]
 

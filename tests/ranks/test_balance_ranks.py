@@ -49,8 +49,6 @@ WAYS: list[dict[str, Any]] = [
     {"uneven": "drop"},
     {"order": "leader"},
     {"order": "leader", "uneven": "keep"},
-    {"share": "within_batches"},
-    {"share": "within_batches", "order": "leader", "uneven": "keep"},
 ]
 
 

@@ -140,8 +140,8 @@ def test_no_rank_begins_before_all_are_connected(tmp_path: Path) -> None:
     [
         (one_raises, 60, ["rank 1 raised", "LookupError: rank 1 found nothing", "Connection"]),
         (one_dies, 60, ["rank 1 died ---\nkilled by SIGKILL"]),
-        (one_exits, 60, ["rank 1 died ---\nexit code 3", "rank 0 returned"]),
-        (one_hangs, 20, ["rank 1 did not end", "in one_hangs", "within 20 s"]),
+        (one_exits, 60, ["rank 0 returned, rank 1 died. Correct what the ranks report.\nexit code 3"]),
+        (one_hangs, 20, ["rank 1 did not end", "in one_hangs", "a longer timeout= than 20 s"]),
     ],
 )
 def test_a_rank_that_fails(fn: Any, timeout: float, said: list[str], tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_rank_that_fails(fn: Any, timeout: float, said: list[str], tmp_path: P
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(fn, 2, str(tmp_path), timeout=timeout, start_method="forkserver")
     message = str(caught.value)
-    assert_tells(message.split("\n")[0], (fn.__name__, "2 ranks", f"{timeout} s", "rank 0", "rank 1"), "timeout=")
+    assert_tells(message.split("\n")[0], (fn.__name__, "2 ranks"), "the ranks report")
     assert [part for part in said if part not in message] == []
     assert len(list(tmp_path.iterdir())) == 4  # both ranks and their workers noted themselves
     assert until_none_is_alive(tmp_path)

@@ -85,14 +85,6 @@ def rank_0_looks_at_a_batch(job: Job, make: Make) -> None:
     job.train(train)
 
 
-@program("error", tells=("over epoch 5", "over epoch 0", *REMEDY))
-def rank_0_sets_an_epoch_alone(job: Job) -> None:
-    train = job.patch(loader(shuffle=True))
-    if job.rank == 0:
-        train.set_epoch(5)
-    job.train(train)
-
-
 @program("error", each=SHUFFLERS, tells=("the ranks make different passes", "pass 0 is over epoch", *REMEDY))
 def each_rank_sets_another_epoch(job: Job, make: Make) -> None:
     train = job.patch(make())

@@ -1,10 +1,8 @@
 """What is told of a sampler before it is shared: nothing is used up, copied in vain or moved."""
 
 import logging
-import random
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -30,12 +27,10 @@ from zoo import (
     draw_ambient,
     seed_ambient,
     seeded_generator,
-    shuffled_by,
     units,
 )
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.loaders.contents import chosen_samples
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import first_order
 from ddp_patch.sharding.item_sources import in_pieces
@@ -87,13 +82,6 @@ def test_a_torch_generator_seeded_by_rank_does_not_show_for_its_state_is_sent() 
     one = RandomSampler(Indices(), generator=torch.Generator().manual_seed(1))
     other = RandomSampler(Indices(), generator=torch.Generator().manual_seed(2))
     assert sample_order(one) == sample_order(other)
-
-
-def test_other_indices_or_weights_show() -> None:
-    assert sample_order(SubsetRandomSampler(range(5))) != sample_order(SubsetRandomSampler(range(1, 6)))
-    assert sample_order(WeightedRandomSampler([1, 2], 2)) != sample_order(WeightedRandomSampler([2, 1], 2))
-    assert sample_order(RandomSampler(Indices())) != sample_order(SequentialSampler(Indices()))
-    assert sample_order(["a.jpg", "b.jpg"]) != sample_order(["b.jpg", "a.jpg"])
 
 
 class Counting(Sampler[int]):
@@ -150,20 +138,6 @@ def test_what_cannot_be_copied_is_said_to_be_unchecked(caplog: pytest.LogCapture
     assert not missing(dataset, ("order of an iterable dataset", "not compared", "use it up"))
 
 
-def test_which_samples_a_subset_holds() -> None:
-    """A list of indices and a range of them are alike; a Subset of a Subset is told by both."""
-    whole = Indices()
-    assert chosen_samples(whole) == ()
-    first, again, second = (chosen_samples(Subset(whole, indices)) for indices in (range(5), [*range(5)], range(5, 10)))
-    assert () not in {first, second}
-    assert first == again != second
-    of_the_first, of_the_second = (
-        chosen_samples(Subset(Subset(whole, half), [0])) for half in (range(5), range(5, 10))
-    )
-    assert of_the_first != of_the_second
-    assert chosen_samples(Subset(whole, iter(range(5)))) == ()  # type: ignore[arg-type]  # which nobody can look up
-
-
 def test_an_explicit_world_compares_nothing() -> None:
     """And draws nothing ahead of the first pass."""
     generator = seeded_generator()
@@ -172,24 +146,6 @@ def test_an_explicit_world_compares_nothing() -> None:
     patched = patch_dataloader_to_ddp(torch.utils.data.DataLoader(Indices(), sampler=sampler), rank=0, num_replicas=2)
     assert torch.equal(generator.get_state(), before)
     assert len(units(KINDS[0], patched)) == 12
-
-
-def test_a_generator_that_a_partial_holds_is_found_and_left_as_it_is() -> None:
-    for make in (np.random.default_rng, np.random.RandomState, random.Random, torch_generator):
-        sampler = Own(partial(permuted, make(3)))
-        expected = list(Own(partial(permuted, make(3))))
-        assert sample_order(sampler) is not None
-        assert list(sampler) == expected
-
-
-def torch_generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def permuted(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return torch.randperm(N, generator=generator)
-    return shuffled_by(generator) if isinstance(generator, random.Random) else generator.permutation(N)
 
 
 class ItsOwnSampler(Indices):

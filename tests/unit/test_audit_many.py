@@ -88,13 +88,6 @@ def test_where_ranks_got_something_else_all_of_them_iterate(monkeypatch: pytest.
     assert found.epochs == right.epochs
 
 
-@pytest.mark.usefixtures("cutting")
-@pytest.mark.parametrize("options", [{"share": "within_batches"}, {"cost": range(1, 24)}])
-def test_what_is_more_than_cutting_one_order_is_iterated(options: dict[str, Any]) -> None:
-    report = audit(DataLoader(Untouchable(23), 4, shuffle=True), 5, **options)
-    assert CUT not in report.how
-
-
 def test_a_thousand_ranks_take_the_loaders_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 

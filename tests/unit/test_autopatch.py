@@ -2,12 +2,9 @@
 
 import copy
 import logging
-import multiprocessing
-import os
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from repeaters import BegunAtFirst, Infinite, MultiEpochs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 from trying import over
-from zoo import ALL_KINDS, Indices, Kind, seed_ambient, units
+from zoo import BY_NAME, Indices, Kind, seed_ambient, units
 
 import ddp_patch
 from ddp_patch import autopatch, leave_alone, unpatched
@@ -51,10 +48,16 @@ def attributes() -> list[dict[str, Any]]:
     return [{**vars(kind), "__repr__": None} for kind in (*LOADERS, DistributedDataParallel)]
 
 
-@pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # a kind's own
-@over(ALL_KINDS)
+OF_EACH_SORT = {
+    *("shuffle=True", "weighted, generator", "own set_epoch", "an iterator, once", "endless: shuffling for ever"),
+    *("nested batch samplers", "batch_size=None", "a loader subclass", "persistent workers", "iterable, 2 workers"),
+    *("iterable with set_epoch, persistent workers", "grouped, shuffled"),
+}
+
+
+@over([BY_NAME[name] for name in BY_NAME if name in OF_EACH_SORT])
 def test_a_loader_becomes_the_patched_one(kind: Kind) -> None:
-    """Each kind, in epoch after epoch, whatever a rank's own seed."""
+    """One of each sort, in epoch after epoch, whatever a rank's own seed."""
 
     def epochs_of(loader: Any) -> list[list[Any]]:
         return [units(kind, loader) for _ in range(min(kind.epochs, 2))]
@@ -66,18 +69,6 @@ def test_a_loader_becomes_the_patched_one(kind: Kind) -> None:
         found = epochs_of(kind.make())
     assert found == patched
     assert [record.fate for record in summary.records] == ["patched"]
-
-
-USES: list[Any] = [iter, len, ddp_patch.check_loaders_is_patched, ddp_patch.loader_state]
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_any_first_use_patches(use: Callable[[Any], Any]) -> None:
-    loader = made()
-    with autopatch(rank=1, num_replicas=2):
-        use(loader)
-    assert items(loader) == MINE
-    assert len(loader) == 3
 
 
 def test_what_is_made_before_is_patched_and_stays_so() -> None:
@@ -146,15 +137,6 @@ def test_a_step_runs_nothing_of_it() -> None:
     assert not called
 
 
-def test_it_is_a_decorator() -> None:
-    @autopatch(rank=1, num_replicas=2)
-    def main() -> list[int]:
-        return items(made())
-
-    assert main() == main() == MINE
-    assert len(items(made())) == N
-
-
 def test_without_several_ranks_nothing_happens() -> None:
     loader = made()
     with autopatch() as summary:
@@ -201,16 +183,11 @@ LINE = made.__code__.co_firstlineno + 1
     ("options", "is_patched"),
     [
         ({"only": "test_autopatch.py"}, True),
-        ({"only": [f"{HERE}"]}, True),
         ({"only": "*/test_auto*.py:*"}, True),
-        ({"only": "other.py"}, False),
         ({"only": "autopatch.py"}, False),
         ({"excepted": "test_autopatch.py"}, False),
-        ({"excepted": ["other.py", "unit/test_autopatch.py"]}, False),
         ({"excepted": "test_autopatch.py:1"}, True),
         ({"only": f"test_autopatch.py:{LINE}"}, True),
-        ({"excepted": f"test_autopatch.py:{LINE}"}, False),
-        ({"only": f"test_autopatch.py:{LINE}0"}, False),
         ({"only": "unit/*.py", "excepted": "test_autopatch.py"}, False),
     ],
 )
@@ -333,35 +310,6 @@ def test_a_constructor_patches_nothing() -> None:
         assert items(loader) == MINE
 
 
-def in_child(loader: Any, found: Any) -> None:
-    found.put(len(items(loader)))
-
-
-def test_a_process_that_was_forked_patches_nothing() -> None:
-    fork = multiprocessing.get_context("fork")
-    found = fork.Queue()
-    with autopatch(rank=1, num_replicas=2):
-        child = fork.Process(target=in_child, args=(made(), found))
-        child.start()
-        assert found.get(timeout=60) == N
-        child.join()
-
-
-def test_copies_of_an_autopatched_loader_are_patched_ones() -> None:
-    with autopatch(rank=1, num_replicas=2):
-        loader = made()
-        assert items(loader) == MINE
-    for copied in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):  # noqa: S301 - our own
-        assert items(copied) == MINE
-        assert ddp_patch.loader_state(copied)["epoch"] == 2
-
-
-def test_an_unused_loader_can_be_pickled() -> None:
-    with autopatch(rank=1, num_replicas=2):
-        loader = pickle.loads(pickle.dumps(made()))  # noqa: S301 - our own
-        assert items(loader) == MINE
-
-
 class Computed(DataLoader[Any]):
     """Its sampler cannot be replaced."""
 
@@ -386,23 +334,6 @@ def test_what_cannot_be_patched_is_named_with_the_ways_out_and_stays_as_it_was()
             assert line in str(caught.value)
         assert vars(loader) == before
     assert not summary.records
-
-
-class Fails(DataLoader[Any]):
-    """Looking for its own set_epoch raises, when its sampler is in its place already."""
-
-    @property
-    def set_epoch(self) -> Any:
-        raise LookupError("of the class")
-
-
-def test_whatever_fails_the_loader_stays_as_it_was() -> None:
-    with autopatch(rank=1, num_replicas=2):
-        loader = Fails(Indices(N))
-        before = dict(vars(loader))
-        with pytest.raises(LookupError, match="of the class"):
-            iter(loader)
-        assert vars(loader) == before
 
 
 def test_threads_patch_a_loader_once() -> None:
@@ -484,12 +415,13 @@ def test_a_summary_tells_of_each_loader_which_is_logged_once(caplog: pytest.LogC
     assert len(caplog.messages) == 2  # the first rank logs them
 
 
-def test_the_place_is_below_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = []
-    for folder in (HERE.parent, "/"):
-        monkeypatch.chdir(folder)
-        with autopatch(rank=0, num_replicas=2) as summary:
-            len(made())
-        places.append(summary.records[0].place)
-    assert places[0].startswith("test_autopatch.py:")
-    assert places[1].startswith(str(HERE).removeprefix(os.sep))
+def test_a_dry_run_patches_nothing() -> None:
+    with autopatch(rank=1, num_replicas=2, dry_run=True, order="leader") as summary:
+        loader, other = made(), Computed(Indices(N))
+        assert len(items(loader)) == N
+        assert len(items(other)) == N
+    assert not ddp_patch.check_loaders_is_patched(loader)
+    would, refused = summary.records
+    assert (would.fate, would.steps, would.passes) == ("would be patched", 3, 1)
+    assert refused.fate == "would be refused"
+    assert "'sampler'" in refused.note

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from messages import raises
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 from zoo import Indices, as_it_is
 
 from ddp_patch import (
@@ -215,24 +215,3 @@ def test_what_a_caller_cannot_be_given_is_told() -> None:
             audited(factory, 2)
     with raises(InvalidOptionError, ("run_ranks", "<lambda>", "pickling"), ("module", "pickled")):
         ran(lambda rank, world_size: rank, 1)
-
-
-SAMPLERS: dict[str, Callable[[], Any]] = {
-    "random": lambda: RandomSampler(range(12)),
-    "with replacement": lambda: RandomSampler(range(12), replacement=True),
-    "several turns": lambda: RandomSampler(range(5), num_samples=12),
-    "batches": lambda: BatchSampler(RandomSampler(range(12)), 2, drop_last=False),
-    "no random one": lambda: SequentialSampler(range(12)),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_generator_that_is_given_between_iter_and_next(name: str) -> None:
-    """All is as if it had been given before ``iter()``, as in one process."""
-    in_one_process, late = SAMPLERS[name](), SAMPLERS[name]()
-    getattr(in_one_process, "sampler", in_one_process).generator = torch.Generator().manual_seed(4)
-    epochs = [list(in_one_process) for _ in range(2)]
-    share = DDPSamplerWrapper(late, False, rank=0, num_replicas=1)
-    iterator = iter(share)
-    getattr(late, "sampler", late).generator = torch.Generator().manual_seed(4)
-    assert [list(iterator), list(share)] == epochs

@@ -181,22 +181,10 @@ def test_iterable_datasets_count_by_their_length_which_torch_forgets_again() -> 
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "seed": (
-        {"seed": 117},
-        {"seed": 134},
-        "seed: 117 on rank 0; 134 on rank 1",
-    ),
-    "shuffle": (
-        {"shuffle": True},
-        {"shuffle": False},
-        "shuffle: True on rank 0; False on rank 1",
-    ),
+    "seed": ({"seed": 117}, {"seed": 134}, "seed: 117 on rank 0; 134 on rank 1"),
+    "shuffle": ({"shuffle": True}, {"shuffle": False}, "shuffle: True on rank 0; False on rank 1"),
     "drop_last": ({"drop_last": True}, {}, "drop_last: True on rank 0; False on rank 1"),
-    "samples": (
-        {"dataset": range(40)},
-        {"dataset": range(44)},
-        "number of samples: 40 on rank 0; 44 on rank 1",
-    ),
+    "samples": ({"dataset": range(40)}, {"dataset": range(44)}, "number of samples: 40 on rank 0; 44 on rank 1"),
 }
 
 
@@ -212,14 +200,6 @@ def test_distributed_samplers_have_the_same_settings(name: str) -> None:
     setting, _, values = said.partition(": ")
     with raises(RankMismatchError, f"{setting} of its DistributedSampler: {values}", "on every rank"):
         judge(make, 2)
-
-
-def test_the_seed_of_a_sampler_that_does_not_shuffle_is_of_no_account() -> None:
-    def make(rank: int, ranks: int) -> DataLoader[Any]:
-        data: Any = Indices(40)
-        return DataLoader(data, 4, sampler=DistributedSampler(data, ranks, rank, shuffle=False, seed=rank))
-
-    judge(make, 2)
 
 
 class Slicing(DistributedSampler[int]):

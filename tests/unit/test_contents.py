@@ -5,7 +5,6 @@ import tracemalloc
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,59 +104,39 @@ def noise(rank: int, n: int = N) -> Any:
 BY_HAND: dict[str, Make] = {
     "list": part(list(range(2 * N))),
     "list of paths": part(names()),
-    "list of Paths": part([*map(Path, names())]),
     "list of pairs": part([*zip(names(), LABELS, strict=True)]),
-    "list of dicts": part([{"path": name, "label": 1} for name in names()]),
-    "list of tensors": part([torch.tensor([index, 1.0]) for index in range(2 * N)]),
-    "list of images with labels": part([*zip(X, LABELS, strict=True)]),
     "list of texts": part([f"{index}{'long ' * 10**6}" for index in range(2)]),
     "list in runs": lambda rank: [*range(rank * N, rank * N + N)],  # of which the first holds its own positions
-    "range in runs": lambda rank: range(rank * N, rank * N + N),
-    "tuple": part(tuple(range(2 * N))),
     "range": part(range(2 * N)),
     "array": part(np.arange(2 * N * 5).reshape(-1, 5)),
     "tensor": part(X),
-    "tensor, transposed": part(X.T.contiguous().T),
     "TensorDataset": lambda rank: TensorDataset(X[rank::2], X[rank::2, 0]),
     "Subset of a list": lambda rank: Subset(names()[rank::2], range(10)),  # type: ignore[arg-type]  # a list will do
     "ConcatDataset": lambda rank: ConcatDataset([TensorDataset(X[rank::2]), Indices()]),
     "StackDataset": lambda rank: StackDataset(TensorDataset(X[rank::2])),
     "a dataset of paths": hold(paths=names(), labels=LABELS),
-    "a dataset of labels": hold(labels=[index % 7 for index in range(2 * N)]),
     "a dataset of tensors": lambda rank: Holding(x=X[rank::2], y=X[rank::2, 0], mean=[0.5] * 2),
-    "a dataset with local indices": lambda rank: Holding(x=X[rank::2], ids=list(range(N))),
     "a dataset in a dataset": lambda rank: Holding(inner=hold(x=X)(rank)),
     "a list in another order": lambda rank: names()[:: -1 if rank else 1],
     "names in folders of their own": part([f"/data/{index}/image.png" for index in range(2 * N)]),
     "a list of objects": part([*map(Sample, names())]),
     "a dataset of objects": hold(samples=[*map(Numbered, range(2 * N))]),
-    "a dict of lists": lambda rank: Holding(index={"paths": names()[rank::2]}),
     "two samples of each": lambda rank: Holding(n=2 * N, paths=names()[rank::2]),
-    "made by another seed": lambda rank: TensorDataset(torch.tensor(noise(rank))),
 }
 ALIKE: dict[str, Make] = {
     "copies in folders of their own": lambda rank: names(f"/scratch/rank{rank}/", N),
-    "copies on Windows": lambda rank: names(f"C:\\scratch{rank}\\", N),
     "the same in a dataset": lambda rank: Holding(paths=names(f"/scratch/rank{rank}/", N)),
     "NaN": lambda rank: [float("nan")] * N,
-    "NaN in tensors": lambda rank: torch.full((N,), torch.nan),
     "a cache that fills up": lambda rank: Holding(cache=[rank if place < N * rank else None for place in range(N)]),
-    "a full cache and an empty one": lambda rank: Holding(cache=[[1, 2] if rank else None for _ in range(N)]),
     "noise beside the samples": lambda rank: Holding(paths=names(n=N), noise=noise(rank), seeds=[*noise(rank)]),
     "settings": lambda rank: Holding(size=[rank, rank], rank=rank, name=f"rank {rank}", n=3),
-    "as many settings as samples, of which there are few": lambda rank: Holding(n=3, mean=[rank] * 3),
     "folders of their own, with one name": lambda rank: Holding(p=[f"/{rank}/{index}/a.png" for index in range(N)]),
     "objects on devices of their own": lambda rank: [Numbered(place, device=f"cuda:{rank}") for place in range(N)],
-    "objects that hold their rank": lambda rank: [Numbered(rank) for _ in range(N)],
-    "classes": lambda rank: Holding(classes=[f"{rank} {index}" for index in range(N - 1)]),
-    "dicts": lambda rank: Holding(index=dict.fromkeys(range(N), rank)),
     "what reads a file": lambda rank: Reads([rank] * N),
     "files in memory maps": lambda rank: np.full(N, rank).view(np.memmap),
     "an iterable dataset": Iterated,
     "a dataset whose length raises": lambda rank: Holding(n="many", data=[rank] * N),
     "a meta tensor": lambda rank: TensorDataset(torch.empty(N, rank + 1, device="meta")),
-    "a number": lambda rank: Holding(scale=torch.tensor(float(rank)), array=np.array(rank)),
-    "an empty list": lambda rank: [],
     "other classes on one rank only": lambda rank: Indices(N) if rank else names()[:N],
     **{
         f"any value: {value!r}": lambda rank, value=value: [value] * N  # type: ignore[misc]  # a default binds it
@@ -239,17 +218,10 @@ def select(dataset: Any, rank: int) -> None:
 
 SUBSET = "the indices of a Subset"
 CHANGES: dict[str, tuple[Callable[[], Any], Change, str]] = {
-    "a mask in a list": (masked(list), select, "Masked.mask"),
     "a mask in an array": (masked(np.array), select, "Masked.mask"),
-    "a mask in a tensor": (masked(torch.tensor), select, "Masked.mask"),
     "indices of a Subset, in place": (
         lambda: Subset(Indices(), [0, 1, 2]),
         lambda subset, rank: subset.indices.append(5 + rank),
-        SUBSET,
-    ),
-    "indices of a Subset, anew": (
-        lambda: Subset(Indices(), [0, 1, 2]),
-        put("indices", lambda rank: [0, 1, 5 + rank]),
         SUBSET,
     ),
     "names": (lambda: Holding(20, files=[*n20]), shuffle("files"), "Holding.files"),
@@ -277,10 +249,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Change, str]] = {
 }
 HONEST: dict[str, tuple[Callable[[], Any], Change]] = {
     "losses": (lambda: Holding(20, losses=[0.0] * 20), put("losses", lambda rank: [*noise(rank, 20)])),
-    "a tensor of losses": (lambda: Holding(20, losses=torch.zeros(20)), put("losses", lambda _: torch.rand(20))),
-    "counts": (lambda: Holding(20, counts=[0] * 20), put("counts", lambda rank: [rank] * 20)),
     "pseudo-labels": (lambda: Holding(20, y=[0] * 20), put("y", lambda rank: [(rank + i) % 7 for i in range(20)])),
-    "a seed": (lambda: Holding(20, epoch=0), put("seed", lambda rank: rank)),
     "a short setting": (lambda: Holding(20, size=[1, 1]), put("size", lambda rank: [rank, rank + 1])),
     "a deque of numbers": (lambda: Holding(20), put("last", lambda rank: deque([rank] * 20))),
 }
@@ -336,22 +305,6 @@ def test_what_names_no_samples_is_not_told(kind: str) -> None:
 @pytest.mark.parametrize("kind", READING)
 def test_what_reading_changes_is_never_told(kind: str) -> None:
     assert differing(*READING[kind], while_read=True) == ()
-
-
-def test_once_reading_has_changed_it_a_change_of_the_users_counts_no_more() -> None:
-    make, change = READING["a mask of what was read"]
-
-    def both(data: Any, rank: int) -> None:
-        change(data, rank)
-        held[rank].read()
-        data.seen[5 + rank] = True
-
-    datasets = [make(), make()]
-    held = [HeldData(one) for one in datasets]
-    assert found(held) == ()
-    for rank, dataset in enumerate(datasets):
-        both(dataset, rank)
-    assert found(held) == ()
 
 
 def test_names_that_were_the_samples_at_the_patch_count_whatever_changes_them() -> None:

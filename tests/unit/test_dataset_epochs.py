@@ -137,16 +137,6 @@ def test_a_dataset_that_counts_by_itself_goes_on_as_before() -> None:
     assert [{epoch for batch in loader for epoch, _ in batch} for _ in range(3)] == [{0}, {1}, {2}]
 
 
-def test_a_dataset_that_is_told_nothing_has_no_set_epoch() -> None:
-    class Plain(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            yield from range(N)
-
-    (loader, _) = ranks_of(Plain())
-    assert not hasattr(loader.dataset, "set_epoch")
-    assert [len(list(loader)) for _ in range(2)] == [3, 3]
-
-
 def augmented(batch: list[Any]) -> float:
     return float(torch.rand(()))
 

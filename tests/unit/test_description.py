@@ -5,21 +5,15 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from zoo import ALL_KINDS, Kind
+from torch.utils.data import BatchSampler, DataLoader
+from zoo import ALL_KINDS, Kind, Source
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.sharding.sampler import describe_share
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
 
 
 class ByClass(BatchSampler):
@@ -30,27 +24,34 @@ def of(n: int = 100, **options: Any) -> DataLoader[Any]:
     return DataLoader(range(n), **options)  # type: ignore[arg-type]  # a range is a dataset as good as any
 
 
-CASES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
-    (of(batch_size=8), {}, "shard 1 of 3, samples, 5 steps of 8"),
-    (of(3), {}, "shard 1 of 3, samples, 1 step of 1"),
-    (of(8000), {"uneven": "keep", "seed": 5}, "shard 1 of 3, samples, 2,667 steps of 1"),
-    (of(batch_size=8), {"share": "batches"}, "shard 1 of 3, whole batches, 5 steps of 8"),
-    (of(batch_size=8), {"share": "within_batches"}, "shard 1 of 3, a part of each batch, 13 steps of 8"),
-    (of(batch_sampler=ByClass(range(100), 8, False)), {}, "shard 1 of 3, whole batches, 5 steps"),
-    (of(batch_size=None), {}, "shard 1 of 3, samples, 34 steps"),
-    (DataLoader(Stream(), 2), {}, "shard 1 of 3, items of a stream, steps of 2, length unknown"),
-    (DataLoader(Stream(), None), {}, "shard 1 of 3, items of a stream, length unknown"),
+# What the log says of a loader of rank 1 of 3, and its sampler when it is printed.
+CASES: list[tuple[DataLoader[Any], dict[str, Any], str, str]] = [
+    (of(batch_size=8), {}, "samples, 5 steps of 8", "samples, 34 in an epoch"),
+    (of(3), {}, "samples, 1 step of 1", "samples, 1 in an epoch"),
+    (of(8000), {"uneven": "keep", "seed": 5}, "samples, 2,667 steps of 1", "samples, 2,667 in an epoch"),
+    (of(batch_size=8), {"share": "batches"}, "whole batches, 5 steps of 8", "whole batches, 5 in an epoch"),
+    (
+        of(batch_size=8),
+        {"share": "within_batches"},
+        "a part of each batch, 13 steps of 8",
+        "a part of each batch, 13 in an epoch",
+    ),
+    (of(batch_sampler=ByClass(range(100), 8, False)), {}, "whole batches, 5 steps", "whole batches, 5 in an epoch"),
+    (of(batch_size=None), {}, "samples, 34 steps", "samples, 34 in an epoch"),
+    (DataLoader(Source(), 2), {}, "items of a stream, steps of 2, length unknown", "items of a stream, length unknown"),
+    (DataLoader(Source(), None), {}, "items of a stream, length unknown", "items of a stream, length unknown"),
 ]
 
 
-@pytest.mark.parametrize(("loader", "options", "said"), CASES)
-def test_the_log_says_what_a_rank_gets(
-    loader: DataLoader[Any], options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("loader", "options", "said", "printed"), CASES)
+def test_the_log_and_a_loaders_sampler_say_what_a_rank_gets(
+    loader: DataLoader[Any], options: dict[str, Any], said: str, printed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "ddp_patch"):
         patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=3, **options)
-    assert caplog.records[-1].getMessage() == f"DataLoader was patched: {said}"
-    assert describe_share(copy.deepcopy(patched)) == said
+    assert caplog.records[-1].getMessage() == f"DataLoader was patched: shard 1 of 3, {said}"
+    assert describe_share(copy.deepcopy(patched)) == f"shard 1 of 3, {said}"
+    assert repr(patched.sampler).endswith(f"(shard 1 of 3, {printed})")
     assert describe_share(loader) is None  # which is not patched
 
 
@@ -76,28 +77,10 @@ def test_a_line_in_the_log_for_each_loader_that_is_patched(caplog: pytest.LogCap
     ]
 
 
-SHARES: list[tuple[DataLoader[Any], dict[str, Any], str]] = [
-    (of(), {}, "DDPSamplerWrapper(shard 1 of 3, samples, 34 in an epoch)"),
-    (of(batch_sampler=ByClass(range(100), 8, False)), {}, "(shard 1 of 3, whole batches, 5 in an epoch)"),
-    (of(batch_sampler=iter([[0]])), {}, "(shard 1 of 3, whole batches, length unknown)"),
-    (of(batch_size=8), {"share": "within_batches"}, "(shard 1 of 3, a part of each batch, 13 in an epoch)"),
-    (DataLoader(Stream(), 2), {}, "StreamSampler(shard 1 of 3, items of a stream, length unknown)"),
-]
-
-
-@pytest.mark.parametrize(("loader", "options", "said"), SHARES)
-def test_a_loaders_sampler_says_it_when_it_is_printed(
-    loader: DataLoader[Any], options: dict[str, Any], said: str
-) -> None:
-    patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=3, **options)
-    assert repr(patched.sampler).endswith(said)
-
-
 ONE_LINE = "ddp_patch: DataLoader was patched: shard 1 of 3, samples, 17 steps of 2\n"
 
 
 ASKED = [
-    ("0", "", ""),  # silent unless somebody asks
     ("1", "", ONE_LINE),
     ("1", "logging.basicConfig()", ONE_LINE.replace("ddp_patch: ", "INFO:ddp_patch:")),  # once, not twice
 ]

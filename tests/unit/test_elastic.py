@@ -34,11 +34,6 @@ def test_options_that_cannot_be_kept_are_refused(options: Any, why: str) -> None
         of(**options)
 
 
-def test_divided_batches_may_be_uneven() -> None:
-    loader = of(5, 3, share="within_batches", uneven="keep")
-    assert [loader.batch(0, rank, 2)[0].tolist() for rank in range(2)] == [[0, 2], [1]]
-
-
 def test_a_loader_that_is_sharded_already_is_refused() -> None:
     loader = loader_of(range(8), sampler=DistributedSampler(Indices(8), 2, 0))
     with pytest.raises(AlreadyPatchedError, match="sharded already, by a DistributedSampler, for a number of replicas"):

@@ -69,13 +69,6 @@ def test_the_command_line_explains_it(kind: type[Exception], capsys: pytest.Capt
     assert re.findall(r"\w+", shown) == [kind.__name__, *said]
 
 
-def test_a_row_of_a_table_is_a_point_of_a_list_and_code_is_indented(capsys: pytest.CaptureFixture[str]) -> None:
-    loaded(["explain", "StreamLengthError"])()
-    shown = capsys.readouterr().out
-    assert "\n    list(share)\n" in shown
-    assert "\n* items_at looks up other positions than it is given\n  -> return one item for each, in " in shown
-
-
 def test_the_command_is_in_the_help_and_refuses_what_it_cannot_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "explain" in CliRunner().invoke(commands, ["--help"]).stdout
     assert CliRunner().invoke(commands, ["explain", "StateError"]).stdout.startswith("StateError\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from messages import assert_tells, raises
+from messages import assert_tells
 
 from ddp_patch import DDPPatchError
 from ddp_patch.errors import LeaderError, MissingRanksError, RankMismatchError, message_of
@@ -212,10 +212,3 @@ def test_ranks_that_meet_for_something_else_are_told_at_what_the_others_are(stor
     told = on_ranks(3, lambda rank: exchange.exchange(range(3), "Here" if rank else "There", 1, list, 20))
     for error in told:
         assert_tells(message_of(error), ("There", "ranks 1, 2 at 'Here'"), "Look for")
-
-
-def test_one_rank_alone_asks_nobody(store: Counting) -> None:
-    HERE.rank = 0
-    assert meet(1, (1, "a"), lambda records: records[0]) == [1, "a"]
-    with raises(RankMismatchError, "Trying", None):
-        meet(1, 1, lambda records: 1 / 0)

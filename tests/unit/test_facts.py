@@ -47,13 +47,6 @@ def test_one_look_tells_what_is_sharded(loader: DataLoader[Any], told: Told) -> 
         look.unit = ShardedUnit.SAMPLE  # type: ignore[misc]  # it is frozen
 
 
-@pytest.mark.parametrize(("workers", "ahead"), [(0, 0), (2, 4)])
-def test_it_tells_how_many_batches_workers_fetch_ahead(workers: int, ahead: int) -> None:
-    loader: DataLoader[Any] = DataLoader(Indices(10), num_workers=workers)
-    look = look_at(loader)
-    assert (look.num_workers, look.batches_ahead) == (workers, ahead)
-
-
 class Counting:
     """Counts how often its length is asked for, which moves the global generators."""
 

@@ -1,6 +1,6 @@
 """How cost grows with n and the number of ranks, counted: what a rank draws, asks for and holds ahead."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from zoo import Indices, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import MOST_AHEAD
-from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.plan import Plan
 from ddp_patch.samplers import ScalableRandomSampler
 from ddp_patch.samplers.keyed import Permutation
@@ -54,15 +53,6 @@ def test_any_sampler_is_drawn_a_bounded_way_ahead(n: int, world_size: int) -> No
     assert first == [position % n for position in Plan(world_size - 1, world_size).share(n)[:BATCH]]
     assert sampler.drawn <= needed + max(MOST_AHEAD, world_size)
     assert sampler.drawn <= 2 * needed
-
-
-@pytest.mark.parametrize("world_size", [1, 16, 1024])
-def test_any_sampler_is_drawn_once(world_size: int) -> None:
-    sampler = Source(200_000)
-    wrapper = share_of(sampler, world_size, order="seeded")
-    sampler.drawn = 0
-    assert sum(1 for _ in wrapper) == -(-200_000 // world_size)
-    assert sampler.drawn == 200_000
 
 
 @pytest.mark.parametrize("world_size", RANKS)
@@ -116,56 +106,6 @@ def test_torchs_order_is_drawn_once_an_epoch_whatever_the_world(monkeypatch: pyt
         assert drawn == [10_000]
 
 
-class Growing(Dataset[int]):
-    """Rows that may be added at any time; some count by drawing, from the global generator or from their own."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each time that the global random states are read."""
-    found: list[None] = []
-    original = GlobalState.capture
-    monkeypatch.setattr(GlobalState, "capture", lambda: found.append(None) or original())  # type: ignore[func-returns-value]  # None is falsy
-    return found
-
-
-@pytest.mark.parametrize("in_batches", [False, True])
-@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler, Source])
-def test_a_length_that_draws_nothing_is_guarded_once_for_a_pass(
-    kind: Callable[[Any], Any], in_batches: bool, captures: list[None]
-) -> None:
-    data = Growing(90)
-    sampler = kind(90) if kind is Source else kind(data)
-    batches: Any = {"batch_sampler": BatchSampler(sampler, 5, drop_last=False)}
-    samples: Any = {"sampler": sampler, "batch_size": 5}
-    given: DataLoader[int] = DataLoader(data, **(batches if in_batches else samples))
-    loader: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=3)
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        assert len(loader) == 6
-        captures.clear()
-        assert {len(loader) for _ in range(9)} == {6}
-        assert not captures
-        guarded = 0
-        for _ in loader:  # a script may ask in every step
-            captures.clear()
-            assert len(loader) == 6
-            guarded += bool(captures)
-        assert guarded <= 1
-    data.n = 30
-    if kind is not Source:
-        assert len(loader) == 2  # it is still counted each time
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_a_length_that_draws_is_guarded_whenever_it_is_asked_for(own: bool) -> None:
     class Drawing(Source):
@@ -178,7 +118,7 @@ def test_a_length_that_draws_is_guarded_whenever_it_is_asked_for(own: bool) -> N
 
     sampler = Drawing(100)
     generator = sampler.generator
-    given: DataLoader[int] = DataLoader(Growing(200), 1, sampler=sampler)
+    given: DataLoader[int] = DataLoader(Indices(200), 1, sampler=sampler)
     loader = patch_dataloader_to_ddp(given, rank=0, num_replicas=1)
     before = torch.get_rng_state(), generator.get_state()
     lengths = [len(loader) for _ in range(20)]

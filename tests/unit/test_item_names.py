@@ -1,12 +1,11 @@
 """Of what of an item its name consists, so that ranks can tell which sample it is."""
 
-from collections import UserDict, namedtuple
+from collections import UserDict
 from dataclasses import dataclass
-from datetime import date, timedelta
-from enum import Enum, IntEnum
+from datetime import date
+from enum import IntEnum
 from pathlib import PurePosixPath
 from typing import Any
-from uuid import UUID
 
 import numpy as np
 import pytest
@@ -17,10 +16,6 @@ from hypothesis import strategies as st
 from ddp_patch.streams.reports import name_of
 
 
-class Kind(Enum):
-    CAT = 1
-
-
 class Level(IntEnum):
     HIGH = 3
 
@@ -29,13 +24,6 @@ class Level(IntEnum):
 class Row:
     picture: Any
     file: str
-
-
-Pair = namedtuple("Pair", "x y")
-
-
-class Text(str):
-    __slots__ = ()
 
 
 class Locked(dict[Any, Any]):
@@ -52,43 +40,30 @@ PICTURE = torch.rand(3, 4)
 NAMES: dict[str, tuple[Any, bytes | None]] = {
     "a number": (7, b"7"),
     "a text": ("7.png", b"7.png"),
-    "a text that is no unicode": ("\udc80", b"\xed\xb2\x80"),
     "bytes": (b"7", b"7"),
     "a path": (PurePosixPath("a/7"), b"a/7"),
-    "a member": (Kind.CAT, b"CAT"),
     "a member that is a number": (Level.HIGH, b"HIGH"),
     "a truth value": (True, b"1"),
     "a date": (date(2020, 1, 2), b"2020-01-02"),
-    "a span of time": (timedelta(seconds=3), b"0:00:03"),
-    "a UUID": (UUID(int=0x61 << 120), b"a" + 15 * b"\0"),
     "a number of numpy's": (np.int32(7), b"7"),
-    "a truth value of numpy's": (np.bool_(True), b"1"),
-    "a text of a class": (Text("7"), b"7"),
     "a tensor of one number": (torch.tensor(7), b"7"),
-    "a tensor of one truth value": (torch.tensor(True), b"1"),
     # Within containers.
     "a picture and its label": ((PICTURE, 7), b"7"),
     "a picture, its file and where it was cut": ({"x": PICTURE, "cut": 3, "file": "7.png"}, b"7.png"),
     "nested": ({"x": [PICTURE, {"meta": ("a", [{"file": "7"}])}]}, b"a\x007"),
     "a dataclass": (Row(PICTURE, "7.png"), b"7.png"),
-    "a named tuple": (Pair(PICTURE, 7), b"7"),
     "a mapping of another class": (UserDict(b="2", a="1"), b"1\x002"),
     "a key": ({"__key__": "7", "png": b"augmented", "json": {"a": "b"}}, b"7"),
-    "a key within": (({"__key__": "7", "png": b"augmented"}, 1), b"7"),
     "a key in a mapping of another class": (UserDict(__key__="7", png=b"augmented"), b"7"),
     "tokens": ({"ids": [5, 6, 7]}, b"(3, 5, 6, 7)"),
     "keys of several types": ({2: "b", "1": "a"}, b"a\0b"),
     "a missing field": ({"file": None, "label": 7}, b"7"),
     "nothing": (None, b""),
-    "an empty text": ("", b""),
     "an empty list": ([], b""),
     # There is no name in it.
     "a picture": (PICTURE, None),
     "a float": (0.5, None),
-    "a tensor of one float": (torch.tensor(0.5), None),
     "a tensor of numbers": (torch.tensor([1, 2]), None),
-    "an array": (np.arange(3), None),
-    "floats": ([0.5] * 100, None),
     "pictures": ({"x": PICTURE, "y": [PICTURE, 0.5]}, None),
     "a set, which has no order": ({1, 2}, None),
     "an object": (Opaque(), None),

@@ -1,10 +1,8 @@
 """Iterable datasets: what one process with the same workers reads, and who reads what."""
 
-import copy
 import gc
 import multiprocessing
 import os
-import pickle
 import random
 import time
 from collections import Counter
@@ -21,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils.collate import default_collate_fn_map
 from zoo import EpochSource, N, Source, as_it_is, seed_ambient
 
-from ddp_patch import check_loaders_is_patched, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import UnsupportedLoaderError
 
 
@@ -87,24 +85,6 @@ def test_by_worker_counts_the_workers_of_all_ranks(workers: int) -> None:
     together = [batches(WhoAmI(), rank, workers, share="by_worker", uneven="keep") for rank in (0, 1)]
     readers = 2 * max(1, workers)
     assert sorted(chain.from_iterable(chain(*together))) == [(reader, readers) for reader in range(readers)]
-
-
-def test_the_users_attributes_and_length_stay_within_reach() -> None:
-    source: Any = EpochSource()
-    source.name = "shards"
-    patched: Any = patch_dataloader_to_ddp(DataLoader(source, batch_size=4), rank=0, num_replicas=2)
-    assert patched.dataset.dataset is source
-    assert patched.dataset.name == "shards"
-    assert (len(patched.dataset), len(patched)) == (12, 3)
-    assert not hasattr(patched.dataset, "state_dict")
-
-
-def test_a_dataset_that_shards_itself_says_so() -> None:
-    source: Any = Source()
-    source.is_ddp_aware = True
-    loader: DataLoader[Any] = DataLoader(source)
-    assert check_loaders_is_patched(loader)
-    assert patch_dataloader_to_ddp(loader, rank=0, num_replicas=2) is loader
 
 
 class Splittable(IterableDataset[int]):
@@ -313,13 +293,6 @@ def test_an_iterator_keeps_its_epoch_when_another_one_begins() -> None:
     assert beginning + list(first) == expected
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])  # noqa: S301 - ours
-def test_a_copy_with_workers_gives_the_same(copied: Any) -> None:
-    loader: DataLoader[Any] = DataLoader(Source(), 3, num_workers=2, collate_fn=as_it_is)
-    patched = patch_dataloader_to_ddp(loader, rank=1, num_replicas=2)
-    assert list(copied(patched)) == list(patched)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_patched_loader_that_was_made_anew_without_its_sampler_raises(workers: int) -> None:
     patched = patch_dataloader_to_ddp(DataLoader(Source(8), 2, num_workers=workers), rank=0, num_replicas=2)
@@ -332,21 +305,6 @@ def begun(**options: Any) -> Any:
     """A patched loader whose items tell their epoch."""
     loader: DataLoader[Any] = DataLoader(EpochSource(), batch_size=None, collate_fn=as_it_is)
     return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, seed=1, **options)
-
-
-def test_an_iterator_that_is_made_before_set_epoch_is_that_epochs() -> None:
-    loader, other = begun(), begun()
-    iterator = iter(loader)
-    loader.set_epoch(5)
-    other.set_epoch(5)
-    assert list(iterator) == list(other)
-
-
-def test_iterators_side_by_side_are_epochs_of_their_own() -> None:
-    loader, other = begun(), begun()
-    first, second = iter(loader), iter(loader)
-    beginnings = [next(first), next(second)]
-    assert beginnings == [next(iter(other)), next(iter(other))]
 
 
 def test_a_place_that_is_restored_after_an_iterator_was_made_is_where_it_begins() -> None:

@@ -9,11 +9,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import (
-    DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
     assert_loaders_patched,
     check_loaders_is_patched,
-    extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
 from ddp_patch.errors import (
@@ -53,13 +51,6 @@ def test_options(options: dict[str, Any], facts: Words, remedy: Words) -> None:
     with raises(InvalidOptionError, facts, remedy) as of_the_wrapper:
         DDPSamplerWrapper(range(3), **(EXPLICIT | options))
     assert str(of_the_patch.value) == str(of_the_wrapper.value)
-
-
-@pytest.mark.parametrize("operation", [patch_dataloader_to_ddp, extract_loader_parameters])
-def test_not_a_loader(operation: Any) -> None:
-    facts = (operation.__name__, "torch.utils.data.DataLoader", "{1, 2}", "set")
-    with raises(NotALoaderError, facts, "loader itself"):
-        operation({1, 2})
 
 
 class Stream(IterableDataset[int]):
@@ -136,12 +127,6 @@ def test_the_remedy_for_it_works() -> None:
         given += [item for batch in sharded for item in batch]
     assert set(given) == set(range(N))
     assert len(given) == 24
-
-
-@pytest.mark.parametrize("wrapper", [DDPSamplerWrapper, DDPBatchSamplerWrapper])
-def test_a_sampler_that_shards_already_cannot_be_wrapped_by_hand(wrapper: Any) -> None:
-    with raises(AlreadyPatchedError, (wrapper.__name__, "a DDPSamplerWrapper"), "original sampler"):
-        wrapper(DDPSamplerWrapper(range(3), **EXPLICIT), **EXPLICIT)
 
 
 class Uncopyable(DataLoader[Any]):
@@ -245,9 +230,6 @@ def test_nothing_is_drawn_or_changed_when_an_option_is_refused() -> None:
     "message",
     [
         "rank=20 of 3 is too large. Pass a smaller rank=.",
-        "rank=2 of 13 is too large. Pass a smaller rank=.",
-        "rank=2.5 of 3 is too large. Pass a smaller rank=.",
-        "rank=2 of 3 is too large. Pass a smaller one.",
         "rank=2 of 3 is too large. A smaller rank= would do.",
         "Pass a smaller rank=. rank=2 of 3 is too large.",
         "rank=2 of 3 is too large. Pass a smaller rank=",

@@ -9,7 +9,6 @@ from multiprocessing.context import SpawnContext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.device_mesh
@@ -22,8 +21,7 @@ from zoo import Indices, loader
 
 import ddp_patch
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.compat import packages, private_torch
-from ddp_patch.compat.private_torch import private
+from ddp_patch.compat import private_torch
 from ddp_patch.errors import TorchVersionError, UnsupportedLoaderError
 
 WORLD: Any = {"rank": 0, "num_replicas": 2}
@@ -65,13 +63,6 @@ def test_what_needs_a_name_says_so(
     with raises(TorchVersionError, (facts, f"torch.{name}", f"torch {torch.__version__}"), remedy):
         call()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_error_is_an_import_error() -> None:
-    """Whoever tries an import expects one."""
-    assert issubclass(TorchVersionError, ImportError)
-    with pytest.raises(ImportError):
-        private("torch.no_such_module.name", "A test")
 
 
 @pytest.mark.parametrize(
@@ -126,21 +117,6 @@ def test_without_its_name_torch_is_asked_for_the_rank_unseen(monkeypatch: pytest
     assert len(asked) == 1
     assert os.environ.get("RANK") == "3"
     assert len(asked) == 1
-
-
-def test_a_batch_is_pinned_as_a_loaders_iterator_pins_where_torch_tells_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.data._utils.pin_memory, "pin_memory", lambda batch, device: (batch, device))
-    iterator: Any = iter(loader())
-    assert private_torch.pinned_by(iterator, "batch") == "batch"
-    iterator._pin_memory, iterator._pin_memory_device = True, "cuda"  # as where there is an accelerator
-    assert private_torch.pinned_by(iterator, "batch") == ("batch", "cuda")
-    monkeypatch.delattr(torch.utils.data._utils.pin_memory, "pin_memory")
-    assert private_torch.pinned_by(iterator, "batch") == "batch"
-
-
-def test_a_normal_may_be_held_where_numpy_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np.random, "get_state", lambda legacy=True: {"has_gauss": 0})
-    assert packages.may_hold_a_normal()
 
 
 class Mesh:

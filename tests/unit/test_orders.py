@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice, product
+from itertools import chain, islice, product
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from zoo import as_it_is
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import StreamLengthError
-from ddp_patch.orders.chunks import MOST_AHEAD, MOST_PLAIN
+from ddp_patch.orders.chunks import MOST_AHEAD
 from ddp_patch.orders.orders import has_order, order_of
-from ddp_patch.orders.random_states import PrivateRNG
 from ddp_patch.plan import Plan
 
 WORDS = [f"{index}.jpg" for index in range(103)]
@@ -208,45 +207,6 @@ def test_a_position_is_reached_without_asking_for_those_before() -> None:
 # What does not depend on the machine: how much is drawn, held and swapped.
 
 
-class Counting(Sampler[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.drawn = 0
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(self.n):
-            self.drawn += 1
-            yield index
-
-
-def swaps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    entered: list[None] = []
-    original = PrivateRNG.__enter__
-
-    def enter(self: PrivateRNG) -> None:
-        entered.append(None)
-        original(self)
-
-    monkeypatch.setattr(PrivateRNG, "__enter__", enter)
-    return entered
-
-
-def test_random_states_are_swapped_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = swaps(monkeypatch)
-    n = 500_000
-    wrapper = DDPSamplerWrapper(Counting(n), False, num_replicas=8, rank=0, seed=0, order="seeded")
-    entered.clear()
-    assert sum(1 for _ in wrapper) == n // 8
-    assert n // MOST_AHEAD <= len(entered) <= n // MOST_AHEAD + 20  # the first are shorter
-    looked_up = DDPSamplerWrapper(RandomSampler(range(n)), False, num_replicas=8, rank=0, seed=0)
-    entered.clear()
-    assert sum(1 for _ in looked_up) == n // 8
-    assert len(entered) <= 2
-
-
 class DrawnWhenCounted(Dataset[int]):
     """Draws an order of its own when somebody first asks for its length in an epoch."""
 
@@ -288,11 +248,6 @@ def test_a_sampler_that_is_given_the_global_generator_is_like_one_that_is_given_
     assert found[0] == found[1]
 
 
-def most_ahead(before: int) -> int:
-    """How far a stream of indices, or of lists of them, may be drawn ahead after so many samples."""
-    return max(MOST_AHEAD, min(MOST_PLAIN, before // 64))
-
-
 class Batches(Sampler[list[int]]):
     """New lists, or one that it fills again and again."""
 
@@ -307,38 +262,6 @@ class Batches(Sampler[list[int]]):
             batch = batch if self.reuses else []
             batch[:] = range(start, start + 32)
             yield batch
-
-
-GROWING: dict[str, Callable[[int], Any]] = {
-    "tensors": lambda _: torch.zeros(64),
-    "tuples": lambda _: (0,) * 64,
-    "larger and larger": lambda step: [0] * min(step + 1, 512),
-    "empty": lambda _: [],
-    "names": lambda _: ["a name"] * 64,
-}
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_how_far_is_drawn_ahead_is_counted_in_samples(name: str) -> None:
-    drawn: list[int] = []
-
-    def endless() -> Iterator[Any]:
-        for step in count():
-            batch = GROWING[name](step)
-            drawn.append(max(1, len(batch)))
-            yield batch
-
-    class Endless(Sampler[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return endless()
-
-    wrapper = DDPBatchSamplerWrapper(Endless(), False, num_replicas=4, rank=0, order="seeded")
-    before = 0
-    for step, _ in zip(range(3000), wrapper, strict=False):
-        # Batches that grow are seen to when the next chunk begins.
-        most = most_ahead(before) if name == "larger and larger" else MOST_AHEAD
-        assert sum(drawn[4 * step :]) <= 2 * most
-        before += sum(drawn[4 * step : 4 * step + 4])
 
 
 @pytest.mark.parametrize("reuses", [False, True])

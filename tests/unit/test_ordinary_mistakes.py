@@ -15,7 +15,14 @@ import pytest
 from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, autopatch, loader_state, patch_dataloader_to_ddp
+from ddp_patch import (
+    DDPBatchSamplerWrapper,
+    DDPSamplerWrapper,
+    autopatch,
+    loader_state,
+    patch_dataloader_to_ddp,
+    testing,
+)
 from ddp_patch.errors import NotALoaderError, RanksFailedError, StateError
 from ddp_patch.resume import restore_loader
 
@@ -102,6 +109,7 @@ def test_a_seed_or_a_folder_that_is_none_is_told_before_the_script_begins(tmp_pa
         assert (code, remedy in said) == (2, True)
         assert len(lines_of(said)) <= LINES
     assert run_command(tmp_path, "-n", "1", "--keep-shadows", "logs", DDP_PATCH_SEED="7")[0] == 0
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700  # of nobody else's concern
 
 
 # ---- states ----
@@ -266,14 +274,32 @@ def fails(rank: int, world_size: int) -> None:
     raise LookupError(f"rank {rank} of {world_size} has no data")
 
 
+_RAISED = '    raise LookupError(f"rank {rank} of {world_size} has no data")'
+
+
 def test_ranks_that_fail_alike_are_told_once() -> None:
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(fails, 3)
+        testing.run_ranks(fails, 3, start_method="forkserver")
     message = str(caught.value)
-    assert message.count("Traceback") == 1
-    assert "--- ranks 0 to 2 raised, as rank 0 reports it ---" in message
-    assert "LookupError: rank 0 of 3 has no data" in message
-    assert "testing/ranks.py" not in message
+    first, header, place, line, error, last = message.splitlines()
+    assert first == "fails failed on 3 ranks: ranks 0 to 2 raised. Correct what the ranks report."
+    assert (header, line) == ("Traceback (most recent call last):", _RAISED)
+    assert error == "LookupError: rank 0 of 3 has no data"
+    assert "test_ordinary_mistakes.py" in place
+    assert last.endswith("explain RanksFailedError")
+
+
+def misspells(rank: int, world_size: int) -> None:
+    patch_dataloader_to_ddp(DataLoader(range(4)), uneven="dorp")  # type: ignore[call-overload,arg-type]  # what is tested
+
+
+def test_of_an_error_of_ours_the_users_line_is_shown() -> None:
+    message = told(RanksFailedError, lambda: testing.run_ranks(misspells, 2, start_method="forkserver"))
+    assert 'uneven="dorp"' in message
+    assert message.endswith(
+        "Pass one of these: 'pad', 'drop', 'keep'.\nCauses and remedies: python -m ddp_patch explain InvalidOptionError"
+    )
+    assert "ddp_patch/" not in message.replace("python -m ddp_patch", "")
 
 
 def test_pytest_shows_the_line_that_called_run_ranks_and_none_of_ours(tmp_path: Path) -> None:

@@ -1,45 +1,9 @@
 """What ranks show of their streams at the patch: their orders, their first samples, and for which ranks they are."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 from messages import raises
-from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
-from ddp_patch.loaders.overlap import first_samples
 from ddp_patch.ranks.agreement import require_all_shares, require_one_order
-
-
-class Drawing:
-    def __init__(self, draw: Callable[[], Iterator[Any]]) -> None:
-        self.draw = draw
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.draw()
-
-
-def test_few_samples_are_drawn_and_fewer_sent_and_the_dataset_is_not_copied() -> None:
-    class Untouchable(Indices):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise AssertionError("it was copied")
-
-    drawn = 0
-
-    def noting() -> Iterator[int]:
-        nonlocal drawn
-        for index in range(10**7):
-            drawn += 1
-            yield index
-
-    dataset, sampler = Untouchable(), Drawing(noting)
-    vars(sampler)["dataset"] = dataset
-    found = first_samples(sampler, dataset, 10**7, 2)
-    assert found is not None
-    assert (drawn, found.drawn, len(found.hashes), found.is_cut) == (2**16, 2**16, 512, True)
-    endless = first_samples(Drawing(lambda: iter(list, None)), None, 10, 2)  # of batches without a sample
-    assert endless is not None
-    assert endless.drawn == 0
 
 
 def test_orders_that_differ_are_refused_and_one_that_is_unknown_is_not() -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from resumed import BeginsAnew
-from torch.utils.data import DataLoader, IterableDataset, Sampler
-from zoo import Indices
+from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch import DDPSamplerWrapper, audit, patch_dataloader_to_ddp
+from ddp_patch import DDPSamplerWrapper, audit
 from ddp_patch.errors import ExhaustedSamplerError, StateError
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.orders.chunks import start_iterating
@@ -110,19 +109,6 @@ def test_every_epoch_is_what_one_process_draws() -> None:
         assert [index for pair in zip(first, second, strict=True) for index in pair] == list(plain)
 
 
-def test_a_batch_sampler_that_begins_anew() -> None:
-    class Batches(BeginsAnew):
-        def __next__(self) -> Any:
-            return [super().__next__(), -1]
-
-    def patched(rank: int) -> Any:
-        batches: Any = Batches()
-        loader: DataLoader[Any] = DataLoader(Indices(N), batch_sampler=batches)
-        return patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)
-
-    assert {first for rank in range(2) for first, _ in patched(rank).batch_sampler} == set(range(N))
-
-
 @pytest.mark.parametrize("make", [generated, Once, BegunLazily], ids=lambda make: make.__name__)
 def test_what_gives_its_items_once_still_does(make: Callable[[], Any]) -> None:
     sampler = DDPSamplerWrapper(make(), False, rank=0, num_replicas=2)
@@ -132,24 +118,6 @@ def test_what_gives_its_items_once_still_does(make: Callable[[], Any]) -> None:
         list(sampler)
     with pytest.raises(StateError, match="once"):
         sampler.state_dict()
-
-
-class OnlyNext:
-    """What iter() returns need not be iterable itself: a for loop takes it."""
-
-    def __init__(self) -> None:
-        self.items = iter(range(5))
-
-    def __next__(self) -> int:
-        return next(self.items)
-
-
-def test_an_iterator_that_has_next_alone() -> None:
-    class GivesIt(Sampler[int]):
-        def __iter__(self) -> Any:
-            return OnlyNext()
-
-    assert list(DDPSamplerWrapper(GivesIt(), False, rank=0, num_replicas=1)) == list(range(5))
 
 
 class Stream(BeginsAnew, IterableDataset[int]):
@@ -163,7 +131,3 @@ class Stream(BeginsAnew, IterableDataset[int]):
 def test_an_audit_reads_a_dataset_that_begins_anew_to_its_end(workers: int) -> None:
     report = audit(DataLoader(Stream(), 4, num_workers=workers), 2)
     assert report.problems == ()
-
-
-def test_an_audit_draws_a_sampler_that_begins_anew_once() -> None:
-    assert audit(DataLoader(Indices(N), batch_size=4, sampler=BeginsAnew()), 3, set_epoch=True).problems == ()

@@ -23,7 +23,7 @@ from iterables import (
     init_splits,
 )
 from messages import raises
-from parts import assert_nothing_is_lost, assert_parts_are_shared, epoch, loader_of, ranks, share
+from parts import assert_parts_are_shared, epoch, loader_of, ranks, share
 from quick import in_turn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.worker import WorkerInfo
@@ -80,16 +80,6 @@ def test_each_worker_makes_its_own_batches(name: str, batch_size: int | None, dr
     make, _ = SPLIT[name]
     for world_size in (1, 2):
         assert_parts_are_shared(make, 2, world_size, "pad", batch_size, drop_last)
-
-
-def test_workers_that_persist_read_their_parts_anew_each_epoch() -> None:
-    loaders = [
-        patch_dataloader_to_ddp(loader_of(Shards(), 2, persistent_workers=True), rank=rank, num_replicas=2)
-        for rank in range(2)
-    ]
-    first, second = [[epoch(loader) for loader in loaders] for _ in range(2)]
-    assert first == second
-    assert_nothing_is_lost(epoch(loader_of(Shards(), 2)).parts, first, "pad")
 
 
 @every_uneven
@@ -163,10 +153,6 @@ def test_worker_j_of_every_rank_is_told_what_torch_tells_it(workers: int) -> Non
         assert {(*item[:2], *item[3:]) for item in unpatched[worker]} == {(number, count, *rest)}
         seeds.add(seed)
     assert len(seeds) == workers
-
-
-def test_a_main_process_is_told_that_it_is_none() -> None:
-    assert [read.items for read in ranks(lambda: loader_of(WhoAmI(), 0), 2)] == [[None] * 2] * 2
 
 
 def test_the_seed_that_a_worker_is_told_is_another_one_in_the_next_epoch() -> None:

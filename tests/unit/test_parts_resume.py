@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, product
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from iterables import OwnIteratorWithState
 from messages import raises
 from quick import in_turn, soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -91,27 +92,6 @@ class NoisyByItsOwn(Stateful):
             yield item, int(torch.randint(1000, (), generator=self.generator))
 
 
-class OwnIterator(Stateful):
-    """Is its own iterator, whose ``iter()`` begins anew or does not."""
-
-    def __init__(self, resets: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self.resets = resets
-
-    def __iter__(self) -> Iterator[int]:
-        if self.resets:
-            self.place = 0
-        return self
-
-    def __next__(self) -> int:
-        items = self.items()
-        if self.place == len(items):
-            raise StopIteration
-        self.place += 1
-        self.read += 1
-        return items[self.place - 1]
-
-
 class Short(Stateful):
     """The first part ends within a round, though the batch is full by padding, long before the other one."""
 
@@ -120,16 +100,11 @@ class Short(Stateful):
         return list(range(5)) if info is None or info.id == 0 else list(range(100, 120))
 
 
-class Deaf(OwnIterator):
+class Deaf(OwnIteratorWithState):
     """Takes no state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
-
-
-class StatelessIterator(OwnIterator):
-    state_dict: Any = property()
-    load_state_dict: Any = property()
 
 
 @dataclass(frozen=True)
@@ -195,9 +170,6 @@ MAKES: dict[str, Callable[[], IterableDataset[Any]]] = {
     "stateful stream": partial(Stateful, splits=False),
     "stateful parts, augmented": Noisy,
     "stateful parts, augmented by a generator": NoisyByItsOwn,
-    "own iterator": partial(OwnIterator, False),
-    "own iterator that begins anew": partial(OwnIterator, True),
-    "own iterator without a state": partial(StatelessIterator, True, splits=False),
 }
 SET_UPS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -214,7 +186,7 @@ SET_UPS: dict[str, dict[str, Any]] = {
 
 FIRST = ("plain", "no workers")
 WHOLE = {
-    *(("plain", name) for name in ("parts, shuffled", "stateful parts", "own iterator")),
+    *(("plain", name) for name in ("parts, shuffled", "stateful parts")),
     ("persistent", "stateful parts"),
 }
 OTHERS = SET_UPS.keys() - FIRST
@@ -229,8 +201,7 @@ def test_stopped_again_and_again_it_goes_on_as_a_run_that_never_stopped(name: st
     make = MAKES[name]
     job = Job(make, **SET_UPS[set_up])
     has_few = bool(job.workers) and (set_up, name) not in WHOLE  # starting workers takes long
-    # Else a later epoch is tried, too, which one dataset does not have, and a stop before the first step.
-    count = 1 if has_few or (name == "own iterator" and job.workers == 0) else 2
+    count = 1 if has_few else 2  # else a later epoch is tried, too, and a stop before the first step
     whole = job.passes(job.start(), count)
     steps = min(len(batches) for batches in whole[0])
     state, done = None, 0
@@ -294,7 +265,7 @@ def test_parts_of_other_workers_are_refused_and_both_numbers_named(before: int, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [Stateful, partial(Stateful, splits=False), partial(OwnIterator, False)])
+@pytest.mark.parametrize("make", [Stateful, partial(Stateful, splits=False)])
 def test_what_says_where_it_stands_is_not_read_again(make: Any, workers: int) -> None:
     job = Job(make, workers=workers, batch_size=2)
     _, state = step(job.start(), 3)
@@ -314,28 +285,8 @@ def test_what_says_where_it_stands_is_not_read_again(make: Any, workers: int) ->
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("resets", [True, False])
-@pytest.mark.parametrize("kind", [OwnIterator, StatelessIterator])
-def test_over_the_same_object_it_is_exact_or_refused(kind: Any, resets: bool, workers: int) -> None:
-    make = partial(kind, resets)
-    job = Job(make, workers=workers)
-    whole = job.passes(job.start(), 1)[0]
-    datasets = [make() for _ in range(2)]
-    _, state = step(job.start(datasets=datasets), 2)
-    loaders = job.start(state, datasets)
-    try:
-        rest = [list(loader) for loader in loaders]
-    except StateError as error:
-        assert workers == 0
-        assert not resets
-        assert "rebuil" in str(error)  # noqa: PT017 - it may be exact instead
-    else:
-        assert rest == [rank[2:] for rank in whole]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_does_not_take_its_state_is_refused(workers: int) -> None:
-    job = Job(partial(Deaf, True), workers=workers)
+    job = Job(Deaf, workers=workers)
     _, state = step(job.start(), 2)
     with raises(StateError, ("Deaf", "state_dict()"), "methods"):
         list(job.start(state)[0])
@@ -408,18 +359,11 @@ def test_an_early_count_goes_on_by_reading_again(workers: int) -> None:
 class Running(IterableDataset[Any]):
     """``iter()`` returns one running reader, as of a socket: the dataset itself is no iterator."""
 
-    def __init__(self, items: Sequence[Any], lazily: bool) -> None:
-        self.rows = (item for item in items) if lazily else iter(items)
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.rows = (item for item in items)
 
     def __iter__(self) -> Iterator[Any]:
         return self.rows
-
-
-class Sample:
-    """Has no value that could be compared."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class Own(Running):
@@ -432,12 +376,9 @@ class Own(Running):
         return next(self.rows)
 
 
-TENSORS = [torch.tensor(float(number)) for number in range(40)]
 RUNNING: dict[str, Callable[[], IterableDataset[Any]]] = {
-    "a list's iterator": lambda: Running(TENSORS, lazily=False),
-    "a generator": lambda: Running(TENSORS, lazily=True),
-    "its own, of objects": lambda: Own([Sample(number) for number in range(40)], lazily=True),
-    "its own, that begins alike": lambda: Own([0] * 20 + [*range(1, 21)], lazily=True),
+    "a generator": lambda: Running(torch.arange(40.0)),
+    "its own, that begins alike": lambda: Own([0] * 20 + [*range(1, 21)]),
 }
 
 

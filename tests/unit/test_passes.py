@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from messages import raises
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
-from ddp_patch.errors import ExhaustedSamplerError
 from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks.log import Progress, State
 from ddp_patch.sharding import sampler_passes
@@ -23,12 +21,6 @@ from ddp_patch.sharding import sampler_passes
 def patched(sampler: Any, **options: Any) -> Any:
     loader: DataLoader[Any] = DataLoader(Indices(), 1, sampler=sampler, collate_fn=as_it_is)
     return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, **options)
-
-
-class FailsAtThree(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(3)
-        raise KeyError
 
 
 def nothing(loader: Any) -> None:
@@ -51,30 +43,6 @@ def a_break(loader: Any) -> None:
     gc.collect()
 
 
-def an_exception(loader: Any) -> None:
-    with pytest.raises(KeyError):
-        list(loader)
-
-
-@pytest.mark.parametrize(
-    ("do", "sampler", "state"),
-    [
-        (nothing, range(N), State.NEW),
-        (one_item, range(N), State.RUNNING),
-        (all_of_it, range(N), State.ENDED),
-        (all_of_it, [], State.ENDED),
-        (a_break, range(N), State.LEFT),
-        (an_exception, FailsAtThree(), State.LEFT),
-    ],
-)
-def test_the_states_of_a_pass(do: Callable[[Any], Any], sampler: Any, state: State) -> None:
-    loader = patched(sampler)
-    kept = do(loader)
-    assert loader.sampler.rank_passes.latest.drawn is state
-    assert loader.sampler.rank_passes.latest.is_over is (state in {State.ENDED, State.LEFT})
-    del kept
-
-
 @pytest.mark.parametrize("do", [all_of_it, a_break])
 def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[weakref.ref[torch.Tensor]] = []
@@ -94,15 +62,6 @@ def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch
     kept = one_item(loader)
     assert drawn[-1]() is not None  # while it is needed
     del kept
-
-
-def test_an_iterator_that_another_pass_has_drained() -> None:
-    loader = patched(iter(range(N)))
-    first, second = iter(loader.sampler), iter(loader.sampler)
-    assert list(first) == list(range(N))
-    loader.set_epoch(0)
-    with raises(ExhaustedSamplerError, ("epoch 0", "iterator"), "iterated again"):
-        next(second)
 
 
 class Held(IterableDataset[int]):

@@ -241,22 +241,9 @@ class Configured(Indices):
         self.numbers = SimpleNamespace(rank=1, world_size=4, epochs=3)
 
 
-NOT_SHARDED: list[Any] = [
-    Within(rank=3, size=10),
-    Told(),
-    Configured(),
-    OfReplicas(True, 4),
-    OfReplicas(1, True),
-    OfReplicas(4, 4),
-    OfReplicas(-1, 4),
-    OfReplicas(1.0, 4.0),
-    OfReplicas("1", "4"),
-    OfReplicas(None, None),
-    OfReplicas(torch.tensor(1), torch.tensor(4)),
-    OfReplicas,
-    range(4),
-    None,
-]
+NO_WORLDS = [(True, 4), (1, True), (4, 4), (-1, 4), (1.0, 4.0), ("1", "4"), (None, None), (torch.tensor(1), 4)]
+NOT_SHARDED: list[Any] = [Within(rank=3, size=10), Told(), Configured(), OfReplicas, range(4), None]
+NOT_SHARDED += [OfReplicas(*world) for world in NO_WORLDS]
 
 
 @pytest.mark.parametrize("holder", NOT_SHARDED)
@@ -308,16 +295,6 @@ def test_what_says_that_it_does_not_shard_is_sharded(given: Any, monkeypatch: py
     assert patch_dataloader_to_ddp(given, rank=0, num_replicas=2) is not given
 
 
-def test_what_says_that_it_shards_is_not_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Logging, "is_ddp_aware", True, raising=False)
-    given = DataLoader(Logging())
-    with caplog.at_level(logging.INFO, logger="ddp_patch"):
-        assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
-    assert not caplog.records
-
-
 def test_a_distributed_sampler_may_say_that_it_does_not_shard() -> None:
     sampler: Any = DistributedSampler(Indices(), num_replicas=4, rank=1, shuffle=False)
     sampler.is_ddp_aware = False
@@ -346,17 +323,6 @@ def test_datasets_are_found_wherever_they_are_kept() -> None:
     around = Holding(None)
     around.held = around  # itself
     assert not check_loaders_is_patched(DataLoader(around))
-
-
-def test_samples_in_memory_are_not_searched_for_datasets() -> None:
-    read: list[int] = []
-
-    class Noting(list[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return (read.append(1) or one for one in super().__iter__())  # type: ignore[func-returns-value]
-
-    assert not check_loaders_is_patched(DataLoader(Holding(Noting([SimpleNamespace()] * 1000))))
-    assert len(read) < 200
 
 
 @pytest.mark.parametrize("wrapper", [DDPSamplerWrapper, DDPBatchSamplerWrapper])

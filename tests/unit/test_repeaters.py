@@ -278,7 +278,7 @@ def test_masks_of_an_unpatched_one_are_refused() -> None:
     assert all(mask.all() for _, mask in iter_with_mask(patch_dataloader_to_ddp(given, rank=0, num_replicas=1)))
 
 
-@every_kind
+@some_kinds
 def test_an_audit_approves(make: Callable[[], DataLoader[Any]]) -> None:
     assert audit(make(), 2).problems == ()
 

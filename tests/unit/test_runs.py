@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from messages import raises
+from quick import run_ranks
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,7 +19,6 @@ from zoo import Indices, N
 
 from ddp_patch import DDPSamplerWrapper, gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError
-from ddp_patch.testing import run_ranks
 
 
 class Lazy:

@@ -42,14 +42,9 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: weighted([], {}, 3), ("labels", "(0,)"), "flat sequence"),
     (lambda: weighted(np.eye(3), [1, 1], 3), ("labels", "(3, 3)"), "labels.argmax(axis=1)"),
     (lambda: weighted([[1], [2]], [1, 1], 3), ("labels", "[1]", "list", "hashable"), "tuples"),
-    (lambda: weighted([([1],), 2], [1, 1], 3), ("labels", "([1],)", "tuple", "hashable"), "tuples"),
-    (lambda: weighted(list(torch.eye(2)), [1, 1], 3), ("labels", "tensor([1., 0.])", "Tensor"), "argmax"),
     (lambda: weighted([1.0, NAN], {1.0: 1}, 3), ("labels", "nan", "equal to itself"), "numbers"),
-    (lambda: weighted(np.array([1.0, NAN]), {1.0: 1}, 3), ("labels", "nan", "equal to itself"), "numbers"),
     (lambda: weighted(None, [1], 3), ("labels=None", "NoneType"), LISTED),
-    (lambda: weighted({"a"}, [1, 1], 3), ("labels={'a'}", "type set"), LISTED),
     (lambda: weighted(["a", "b"], {"a": 1}, 3), ("weights", "labels", "'b'"), ("every label", "0, 1, 2")),
-    (lambda: weighted(["a", "b"], [1, 1], 3), ("weights", "labels", "'a'"), ("every label", "0, 1, 2")),
     (lambda: weighted([0, 2], {0: 1, 2: 1, 7: 0}, 3), ("weights", "labels", "7"), ("leave out", "0, 1, 2")),
     *(
         (lambda odd=odd: weighted([0, 1], [1, odd], 3), ("weights", repr(odd), "finite", "0"), "proportions")
@@ -57,7 +52,6 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     ),
     (lambda: weighted([0, 1], [0, 0], 3), ("weights={0: 0, 1: 0}", "above 0"), "proportions"),
     (lambda: weighted([0, 1], 1.5, 3), ("weights=1.5", "float"), ("mapping", "0, 1, 2")),
-    (lambda: weighted([0, 1], torch.tensor(1.0), 3), ("weights=tensor(1.)", "Tensor"), ("mapping", "0, 1, 2")),
     (lambda: weighted([0, 1], [1, 1], 3, generator=7), ("generator=7", "type int"), "torch.Generator"),
     (lambda: weighted([0, 1], [1, 1], 3, seed=1, generator=torch.Generator()), ("seed=1", "generator="), "one"),
     (
@@ -72,24 +66,18 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
         (lambda odd=odd: lengths(odd, batch_size=5), ("lengths", kind, "whole number of tokens"), LISTED)
         for odd, kind in [
             ([], "(0,)"),
-            ([[1, 2]], "(1, 2)"),
-            ([[1], [1, 2]], "object"),
             ([3, 4.0], "float64"),
-            (["3", "4"], "<U1"),
             ([1, 10**30], "object"),
             ([True, False], "bool"),
         ]
     ),
-    (lambda: lengths(None, max_tokens=5), ("lengths=None", "NoneType"), LISTED),
     (lambda: lengths([3, 0], max_tokens=5), ("lengths[1]=0", "at least 1"), "sample"),
     (lambda: lengths(np.array([2**63], np.uint64), batch_size=10), (f"lengths[0]={2**63}", "64 bits"), "sample"),
     (lambda: lengths([3, 9, 12], max_tokens=10), ("lengths[2]=12", "max_tokens=10"), ("larger max_tokens", "shorten")),
     (lambda: lengths([3], batch_size=1, max_padding=1), ("max_padding=1", "0", "1", "padding"), "0.1"),
-    (lambda: lengths([3], batch_size=1, max_padding=True), ("max_padding=True", "0", "1", "padding"), "0.1"),
     (lambda: windows(2**62, 1), (f"size={2**62}", "2**62 - 1", "64 bits"), "at most"),
     (lambda: windows(10, 11), ("window=11", "10 points"), "10"),
     (lambda: windows(10, 3, 11), ("stride=11", "10 points"), "10"),
-    (lambda: windows(10, 3, shuffle=1), ("shuffle=1", "True", "False"), "one"),
     (lambda: WindowDataset([1, 2], 3), ("window=3", "2 points"), "2"),
     (lambda: scalable(2**63), (f"n={2**63}", "2**63 - 1", "64 bits"), "at most"),
     *(
@@ -105,7 +93,6 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
         for use in (list, len)
     ),
     (lambda: list(grouped([0, 0.5], [0, 0], 2)), ("list gave", "'float' object", "group_ids"), "indices"),
-    (lambda: grouped([0, 1], [0, 0], 2, drop_uneven=1), ("drop_uneven=1", "True", "False"), "one"),
     *(
         (
             lambda odd=odd: list(grouped([0, odd], [0, 0], 2)),
@@ -121,8 +108,6 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     ),
     (lambda: ratios([1, 2], [1]), ("widths", "2", "heights", "1"), "one length"),
     (lambda: ratios([1, 0], [1, 1]), ("widths[1]=0", "finite", "0"), "out"),
-    (lambda: ratios([1, 2], [1, NAN]), ("heights[1]=nan", "finite", "0"), "out"),
-    (lambda: ratios(["1"], ["2"]), ("widths", "(1,)", "<U1"), LISTED),
     (lambda: ratios([1], [1], [1, 1]), "edges=[1, 1]", "increasing order"),
     (lambda: iterations([[0]], 5, 6), ("start_iteration=6", "num_iterations=5"), ("later end", "earlier start")),
     (

@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from zoo import draw_ambient, seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.orders.random_states import PrivateRNG
 
 
@@ -48,33 +47,6 @@ def fail_inside(rng: PrivateRNG) -> None:
     with rng:
         seed_ambient(1)
         raise KeyError
-
-
-def test_a_second_normal_is_kept_for_a_numpy_generator_of_another_kind() -> None:
-    usual = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public; numpy's stubs omit it
-    try:
-        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]  # as above
-        expected = np.random.randn(4).tolist()
-        np.random.set_bit_generator(np.random.PCG64(3))  # type: ignore[attr-defined]  # as above
-        drawn = [np.random.randn()]
-        for _ in range(3):
-            with PrivateRNG(0, 0):
-                np.random.randn()
-            drawn.append(np.random.randn())
-        assert drawn == expected
-        assert isinstance(np.random.get_bit_generator(), np.random.PCG64)  # type: ignore[attr-defined]  # as above
-    finally:
-        np.random.set_bit_generator(usual)  # type: ignore[attr-defined]  # as above
-
-
-def test_a_look_for_a_second_normal_changes_nothing() -> None:
-    for normals in range(3):
-        np.random.seed(0)
-        np.random.randn(normals)
-        before = np.random.get_state()
-        assert may_hold_a_normal() == (normals == 1)
-        assert repr(np.random.get_state()) == repr(before)
-        assert np.random.rand() != np.random.rand()
 
 
 class Augmented(Dataset[tuple[float, ...]]):

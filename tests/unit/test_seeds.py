@@ -1,6 +1,5 @@
 """Loaders without ``seed=``: a state's seed is adopted, and every user of the seed reads the one in force."""
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -114,15 +113,6 @@ def test_workers_are_seeded_by_the_seed_that_was_adopted(persistent: bool) -> No
     assert list(again) == list(fresh)
 
 
-@pytest.mark.parametrize("user", ["shuffle=True", "DDPSamplerWrapper, shuffled twice"])
-def test_load_state_dict_adopts_the_seed_too(user: str) -> None:
-    start = USERS[user]
-    whole, again = start(1, 2, seed=SAVED), start(1, 2)
-    state = whole.sampler.state_dict()  # type: ignore[attr-defined]  # the share's sampler has it
-    again.sampler.load_state_dict(state)  # type: ignore[attr-defined]  # as above
-    assert list(again) == list(whole)
-
-
 @pytest.mark.parametrize("seed", [7, 0])
 def test_a_seed_that_was_chosen_is_kept_and_the_error_says_which_to_pass(seed: int) -> None:
     start = USERS["shuffle=True"]
@@ -136,26 +126,6 @@ def test_a_seed_that_was_chosen_is_kept_and_the_error_says_which_to_pass(seed: i
         again = start(0, 2, **remedy)
         restore_loader(again, state)
         assert list(again) == list(start(0, 2, seed=123))
-
-
-@pytest.mark.parametrize("damage", [None, -1, 2.5, "7", True])
-def test_a_state_without_a_seed_is_damaged_and_changes_nothing(damage: Any) -> None:
-    start = USERS["shuffle=True"]
-    again = start(0, 2)
-    state = copy.deepcopy(loader_state(again, batches_done=0))
-    state["seed"] = damage
-    with raises(StateError, ("damaged", "seed", repr(damage)), "loader_state()"):
-        restore_loader(again, state)
-    assert list(again) == list(start(0, 2))
-
-
-def test_a_state_of_another_loader_changes_no_seed() -> None:
-    start = USERS["shuffle=True"]
-    again = start(0, 2)
-    state = loader_state(start(0, 2, seed=9, uneven="drop"), batches_done=0)
-    with raises(StateError, "uneven: drop in the state; pad here", "patch"):
-        restore_loader(again, state)
-    assert list(again) == list(start(0, 2))
 
 
 def test_a_pass_that_runs_keeps_the_seed_that_it_began_with() -> None:

@@ -2,8 +2,7 @@
 
 import inspect
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from threading import Lock
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -154,25 +153,6 @@ def test_what_is_neither_a_loader_nor_a_nest_is_refused(other: Any) -> None:
         patch_dataloader_to_ddp([other, loader()], **WORLD)
 
 
-class Locked(dict[str, Any]):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lock = Lock()
-
-
-class MadeAnew(Mapping[str, Any]):
-    """Makes a loader each time one is asked for."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["train"])
-
-    def __getitem__(self, name: str) -> Any:
-        return loader()
-
-
 class Alike:
     def __repr__(self) -> str:
         return "key"
@@ -181,9 +161,7 @@ class Alike:
 @pytest.mark.parametrize(
     ("nest", "why"),
     [
-        (Locked({"train": loader()}), "cannot pickle"),
         ([MappingProxyType({"train": loader()})], "cannot pickle"),
-        (MadeAnew(), "other elements"),
     ],
 )
 def test_a_nest_that_cannot_be_returned_with_others_is_refused(nest: Any, why: str) -> None:

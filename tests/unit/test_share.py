@@ -1,11 +1,8 @@
 """What is shared: samples, whole batches, or what ``share="auto"`` takes the samplers to ask for."""
 
-import copy
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -16,14 +13,10 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
 )
 from zoo import (
     ALL_KINDS,
-    Indices,
     Kind,
     PKBatches,
     Source,
@@ -37,18 +30,13 @@ from zoo import Drawn as DrawnIndices
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
-    audit,
-    extract_loader_parameters,
     iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.plan import Plan
-from ddp_patch.samplers import ScalableRandomSampler
-from ddp_patch.sharding.item_sources import Indexed
-from ddp_patch.sharding.passes import Pass
 from ddp_patch.sharding.sampler import describe_share
 
 # Samplers of other packages, as they are there.
@@ -175,55 +163,7 @@ def test_whole_batches_of_one_process_go_to_one_rank_each(kind: Kind) -> None:
         assert epochs_of(kind, rank, 3, share="batches") == shares
 
 
-def test_an_endless_stream_is_shared_in_batches_too() -> None:
-    class Forever(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            while True:
-                yield random.randrange(100)
-
-    alone = list(islice(patched(loader(sampler=Forever()), 1), 6))
-    for rank in range(2):
-        assert list(islice(patched(loader(sampler=Forever()), 2, rank, share="batches"), 3)) == alone[rank::2]
-
-
-def test_batches_of_an_iterator_go_on_after_a_break() -> None:
-    """Nothing is drawn ahead of it, because what is would be lost."""
-    alone, mine = (patched(loader(sampler=count()), ranks, share="batches") for ranks in (1, 2))
-    assert list(islice(alone, 2)) + list(islice(alone, 2)) == [
-        [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3] for k in range(4)
-    ]
-    assert list(islice(mine, 1)) + list(islice(mine, 1)) == [[0, 1, 2, 3], [8, 9, 10, 11]]
-
-
 # How torch's BatchSampler is drawn.
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        lambda: SequentialSampler(Indices()),
-        lambda: RandomSampler(Indices()),
-        lambda: RandomSampler(Indices(), generator=torch.Generator().manual_seed(1)),
-        lambda: WeightedRandomSampler([1.0, 2.0, 3.0], 31),
-        lambda: ScalableRandomSampler(23, seed=1),
-    ],
-)
-def test_batches_of_a_known_order_are_looked_up(sampler: Any, drop_last: bool) -> None:
-    """And two epochs are those that drawing gives."""
-
-    class Unknown(BatchSampler):
-        pass
-
-    def given(kind: type[BatchSampler]) -> DataLoader[Any]:
-        return loader(batch_sampler=kind(sampler(), 4, drop_last))
-
-    for rank in range(2):
-        mine, other = patched(given(BatchSampler), 2, rank, share="batches"), patched(given(Unknown), 2, rank)
-        assert [list(mine), list(mine)] == [list(other), list(other)]
-        latest: Pass[Any] = mine.sampler.rank_passes.latest
-        assert isinstance(latest.source, Indexed)
-        assert not isinstance(other.sampler.rank_passes.latest.source, Indexed)
 
 
 # What users and frameworks read of the loader.
@@ -237,22 +177,6 @@ def test_the_patched_loader_keeps_what_is_read_of_it() -> None:
     assert isinstance(mine.batch_sampler, DDPBatchSamplerWrapper)
     assert mine.sampler is mine.batch_sampler
     assert mine.batch_sampler.sampler is given.sampler
-    names = extract_loader_parameters(given, ignore_data_related_parameters=True)
-    assert extract_loader_parameters(mine, ignore_data_related_parameters=True) == names
-    first, second = list(mine), list(mine)
-    assert first != second
-    mine.sampler.set_epoch(0)
-    assert list(mine) == first
-    mine.set_epoch(1)
-    assert list(copy.deepcopy(mine)) == second
-
-
-def test_lightning_makes_the_batch_sampler_anew_and_gets_it_back_or_is_told_what_would_be_lost() -> None:
-    mine = patched(loader(), share="batches")
-    assert type(mine.batch_sampler)(mine.sampler, batch_size=4, drop_last=False) is mine.batch_sampler
-    mine = patched(loader(drop_last=True), share="batches")
-    with raises(UnsupportedLoaderError, ("over itself", "drop_last=False"), ("predict", "drop_last=False")):
-        type(mine.batch_sampler)(mine.sampler, batch_size=4, drop_last=False)
 
 
 def test_a_state_is_of_whole_batches_and_of_their_size() -> None:
@@ -275,12 +199,6 @@ def test_masks_tell_which_batches_are_padding() -> None:
         [mask.tolist() for _, mask in iter_with_mask(patched(loader(), 4, rank, share="batches"))] for rank in (1, 3)
     ]
     assert masks == [[[True] * 4, [True] * 3], [[True] * 4, [False] * 4]]
-
-
-def test_an_audit_passes_it_on() -> None:
-    report = audit(m_per_class(), 2, share="batches")
-    assert report.ok
-    assert audit(loader(shuffle=True, drop_last=True), 2, share="batches").ok
 
 
 # What cannot be shared so.

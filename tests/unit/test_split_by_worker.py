@@ -52,10 +52,6 @@ def read(dataset: Any, rank: int = 0) -> list[int]:
     return [*loader]
 
 
-def test_one_that_asks_for_its_worker_reads_its_part() -> None:
-    assert [read(Split(), rank) for rank in (0, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
 @pytest.mark.parametrize("kind", [All, Late])
 def test_one_that_has_not_asked_by_its_first_item_is_refused(kind: Any) -> None:
     facts = (kind.__name__, "share='by_worker'", "first item", "get_worker_info()", "each rank would read all of it")

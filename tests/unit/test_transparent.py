@@ -183,65 +183,6 @@ def test_what_is_set_after_the_patch_takes_effect_from_the_next_pass_on(name: st
         assert [len(loader) for loader in ranks] == [len(list(loader)) for loader in ranks]
 
 
-def test_a_counter_that_the_user_sets_through_the_wrapper_goes_on_from_there() -> None:
-    (loader, _) = sharded(sampler=Curriculum, batch_size=4)
-    list(loader)
-    loader.sampler.passes = 7
-    list(loader)
-    assert loader.sampler.passes == 8
-
-
-class Growing(Sampler[int]):
-    """Yields more in each pass, of what it counts itself."""
-
-    def __init__(self) -> None:
-        self.size = 4
-
-    def __iter__(self) -> Iterator[int]:
-        size = self.size
-        self.size += 4
-        yield from range(size)
-
-    def start_over(self) -> None:
-        self.size = 4
-
-    @property
-    def level(self) -> int:
-        return self.size
-
-    @level.setter
-    def level(self, level: int) -> None:
-        self.size = level
-
-
-@pytest.mark.parametrize("change", [Growing.start_over, lambda sampler: setattr(sampler, "level", 4)])
-def test_what_passes_change_can_be_changed_by_methods_and_properties(change: Callable[[Any], None]) -> None:
-    ranks = sharded(sampler=Growing, batch_size=2)
-    assert [len(given_to(ranks)) for _ in range(3)] == [4, 8, 12]
-    for loader in ranks:
-        assert [*loader.sampler.sampler]  # a look, which moves nothing
-        change(loader.sampler)
-    assert [len(given_to(ranks)) for _ in range(2)] == [4, 8]
-
-
-@pytest.mark.parametrize("share", ["samples", "batches"])
-def test_a_samplers_own_shuffle_and_dataset_are_its_own(share: str) -> None:
-    ranks = sharded(sampler=lambda: Curriculum(shuffle=True), batch_size=4, share=share)
-    shuffled = [[*loader] for loader in ranks]
-    for loader in ranks:
-        assert loader.sampler.shuffle
-        assert loader.sampler.dataset == range(N)
-        loader.sampler.shuffle = False
-    in_order = [[*loader] for loader in ranks]
-    assert in_order != shuffled
-    assert in_order == [[*loader] for loader in sharded(sampler=Curriculum, batch_size=4, share=share)]
-
-
-def test_where_a_sampler_has_no_dataset_it_is_what_is_shared() -> None:
-    loader = sharded(sampler=SAMPLERS["weighted"])[0]
-    assert loader.sampler.dataset is loader.sampler.sampler
-
-
 def test_a_wrapper_shuffles_by_the_name_of_torch_where_the_sampler_has_no_such() -> None:
     wrapper = DDPSamplerWrapper([*range(N)], False, rank=0, num_replicas=1)
     assert (wrapper.shuffle, [*wrapper]) == (False, [*range(N)])
@@ -262,14 +203,6 @@ class Outer(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.dataset)
-
-
-@pytest.mark.parametrize("share", ["samples", "batches", "within_batches"])
-def test_what_is_within_is_where_one_process_has_it(share: str) -> None:
-    ranks = sharded(sampler=SAMPLERS["subset"], batch_size=2, share=share)
-    for loader in ranks:
-        loader.batch_sampler.sampler.indices = range(8)
-    assert given_to(ranks) == [*range(8)]
 
 
 def test_so_is_what_is_within_a_users_own() -> None:
@@ -350,9 +283,3 @@ class Rows(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def test_a_torch_batch_sampler_around_the_wrapper_stays_torchs() -> None:
-    loader = sharded(dataset=Rows, batch_size=4, shuffle=True)[0]
-    assert type(loader.batch_sampler) is BatchSampler
-    assert loader.batch_sampler.sampler is loader.sampler

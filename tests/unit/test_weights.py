@@ -15,7 +15,7 @@ from trying import over_in_turn
 from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
 from ddp_patch import iter_with_mask, iter_with_weights, patch_dataloader_to_ddp
-from ddp_patch.errors import InvalidOptionError, NoStepsError, NotPatchedError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import InvalidOptionError, NoStepsError, WorldError
 from ddp_patch.sharding.passes import Pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
@@ -198,17 +198,3 @@ def test_a_pass_of_which_nothing_is_left_needs_no_sums() -> None:
     list(ended)
     resumed.sampler.load_state_dict(ended.sampler.state_dict())
     assert [len(list(iter_with_weights(resumed))) for _ in range(2)] == [0, 1]
-
-
-def test_loaders_of_which_samples_are_unknown_are_refused() -> None:
-    split = patch_dataloader_to_ddp(
-        DataLoader(Source(splits=True), 2, collate_fn=as_it_is),
-        rank=0,
-        num_replicas=2,
-        share="by_worker",
-        uneven="keep",
-    )
-    with raises(UnsupportedLoaderError, ("iter_with_weights", "by_worker"), "out"):
-        iter_with_weights(split)
-    with raises(NotPatchedError, ("iter_with_weights", "DataLoader"), "patch_dataloader_to_ddp"):
-        iter_with_weights(patched(loader(sampler=torch.utils.data.DistributedSampler(Indices(), 2, 0)), 2, 0))
