@@ -54,7 +54,6 @@ __all__ = [
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
-    "sum_in_background",
     "worker_info_told",
 ]
 
@@ -192,20 +191,10 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     Raises:
         TorchVersionError: This torch takes no such options.
     """
-    options = _in_background("AllgatherOptions", timeout)
-    return group.allgather([list(rows)], [row], options)
-
-
-def sum_in_background(group: Any, values: torch.Tensor, timeout: timedelta) -> Any:
-    """Begin to sum every member's values in place, as ``gather_in_background`` gathers rows."""
-    return group.allreduce([values], _in_background("AllreduceOptions", timeout))
-
-
-def _in_background(name: str, timeout: timedelta) -> Any:
     needed_for = "What ranks tell each other with share='by_worker' or weight_of"
-    options = private(f"torch._C._distributed_c10d.{name}", needed_for)()
+    options = private("torch._C._distributed_c10d.AllgatherOptions", needed_for)()
     options.timeout, options.asyncOp = timeout, True
-    return options
+    return group.allgather([list(rows)], [row], options)
 
 
 # What launchers put into the environment of each rank.

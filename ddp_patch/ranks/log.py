@@ -1,7 +1,7 @@
 """The log: the passes that a rank makes over a loader, what it tells the others of them, and what contradicts it.
 
-Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. A pass that a
-restored position cuts off may have any length.
+Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. One that a restored
+position cuts off may have any length.
 
 Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
 pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` is the number of a pass.
@@ -372,10 +372,8 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
     here, there = (ranks_text([rank]) for rank in ranks)
     mine, theirs, rule = found.mine, found.theirs, found.rule
     if mine is None or theirs is None or rule == "passes":
-        passes = ((here, mine), (there, theirs))
-        told = " and ".join(
-            f"pass {one.number} is over {_what(one)} on {rank}" for rank, one in passes if one is not None
-        )
+        known = [(one, rank) for one, rank in ((mine, here), (theirs, there)) if one is not None]
+        told = " and ".join(f"pass {one.number} is over {_what(one)} on {rank}" for one, rank in known)
         earlier = ", or before" if mine is None or theirs is None or _what(mine) == _what(theirs) else ""
         seen = f"the ranks make different passes: {told}{earlier}"
         remedy = f"{_LOOK_ALIKE} Restore a state on every rank or on none."

@@ -92,7 +92,7 @@ class PassMonitor:
         self._has_warned = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
         self._why_in_common: Callable[[], str] | None = None
-        # How many items were in common, and how many repeated: by pass and rank, while the log keeps it; and in all.
+        # How many items were in common, and how many repeated: by pass and rank, as long as the log keeps it; in all.
         self._in_common: dict[tuple[int, int], tuple[int, int]] = {}
         self._common = self._repeats = 0
         # Passes whose end nobody knows before: how many ended, when the first step of this one was, and the next told.

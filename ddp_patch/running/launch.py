@@ -253,8 +253,9 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
         What shows an error that ends this rank before all is left, with the rank before each line.
     """
     stderr = os.dup(2)
+    log = _log_of(rank, folder)
     if rank:
-        _silence(None if folder is None else folder / f"rank-{rank}.log")
+        _silence(log)
     seen: list[BaseException] = []
 
     def write(text: str) -> None:
@@ -283,11 +284,17 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
         sys.exit(1)
 
 
-def _silence(log: Path | None) -> None:
+def _log_of(rank: int, folder: Path | None) -> str | Path:
+    """Return where a silent rank writes; the first rank that comes makes the folder, for its owner alone."""
+    if folder is None:
+        return os.devnull
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / f"rank-{rank}.log"
+
+
+def _silence(log: str | Path) -> None:
     _flush()
-    if log is not None:  # nothing is written beside it before
-        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    silent = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
 

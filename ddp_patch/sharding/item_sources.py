@@ -263,7 +263,7 @@ class Streamed(ItemSource[T]):
                 digest=self._digest,
             )
         )
-        for (part,) in split_chunks([plan], self._chunks, self._found):
+        for part in split_chunks(plan, self._chunks, self._found):
             yield part[skip:] if skip else part
             skip = max(0, skip - len(part))
 

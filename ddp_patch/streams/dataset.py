@@ -158,7 +158,7 @@ class StreamWorker(Generic[T]):
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, *, is_compared: bool) -> None:
         self.dataset: IterableDataset[T] = given.dataset
-        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.plan: Plan = agreed.plan
         self.batch_plan: Plan | None = agreed.batch_plan
         self.seed: Seed = agreed.seed
         self.batching: Batching = given.batching

@@ -154,7 +154,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             read = self._read(partial(begun_at, worker.dataset, *self._known.state))
             stream = self._detecting_split(self._followed(read))
         chunks = self._drawn(stream, plan, self._skip if skipped is None else 0)
-        of_rank = (item for (part,) in split_chunks([plan], chunks, self._note_end, skipped) for item in part)
+        of_rank = chain.from_iterable(split_chunks(plan, chunks, self._note_end, skipped))
         mine = self._of_worker(islice(of_rank, self._skip if skipped is None else 0, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         worker.is_underway = False

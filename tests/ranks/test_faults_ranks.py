@@ -58,28 +58,17 @@ def epochs_with_a_death(rank: int, dying: int) -> None:
                 die()
 
 
-class RaisesOnRank1(Sampler[int]):
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
+class Raises(Sampler[int]):
     def __len__(self) -> int:
         return 1000
 
     def __iter__(self) -> Iterator[int]:
-        for index in range(1000):
-            if self.rank == 1 and index == 900:
-                raise LookupError("shard 900 is missing")
-            yield index
-
-
-class RaisesUnderTheLeader(RaisesOnRank1):
-    def __init__(self, rank: int) -> None:
-        self.rank = rank + 1
+        yield from range(900)
+        raise LookupError("shard 900 is missing")
 
 
 def raises_in_its_sampler_under_the_leader(rank: int) -> None:
-    sampler = RaisesUnderTheLeader(rank)
-    for _ in patch_dataloader_to_ddp(loader(sampler=sampler), timeout=TIMEOUT, order="leader"):
+    for _ in patch_dataloader_to_ddp(loader(sampler=Raises()), timeout=TIMEOUT, order="leader"):
         pass
 
 

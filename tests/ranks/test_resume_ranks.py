@@ -20,9 +20,9 @@ from elastic import EXAMPLE, Death, Launch
 from ddp_patch import patch_dataloader_to_ddp
 
 # How ranks are killed where their number changes, too. The session soak, which trains on P x K batches, kills more.
-HOW = {"shuffled": ["step"] * 4 + ["soon", "writing", "written", "replaced"]}
-HOW["P x K"] = HOW["shuffled"] * 2
-IN_ONE_WORLD = ["step", "written", "step", "soon"]
+HOW = {"shuffled": ["step", "soon", "writing", "written", "replaced"]}
+HOW["P x K"] = HOW["shuffled"] * 4
+IN_ONE_WORLD = ["step", "written", "soon"]
 DEADLINE = 240
 ELASTIC = Path(elastic.__file__)
 EXAMPLES = runpy.run_path(str(EXAMPLE))
@@ -47,9 +47,10 @@ def plan(kind: str, folder: Path) -> dict[str, list[Launch]]:
     rng = random.Random(kind)
     how = rng.sample(HOW[kind], len(HOW[kind]))
     worlds = [3]
-    while len(worlds) < len(how) - 3:
+    again = len(how) // 4
+    while len(worlds) < len(how) - again:
         worlds.append(rng.choice([world for world in range(1, 5) if world != worlds[-1]]))
-    twice = set(rng.sample(range(len(worlds)), 3))  # launches in which ranks are started again
+    twice = set(rng.sample(range(len(worlds)), again))  # launches in which ranks are started again
     changing = [
         launched(folder / "others", kind, world, deaths(rng, world, [how.pop() for _ in range(1 + (number in twice))]))
         for number, world in enumerate(worlds)

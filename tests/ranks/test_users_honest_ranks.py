@@ -175,6 +175,16 @@ def a_leader_leads(job: Job, make: Make) -> None:
 
 
 @program("complete")
+def a_leader_learns_from_its_own_rank(job: Job) -> None:
+    raw: Any = loader(sampler=users.Learns())
+    train = job.patch(raw, order="leader")
+    for _ in range(3):
+        for indices in job.step(job.begin(), train):
+            for index in indices:
+                raw.sampler.losses[index] = random.random()
+
+
+@program("complete")
 def workers_read_their_own_parts(job: Job) -> None:
     train = job.patch(loader(ShardPerWorker([12] * 2 * job.world), num_workers=2), share="by_worker")
     job.train(train, range(24 * job.world), epochs=2)

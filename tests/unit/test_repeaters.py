@@ -27,8 +27,6 @@ from ddp_patch import (
 from ddp_patch.errors import (
     InvalidOptionError,
     StateError,
-    StreamLengthError,
-    StreamLengthWarning,
     UnsupportedLoaderError,
 )
 from ddp_patch.loaders.copying import repeater_in
@@ -262,7 +260,7 @@ def test_evaluation_masks_padding_and_gathers_one_pass() -> None:
 def test_evaluation_in_the_middle_of_an_epoch_is_refused() -> None:
     loader = patched(KINDS["timm"], ranks=1)
     next(iter(loader))
-    with raises(UnsupportedLoaderError, ("MultiEpochs", "epoch 0", "1 batches", "break"), "set_epoch(0)"):
+    with raises(UnsupportedLoaderError, ("MultiEpochs", "epoch 0", "1 batch", "break"), "set_epoch(0)"):
         list(iter_with_mask(loader))
     outputs = torch.cat(list(loader))  # goes on, and into the next epoch
     with pytest.raises(Exception, match="middle of epoch 1"):
@@ -285,17 +283,6 @@ def test_an_audit_approves(make: Callable[[], DataLoader[Any]]) -> None:
 
 def test_an_audit_of_the_unpatched_loader_sees_one_epoch() -> None:
     assert {problem.kind for problem in audit(KINDS["timm"](), 2, patch=False).problems} == {"not_sharded"}
-
-
-def test_a_wrong_length_is_an_error_not_an_endless_search() -> None:
-    class Nothing(BatchSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            return iter(())
-
-    loader = patched(lambda: MultiEpochs(Indices(N), batch_sampler=Nothing(RandomSampler(range(N)), 4, False)))
-    facts = ("no batch", "3", "one iterator for all epochs")
-    with pytest.warns(StreamLengthWarning), raises(StreamLengthError, facts, "__len__"):
-        list(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
