@@ -34,7 +34,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from ddp_patch import Cost, patch_dataloader_to_ddp
 from ddp_patch.costs import COST_WINDOW, CostOf
 from ddp_patch.orders.random_states import balancing_key
-from ddp_patch.sharding.balancing import balance_batch, balance_window
+from ddp_patch.sharding.balancing import balance_window
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BATCH, TOKENS = 16, 40  # samples of a batch; what a batch by tokens holds is that of so many samples of mean length
@@ -118,8 +118,7 @@ class Kind:
     def patched(self, lengths: NDArray[np.int64], rank: int, ranks: int, **options: Any) -> Any:
         """Return a rank's loader."""
         world: Any = {"rank": rank, "num_replicas": ranks, "share": self.share, "seed": 0}
-        size = BATCH * ranks if self.share == "within_batches" else BATCH
-        return patch_dataloader_to_ddp(self.make(lengths, size), **world, **options)
+        return patch_dataloader_to_ddp(self.make(lengths, BATCH), **world, **options)
 
     def balanced(self, lengths: NDArray[np.int64], rank: int, ranks: int) -> Any:
         """Return a rank's loader, dealt."""
@@ -129,7 +128,6 @@ class Kind:
 KINDS = [
     Kind("samples, packed", plain),
     Kind("samples, padded", plain, "padded"),
-    Kind("each batch divided, packed", plain, share="within_batches"),
     Kind("whole batches, packed", plain, share="batches"),
     Kind("whole batches, padded", plain, "padded", "batches"),
     Kind("batches by tokens", by_tokens, "padded", "batches"),
@@ -187,13 +185,6 @@ def dealt(costs: Costs, ranks: int, size: int, cost_of: CostOf, window: int) -> 
     )
 
 
-def divided(costs: Costs, ranks: int) -> NDArray[np.int64]:
-    """Return the order of a stream of which each batch is divided so that the parts cost alike."""
-    begins = range(0, len(costs), BATCH * ranks)
-    orders = [balance_batch(costs[begin : begin + BATCH * ranks].tolist(), ranks) for begin in begins]
-    return np.concatenate([begin + np.array(order) for begin, order in zip(begins, orders, strict=True)])
-
-
 def costs_of(costs: Costs, ranks: int, size: int, cost_of: CostOf) -> Costs:
     """Return what the batches of each whole step cost, shape (steps, ranks)."""
     whole = len(costs) // (ranks * size) * ranks * size
@@ -226,10 +217,7 @@ class Stream:
     def figures(self, ranks: int) -> tuple[Costs, Costs]:
         """Return what batches cost, today and balanced."""
         costs = self.costs[: STEPS * ranks * self.size]
-        if self.kind.share == "within_batches":
-            order = divided(costs, ranks)
-        else:
-            order = dealt(costs, ranks, self.size, self.kind.cost_of, COST_WINDOW)
+        order = dealt(costs, ranks, self.size, self.kind.cost_of, COST_WINDOW)
         self.require_same(order, ranks)
         measured = partial(costs_of, ranks=ranks, size=self.size, cost_of=self.kind.cost_of)
         return measured(costs), measured(costs[order])

@@ -60,13 +60,18 @@ class Options:
                 "uneven='drop' does not work with share='within_batches': a batch that cannot be divided evenly would "
                 "lose samples. Use uneven='pad', whose padding iter_with_weights() weighs 0, or uneven='keep'."
             )
+        if self.cost is not None and self.divides_batches:
+            raise InvalidOptionError(
+                "cost= does not work with share='within_batches': which samples a step has is decided before, so "
+                "little could be balanced. Use share='samples' or 'batches', or leave cost= out."
+            )
         arranges = "cost=" if self.cost is not None else f"share={self.share!r}"
         if self.gives_runs and (self.cost is not None or self.share in {"within_batches", "by_worker"}):
             raise InvalidOptionError(
                 f"layout='contiguous' does not work with {arranges}, which decides itself which items a rank takes. "
                 "Use one or the other."
             )
-        cost = self._checked_cost()
+        cost = self.cost if self.cost is None or isinstance(self.cost, Cost) else Cost(self.cost)
         seed = None if self.seed is None else as_index(self.seed)
         if self.seed is not None and (seed is None or seed < 0):
             raise InvalidOptionError(
@@ -82,18 +87,6 @@ class Options:
         # Each in one form, whichever the user gave it in.
         for name, value in {"cost": cost, "seed": seed, "timeout": timeout}.items():
             object.__setattr__(self, name, value)
-
-    def _checked_cost(self) -> Cost | None:
-        """Return what items cost, and refuse options with which steps cannot be balanced."""
-        if self.cost is None:
-            return None
-        cost = self.cost if isinstance(self.cost, Cost) else Cost(self.cost)
-        if self.divides_batches and cost.of_batch == "padded":
-            raise InvalidOptionError(
-                "Cost(..., of='padded') does not work with share='within_batches': the rank with a batch's longest "
-                "sample is the slowest, however the others are divided. Use of='sum', or share='samples' or 'batches'."
-            )
-        return cost
 
     @property
     def costs(self) -> Cost | None:

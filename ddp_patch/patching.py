@@ -147,7 +147,6 @@ def patch_dataloader_to_ddp(
             return the same for an item on every rank, in every call and after a restart; otherwise samples are lost.
             The items of each window are balanced over ranks and steps, each exactly once, and the steps come in a
             random order. Which samples share a batch then depends on the number of ranks. Whole batches stay whole.
-            With ``share="within_batches"``, each batch is divided into parts of equal cost.
         device_mesh: A mesh whose data-parallel dimensions shard the data: those named ``dp``, ``dp_replicate``,
             ``dp_shard``, ``fsdp`` and the like. If yours have other names, pass the sub-mesh of them, such as
             ``mesh["replica", "shard"]``. Ranks that differ only in other dimensions (tensor, context or pipeline

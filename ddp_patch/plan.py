@@ -31,7 +31,6 @@ __all__ = [
     "Schedule",
     "Sizes",
     "made_in_turn",
-    "ready_in_turn",
     "require_steps",
     "rest_of",
     "turn_after",
@@ -290,24 +289,6 @@ def made_in_turn(most: Sequence[int | None], batches: int) -> list[int]:
         if over and own > rounds:
             made[place], over = made[place] + 1, over - 1
     return made
-
-
-def ready_in_turn(made: Sequence[int], are_over: Sequence[bool]) -> int:
-    """Return how many batches come, in turn, before one that a worker has yet to make.
-
-    Args:
-        made: How many each worker has made, from the one whose turn is first.
-        are_over: Whether it makes no more.
-
-    Examples:
-        >>> ready_in_turn([3, 1, 2], [False, False, True]), ready_in_turn([3, 1, 2], [True, True, True])
-        (4, 6)
-    """
-    awaited = min(((count, place) for place, count in enumerate(made) if not are_over[place]), default=None)
-    if awaited is None:
-        return sum(made)
-    rounds, awaited_at = awaited
-    return sum(min(count, rounds + (place < awaited_at)) for place, count in enumerate(made))
 
 
 def turn_after(made: Sequence[int]) -> int:

@@ -506,11 +506,11 @@ ITEMS: dict[str, Callable[[int], Any]] = {
     "a file beside noise": lambda number: (number + noise(), f"{number}.jpg"),
     "a key beside noise": lambda number: {"__key__": f"{number:06}", "png": np.full(3, noise())},
     "a label beside noise": lambda number: {"x": number + noise(), "label": number % 5},
+    "a text in common": lambda number: (number, "a name", 0.5),
     "a file, and where it is cut": lambda number: {"file": f"{number}.jpg", "cut at": int(32 * noise())},
 }
-# The same where some items are its rank's own, or much of an item is, or all have a text in common.
+# The same where some items are its rank's own, or much of an item is.
 AUGMENTED: dict[str, Callable[[int], Any]] = {
-    "a text in common": lambda number: (number, "a name", 0.5),
     "a cut text": lambda number: {"__key__": f"{number}", "text": f"{number}"[: 1 if seldom() else None]},
     "a label left out": lambda number: {"__key__": f"{number}", "label": -1 if seldom() else number % 10},
     "a flip": lambda number: (torch.tensor(number), {"file": f"{number}.png", "flipped": seldom()}),

@@ -148,14 +148,11 @@ def loses_items_when_loaded(dataset: object) -> bool:
     The package warns of it. Its stages hold each other in attributes, alone or in lists; a dataset of the user's may
     hold them too.
     """
-    return _has_stage(dataset, _BUFFERS)
 
-
-def _has_stage(dataset: object, name: str) -> bool:
     def is_stage(part: object) -> bool:
         return isinstance(part, IterableDataset) or _is_hugging_face_stage(part)
 
-    return any(is_any_of(type(stage), {name}) for stage in walk(dataset, lambda stage: held(stage, is_stage)))
+    return any(is_any_of(type(stage), {_BUFFERS}) for stage in walk(dataset, lambda stage: held(stage, is_stage)))
 
 
 def forget_loaded_state(dataset: object) -> None:

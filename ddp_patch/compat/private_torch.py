@@ -6,7 +6,7 @@ Seen in torch 2.4.0, 2.13.0 and 2.15.0, and in torchdata 0.11.0, whose loaders a
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pkgutil import resolve_name
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, default_collate, default_convert, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_patch.compat.packages import full_name
 from ddp_patch.errors import StreamLengthError, TorchVersionError
@@ -54,7 +54,6 @@ __all__ = [
     "rank_noted",
     "replace_worker_seed",
     "root_mesh",
-    "sum_in_background",
     "worker_info_told",
 ]
 
@@ -192,20 +191,10 @@ def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, time
     Raises:
         TorchVersionError: This torch takes no such options.
     """
-    options = _in_background("AllgatherOptions", timeout)
-    return group.allgather([list(rows)], [row], options)
-
-
-def sum_in_background(group: Any, values: torch.Tensor, timeout: timedelta) -> Any:
-    """Begin to sum every member's values in place, as ``gather_in_background`` gathers rows."""
-    return group.allreduce([values], _in_background("AllreduceOptions", timeout))
-
-
-def _in_background(name: str, timeout: timedelta) -> Any:
     needed_for = "What ranks tell each other with share='by_worker' or weight_of"
-    options = private(f"torch._C._distributed_c10d.{name}", needed_for)()
+    options = private("torch._C._distributed_c10d.AllgatherOptions", needed_for)()
     options.timeout, options.asyncOp = timeout, True
-    return options
+    return group.allgather([list(rows)], [row], options)
 
 
 # What launchers put into the environment of each rank.
@@ -467,29 +456,6 @@ class worker_info_told:  # noqa: N801 - it is called as a function is, and a cla
 
     def __exit__(self, *exc: object) -> None:
         _WORKER._worker_info = self._before
-
-
-def is_torchs_collating(collate_fn: object) -> bool:
-    """Return whether a function is torch's own that makes batches, and nobody has given it functions to call.
-
-    There is no public name for where these are kept. For a torch that keeps them elsewhere, return False.
-    """
-    is_torchs = collate_fn is default_collate or collate_fn is default_convert
-    return is_torchs and _collates() == _TORCHS_COLLATES
-
-
-def _collates() -> Mapping[Any, Any]:
-    """Return the functions that torch's ``default_collate`` calls, by the classes of samples that they are for."""
-    kept: Mapping[Any, Any] = getattr(sys.modules[default_collate.__module__], "default_collate_fn_map", {None: None})
-    return kept
-
-
-# Those of torch's own.
-_TORCHS_COLLATES: Final = {
-    kind: function
-    for kind, function in _collates().items()
-    if getattr(function, "__module__", None) == default_collate.__module__
-}
 
 
 def replace_worker_seed(seed: int) -> None:

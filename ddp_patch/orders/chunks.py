@@ -4,7 +4,7 @@ import copy
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from itertools import compress, islice, repeat
@@ -144,34 +144,30 @@ def draw(
 
 
 def split_chunks(
-    plans: Sequence[Plan],
-    chunks: Iterable[Chunk[T]],
-    on_end: Callable[[int], None],
-    skipped: Chunk[T] | None = None,
-) -> Iterator[list[list[T]]]:
-    """Yield each plan's items of a stream, chunk by chunk, then their padding. The end is found, not predicted.
+    plan: Plan, chunks: Iterable[Chunk[T]], on_end: Callable[[int], None], skipped: Chunk[T] | None = None
+) -> Iterator[list[T]]:
+    """Yield a rank's items of a stream, chunk by chunk, then their padding. The end is found, not predicted.
 
     Args:
-        plans: Which positions are whose, in one world.
+        plan: Which positions are the rank's.
         chunks: The stream, in chunks of whole rounds; only the last may be shorter. The first has all its items; others
-            may have those alone that are in the one plan.
+            may have the rank's alone.
         on_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
         skipped: The rounds that came before, if any; with those items alone that padding may repeat.
     """
-    repeatable = plans[0].num_replicas - 1  # padding repeats the stream's first items, and never more than these
+    repeatable = plan.num_replicas - 1  # padding repeats the stream's first items, and never more than these
     first: list[T] = [] if skipped is None else skipped.items[:repeatable]
     drawn, ended = 0 if skipped is None else skipped.length, False
     for count, items in chunks:
         first += items[: repeatable - len(first)]
         drawn += count
-        if ended := count % plans[0].num_replicas > 0:
+        if ended := count % plan.num_replicas > 0:
             on_end(drawn)
-        is_cut = len(items) < count
-        yield [items] if is_cut else [items[plan.slice_of_chunk(count)] for plan in plans]
+        yield items if len(items) < count else items[plan.slice_of_chunk(count)]
     if not ended:
         on_end(drawn)
-    yield [[first[position % drawn] for position in plan.padding(drawn)] for plan in plans]
+    yield [first[position % drawn] for position in plan.padding(drawn)]
 
 
 class ReadAhead(Iterator[Chunk[T]]):

@@ -65,9 +65,10 @@ class Agreed:
     leader: Leader | None = None
     place: str = ""
 
-    def plan(self, rank: int) -> Plan:
-        """Return the plan that gives a rank its share of the stream."""
-        return Plan.of_stream(self.options, rank, self.world.num_replicas)
+    @property
+    def plan(self) -> Plan:
+        """The plan that gives this rank its share of the stream."""
+        return Plan.of_stream(self.options, self.world.rank, self.world.num_replicas)
 
     @property
     def batch_plan(self) -> Plan | None:

@@ -116,6 +116,10 @@ _LARGEST_VALUE = 2**22
 # comes to a meeting before leaving the earlier ones.
 _left_behind: dict[tuple[str, int], list[str]] = {}
 
+# What each rank was told of the first meeting of the same members to which one came too late, or not at all. Meetings
+# are counted, so later ones might bring together ranks that are at different points of the script: there are none.
+_missed: dict[tuple[str, int], str] = {}
+
 
 Judge: TypeAlias = Callable[[Mapping[int, Any]], Any]
 
@@ -139,16 +143,20 @@ def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, time
         timeout: How many seconds the first member waits for the others.
 
     Raises:
-        MissingRanksError: A rank did not arrive in time.
+        MissingRanksError: A rank did not arrive in time, in this exchange or an earlier one.
         RankMismatchError: A rank refused to take part, or has another version.
     """
     meeting = _Meeting(members, doing, timeout)
-    with store_reached(doing):
-        meeting.bring(record)
-        failures, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
-    if failures:
-        # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
-        raise failures.pop().with_traceback(None)
+    try:
+        with store_reached(doing):
+            meeting.bring(record)
+            failures, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
+        if failures:
+            # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
+            raise failures.pop().with_traceback(None)
+    except MissingRanksError as error:
+        _missed.setdefault((meeting.base, meeting.rank), message_of(error))
+        raise
     return answer
 
 
@@ -212,9 +220,16 @@ class _Meeting:
     def bring(self, record: Any, refusal: str = "") -> None:
         # Count in the store, so that a new process group starts from zero.
         self.number = self.store.add(f"{self.base}/count/{self.rank}", 1)
+        whose = self.base, self.rank
         if self.number == 1:
-            _left_behind.pop((self.base, self.rank), None)
-        self.left_behind = _left_behind.setdefault((self.base, self.rank), [])
+            _left_behind.pop(whose, None)
+            _missed.pop(whose, None)
+        self.left_behind = _left_behind.setdefault(whose, [])
+        if whose in _missed:
+            raise MissingRanksError(
+                f"{self.doing}: {ranks_text(self.members)} may be at different points of the script since an earlier "
+                f"call, in which one was missing. {_missed[whose]} Start all ranks again."
+            )
         self.own = _message(doing=self.doing, refusal=refusal, content=_as_read(record))
         if not self.leads:  # who reads its own record from here
             self._leave(self.own, self._key("record", self.rank))

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_patch import errors
-from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group, sum_in_background
+from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
 from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
@@ -44,8 +44,6 @@ _BACKGROUND = timedelta(days=1)
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.
 _SLICE_S = 1.0
-# After so long, a rank that waits does what else it can.
-_MOMENT_S = 0.005
 
 # Which ranks a group is of, sorted, and what for.
 _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["Group"]]
@@ -53,10 +51,6 @@ _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["
 # The groups by the process group that the training has: they go with it.
 _kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 
-# Keys of a loader's earlier channels in the store, by the members and what the channels are of. Nobody reads them once
-# all members have met for another one: they are deleted then. A loader may be gone: only the latest ones' are kept.
-_stale: dict[tuple[tuple[int, ...], str], list[str]] = {}
-_LOADERS_KEPT = 8
 _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
 
@@ -95,11 +89,6 @@ class Group:
         """Begin to gather every rank's row in the background, and return the work to wait for."""
         self.begun += 1
         return gather_in_background(self._open, row, rows, _BACKGROUND)
-
-    def sum(self, values: torch.Tensor) -> Any:
-        """Begin to sum values over the ranks, in place and in the background, and return the work to wait for."""
-        self.begun += 1
-        return sum_in_background(self._open, values, _BACKGROUND)
 
     def send(self, data: torch.Tensor, index: int) -> Any:
         """Begin to send bytes to a rank, and return the work to wait for."""
@@ -325,7 +314,7 @@ def opened(
             group.close()
             kept_groups(members, "steps").remove(group)
     group = free[chosen] if chosen else made_group(members, "steps", doing, timeout)
-    channel = Channel(members, doing, name, group, _stale_of(tuple(members), of, doing), timeout)
+    channel = Channel(members, doing, name, group, timeout)
     try:
         yield channel
     except BaseException as error:
@@ -346,18 +335,6 @@ def opened_sums(
             channel.sum_over_ranks(0.0, is_step=False)
 
 
-def _stale_of(members: tuple[int, ...], of: str, doing: str) -> list[str]:
-    """Return a loader's list, the latest now; delete the keys in it, and those of loaders that may be gone."""
-    own = _stale.pop((members, of), [])
-    over = [_stale.pop(key) for key in [*_stale][:-_LOADERS_KEPT]]
-    _stale[members, of] = own
-    with store_reached(doing):
-        for keys in (*over, own):
-            while keys:
-                default_store().delete_key(keys.pop())
-    return own
-
-
 class Channel:
     """See ``opened``. Members are numbered from 0.
 
@@ -366,7 +343,6 @@ class Channel:
         doing: What they are doing, for errors.
         name: A name that no other channel has.
         group: Of these ranks, which nobody else has borrowed.
-        stale: Where keys of this channel come that are to be deleted.
         timeout: How many seconds they wait for each other.
 
     Attributes:
@@ -375,28 +351,28 @@ class Channel:
         go_on: Whether a rank may have another step, where they sum over steps.
     """
 
-    def __init__(
-        self, members: Sequence[int], doing: str, name: str, group: Group, stale: list[str], timeout: float
-    ) -> None:
+    def __init__(self, members: Sequence[int], doing: str, name: str, group: Group, timeout: float) -> None:
         self.index: int = members.index(dist.get_rank())
         self.batches_delivered: int = 0
         self.go_on: bool = True
-        self._members, self._doing, self._group = members, doing, group
-        self._stale, self._timeout = stale, timeout
+        self._members, self._doing, self._name, self._group, self._timeout = members, doing, name, group, timeout
         self._in_group = [group.ranks.index(member) for member in members]
         self._sends: list[tuple[int, Any]] = []
         self._store: Any = default_store()
-        # Who left first, and why: that stays for ranks that are slower. Who waits for which gather.
-        self._left = f"ddp_patch/words/{name}"
-        self._waits = [f"ddp_patch/waits/{name}/{index}" for index in range(len(members))]
+        # Who left first, and why: the group's next channel writes over it. Who waits for which gather.
+        self._left = f"ddp_patch/words/{group.name}"
+        self._waits = [f"ddp_patch/waits/{group.name}/{index}" for index in range(len(members))]
         group.is_lent = True
 
-    def gathered(self, row: Sequence[int], meanwhile: Callable[[], bool]) -> list[list[int]]:
+    def gathered(self, row: Sequence[int]) -> list[list[int]]:
         """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""
-        values = torch.empty(len(self._members), len(row), dtype=torch.int64)
-        self._wait(self._group.gather(torch.tensor(row, dtype=torch.int64), values), meanwhile)
-        rows: list[list[int]] = values[self._in_group].tolist()
+        rows: list[list[int]] = self._rows(torch.tensor(row, dtype=torch.int64, device="cpu")).tolist()
         return rows
+
+    def _rows(self, row: torch.Tensor) -> torch.Tensor:
+        rows = row.new_empty(len(self._members), len(row))
+        self._wait(self._group.gather(row, rows))
+        return rows[self._in_group]
 
     def sum_over_ranks(self, value: float, *, is_step: bool = True) -> float:
         """Return the sum of all ranks' values of a step; ranks may make different numbers of steps.
@@ -409,19 +385,17 @@ class Channel:
             RankMismatchError: A rank broke off or failed.
             MissingRanksError: A rank did not come to this step in time.
         """
-        totals = torch.tensor([value, is_step], dtype=torch.float64)
-        self._wait(self._group.sum(totals), lambda: False)
-        total, steps = totals.tolist()
+        row = torch.tensor([value, is_step], dtype=torch.float64, device="cpu")
+        total, steps = self._rows(row).sum(0).tolist()
         self.go_on = steps > 0
         self.batches_delivered += is_step
         return float(total)
 
-    def _wait(self, work: Any, meanwhile: Callable[[], bool]) -> None:
+    def _wait(self, work: Any) -> None:
         """Wait until all members have sent what was begun.
 
         Args:
             work: What was begun.
-            meanwhile: Called while this waits; returns whether to call it again in a moment.
 
         Raises:
             RankMismatchError: A rank has left or failed.
@@ -429,7 +403,7 @@ class Channel:
         """
         begun = looked = monotonic()
         wait_s = min(_SLICE_S, self._timeout / 4)
-        while not self._has_come(work, _MOMENT_S if meanwhile() else wait_s):
+        while not self._has_come(work, wait_s):
             if (now := monotonic()) < looked + wait_s / 2:
                 continue
             looked = now
@@ -505,25 +479,26 @@ class Channel:
 
         Args:
             error: What they raise.
-            last: Up to which gather or sum this rank took part.
+            last: Up to which gather this rank took part.
         """
-        note = json.dumps([self.index, last, type(error).__name__, message_of(error)])
+        note = json.dumps([self._name, last, type(error).__name__, message_of(error)])
         with suppress(RuntimeError):
-            if self._store.compare_set(self._left, "", note).decode() == note:
-                self._stale.append(self._left)
+            before = self._store.get(self._left).decode() if self._store.check([self._left]) else ""
+            if self._name not in before:
+                self._store.compare_set(self._left, before, note)
 
     def require_nobody_left(self, gather: float = math.inf) -> None:
         """Raise the error of the member that left first, if one did.
 
         Args:
-            gather: Which gather or sum this rank waits for. A member that left after it is not to blame.
+            gather: Which gather this rank waits for. A member that left after it is not to blame.
         """
         with store_reached(self._doing):
             if not self._store.check([self._left]):
                 return
-            _, last, name, text = json.loads(self._store.get(self._left))
-        if gather > last:
-            raise getattr(errors, name)(text)
+            name, last, kind, text = json.loads(self._store.get(self._left))
+        if name == self._name and gather > last:
+            raise getattr(errors, kind)(text)
 
     def close(self, *, is_whole: bool = True) -> None:
         """Give the group back; where something may still be on its way, break its connections."""

@@ -1,7 +1,7 @@
 """The log: the passes that a rank makes over a loader, what it tells the others of them, and what contradicts it.
 
-Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. A restored position
-begins a new list of passes.
+Passes are numbered, looks apart. A pass is left when the next one takes its second batch, or ends. One that a restored
+position cuts off may have any length.
 
 Ranks are fast and slow, and nobody waits. So a rule holds however old the other rank's record is: what it says of a
 pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` is the number of a pass.
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 # The version of what ranks leave each other.
-VERSION = 4
+VERSION = 5
 
 # So many passes before the latest one are kept; of earlier ones a hash.
 _KEPT = 16
@@ -75,14 +75,10 @@ class Record(NamedTuple):
     """What a rank tells the others of its log: plain data.
 
     Attributes:
-        lists: How many lists of passes it has closed, by restoring a position.
-        closed: How many passes the last of them had.
         chain: A hash of all passes before the latest one.
         passes: The last ones that are more than looks, the latest at the end; none before the first.
     """
 
-    lists: int = 0
-    closed: int = 0
     chain: str = ""
     passes: tuple[Entry, ...] = ()
 
@@ -95,14 +91,14 @@ def text_of(record: Record) -> str:
 def record_of(text: bytes | str) -> Record | None:
     """Return the record of which ``text_of`` made text; None if it is anything else, or of another version."""
     try:
-        version, lists, closed, chain, passes = json.loads(text)
+        version, chain, passes = json.loads(text)
         told = tuple(
             Entry._make([*name, State(state), is_own, held, mark and tuple(mark), tuple(first)])
             for *name, state, is_own, held, mark, first in passes
         )
     except (ValueError, TypeError):
         return None
-    return Record(lists, closed, chain, told) if version == VERSION else None
+    return Record(chain, told) if version == VERSION else None
 
 
 class Progress(NamedTuple):
@@ -136,6 +132,7 @@ class LoggedPass:
         held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
         first: Hashes of its first samples, where each rank has a part of the data.
         last: Those of the batch that came last.
+        is_cut: Whether a restored position has cut it off.
     """
 
     def __init__(
@@ -154,6 +151,7 @@ class LoggedPass:
         self.first: list[int] = []
         self.last: list[int] = []
         self.is_told: bool = False  # whether it no longer asks
+        self.is_cut: bool = False
         self._is_left = False
         self._progress = progress
 
@@ -190,15 +188,13 @@ class Log:
 
     Attributes:
         has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
-        lists: How many lists of passes were closed.
-        settled: How many passes of this list are more than looks, or come before one that is.
+        settled: How many passes are more than looks, or come before one that is.
     """
 
     def __init__(self) -> None:
         self.has_one_order: bool = False
-        self.lists: int = 0
         self.settled: int = 0
-        self._closed, self._first = 0, 0
+        self._first = 0
         self._passes: list[LoggedPass] = []  # from number ``_first`` on
         self._chains = [""]
 
@@ -218,14 +214,15 @@ class Log:
             self._passes.append(begun)
 
     def strike_looks(self) -> None:
-        """Strike the looks at the list's end: an epoch is chosen."""
+        """Strike the looks at the end: an epoch is chosen."""
         while self._first + len(self._passes) > self.settled and self._passes[-1].is_look:
             self._passes.pop()
 
-    def close(self) -> None:
-        """Begin a new list: a position is restored."""
-        self._closed, self.lists = self._first + len(self._passes), self.lists + 1
-        self._passes, self._chains, self._first, self.settled = [], [""], 0, 0
+    def cut_off(self) -> None:
+        """Let the passes that run have any length: a position is restored."""
+        self.strike_looks()
+        for made in self._passes[max(0, self.settled - self._first - 1) :]:
+            made.is_cut = True
 
     def settle(self) -> int:
         """Find out which passes are left, and which are more than looks; return how many more of these there are."""
@@ -251,7 +248,7 @@ class Log:
         given = made.progress
         batches = given.least if given.state is State.RUNNING else given.most
         name, mark = (number, made.epoch, made.begins_at, made.others), next(reversed(made.marks().items()), None)
-        return Entry(*name, batches, given.state, given.is_own, made.held, mark, tuple(made.first))
+        return Entry(*name, batches, given.state, given.is_own or made.is_cut, made.held, mark, tuple(made.first))
 
     def chain(self, number: int) -> str:
         """Return the hash of all passes before one."""
@@ -262,7 +259,7 @@ class Log:
         return self._passes[number - self._first]
 
     def number_of(self, known: LoggedPass) -> int:
-        """Return which pass of this list it is; -1 if it is no longer kept."""
+        """Return which pass it is; -1 if it is no longer kept."""
         found = (place for place, made in enumerate(self._passes, self._first) if made is known)
         return next(found, -1)
 
@@ -271,20 +268,20 @@ class Log:
         numbers = range(max(0, self.settled - 1 - _TOLD), self.settled)
         told = [entry for number in numbers if (entry := self.entry(number)) is not None]
         passes = (*(entry._replace(first=()) for entry in told[:-2]), *told[-2:])
-        return Record(self.lists, self._closed, self._chains[max(0, self.settled - 1)], passes)
+        return Record(self._chains[max(0, self.settled - 1)], passes)
 
 
 # ---- what contradicts what ----
 
-Rule: TypeAlias = Literal["restored", "passes", "others", "order", "length", "held"]
+Rule: TypeAlias = Literal["passes", "others", "order", "length", "held"]
 
 
 class Difference(NamedTuple):
     """How two ranks' logs contradict each other.
 
     Attributes:
-        rule: What differs: one rank has ``restored`` a position and another went on; (a) ``passes``, (e) ``others``,
-            (b) ``order`` or (c) ``length``; or what datasets have ``held``: whoever finds that asks what they hold.
+        rule: What differs: (a) ``passes``, (e) ``others``, (b) ``order`` or (c) ``length``; or what datasets have
+            ``held``: whoever finds that asks what they hold.
         mine: This rank's pass; None if it is no longer kept.
         theirs: The other rank's.
     """
@@ -308,12 +305,6 @@ def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
         theirs: The other rank's record.
         slack: How many batches more one rank may have in a pass.
     """
-    if theirs.lists != log.lists:
-        both = (log.record(), theirs)
-        mine, other = (record.passes[-1] if record.passes else None for record in both)
-        (old, last), (new, _) = sorted(zip(both, (mine, other), strict=True), key=lambda one: one[0].lists)
-        is_outgrown = new.lists == old.lists + 1 and last is not None and last.number >= new.closed
-        return Difference("restored", mine, other) if is_outgrown else None
     for other in theirs.passes:
         own = log.entry(other.number)
         rule = None if own is None else _rule_broken(log, own, other, slack)
@@ -380,9 +371,12 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
     """
     here, there = (ranks_text([rank]) for rank in ranks)
     mine, theirs, rule = found.mine, found.theirs, found.rule
-    if rule == "restored" or mine is None or theirs is None:
-        seen = f"{here} and {there} do not go on from one position: one restored a state, the other made another pass"
-        remedy = "Restore the same state on every rank, at the same point of the script."
+    if mine is None or theirs is None or rule == "passes":
+        known = [(one, rank) for one, rank in ((mine, here), (theirs, there)) if one is not None]
+        told = " and ".join(f"pass {one.number} is over {_what(one)} on {rank}" for one, rank in known)
+        earlier = ", or before" if mine is None or theirs is None or _what(mine) == _what(theirs) else ""
+        seen = f"the ranks make different passes: {told}{earlier}"
+        remedy = f"{_LOOK_ALIKE} Restore a state on every rank or on none."
     elif rule == "order":
         count = END if theirs.mark is None else theirs.mark[0]
         within = f"within the first {counted(count, 'item')}" if count != END else "or orders of different lengths"
@@ -398,19 +392,12 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
             f"loaders: {mine.others} on {here}; {theirs.others} on {there}"
         )
         remedy = "Iterate each patched loader on every rank; or, on one rank, the loader that was not patched."
-    elif rule == "held":
+    else:
         seen = f"in epoch {mine.epoch}, the datasets of {here} and {there} differ at the same indices, in {why}"
         remedy = (
             "Make changes of the data alike on every rank: seed shuffles by the epoch, and sort files. If only the "
             "content differs, order='seeded' does not compare it."
         )
-    else:
-        earlier = ", and one before it differs" if _what(mine) == _what(theirs) else ""
-        seen = (
-            f"the ranks make different passes: on {here}, pass {mine.number} is over {_what(mine)}, and on {there} "
-            f"over {_what(theirs)}{earlier}"
-        )
-        remedy = _LOOK_ALIKE
     lost = "" if rule == "order" else ", so samples would be lost"  # which ``why`` says
     return f"Iterating the {name}: {seen}{lost}. {remedy}"
 

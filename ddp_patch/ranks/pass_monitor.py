@@ -92,10 +92,9 @@ class PassMonitor:
         self._has_warned = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
         self._why_in_common: Callable[[], str] | None = None
-        # How many items were in common and repeated, where any were: by list of passes, pass and rank; and in passes
-        # that the log no longer keeps.
-        self._in_common: dict[tuple[int, int, int], tuple[int, int]] = {}
-        self._in_common_before = (0, 0)
+        # How many items were in common, and how many repeated: by pass and rank, as long as the log keeps it; in all.
+        self._in_common: dict[tuple[int, int], tuple[int, int]] = {}
+        self._common = self._repeats = 0
         # Passes whose end nobody knows before: how many ended, when the first step of this one was, and the next told.
         self._ends, self._first_step_s, self._due_s = 0, 0.0, 0.0
 
@@ -154,7 +153,7 @@ class PassMonitor:
 
     def restore(self) -> None:
         """Record that a position is restored."""
-        self._log.close()
+        self._log.cut_off()
 
     def begin(
         self,
@@ -246,18 +245,16 @@ class PassMonitor:
 
     def _compare_samples(self, mailbox: Mailbox, rank: int, record: Record, why: Callable[[], str]) -> None:
         """Raise RankMismatchError if another rank's part of the data has more in common with this one's than chance."""
-        for theirs in record.passes if record.lists == self._log.lists else ():
+        for theirs in record.passes:
             mine = self._log.entry(theirs.number)
             if mine is None or not theirs.first or not any(found := common_items(mine.first, theirs.first)):
                 continue
-            self._in_common[record.lists, mine.number, rank] = found
-            for lists, number, other in [*self._in_common]:
-                if lists != self._log.lists or self._log.entry(number) is None:
-                    over = self._in_common.pop((lists, number, other))
-                    self._in_common_before = (self._in_common_before[0] + over[0], self._in_common_before[1] + over[1])
-            of_all = (self._in_common_before, *self._in_common.values())
-            common, repeats = (sum(counts) for counts in zip(*of_all, strict=True))
-            if found[0] and bits_against_chance(common, repeats) > _BITS:
+            before = self._in_common.get((mine.number, rank), (0, 0))
+            kept = {key: one for key, one in self._in_common.items() if self._log.entry(key[0]) is not None}
+            self._in_common = kept | {(mine.number, rank): found}
+            self._common += found[0] - before[0]
+            self._repeats += found[1] - before[1]
+            if found[0] and bits_against_chance(self._common, self._repeats) > _BITS:
                 text = (
                     f"Iterating the {self._name}: {found[0]} of the first {len(mine.first)} items of "
                     f"{ranks_text([mailbox.rank])} are also {ranks_text([rank])}'s, though each rank should have a "
@@ -329,7 +326,7 @@ class PassMonitor:
 
     def _step(self, begun: LoggedPass, batches: int) -> str:
         """Return the same text for a step of a pass on every rank."""
-        return f"{self._log.lists}.{self._log.number_of(begun)}.{begun.epoch} from {begun.begins_at} {batches}"
+        return f"{self._log.number_of(begun)}.{begun.epoch} from {begun.begins_at} {batches}"
 
 
 # ---- what two ranks' parts have in common ----

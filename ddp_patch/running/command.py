@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
+from ddp_patch.running.check import Recording, check, recorded
 from ddp_patch.running.context import EachRank, running
 from ddp_patch.running.launch import (
     ONE_NODE,
@@ -31,7 +32,6 @@ from ddp_patch.running.loader_reports import Patterns, logger
 from ddp_patch.running.lockstep import seed_all
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.running.overlay import shadowed
-from ddp_patch.running.recording import Recording, recorded
 
 __all__ = ["DESCRIPTION", "run"]
 
@@ -61,8 +61,6 @@ def run(arguments: Sequence[str]) -> None:
         parser.error(str(error))
     recording = Recording.here()
     if starts and given.check and recording is None:
-        from ddp_patch.running.check import check
-
         sys.exit(check(int(given.nproc_per_node), given.steps, given.training_script, arguments))
     if starts:
         with made_equal(given.keep_shadows if recording is None else recording.files):

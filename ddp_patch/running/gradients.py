@@ -322,9 +322,11 @@ class Gradients:
         with ExitStack() as stack:
             for model in self._replicas.models() if self._lockstep.ranks > 1 else ():
                 stack.callback(model.register_forward_hook(note).remove)
-            self._samples, self._outputs = samples, []
-            yield
-        self._outputs = []
+            self._samples = samples
+            try:
+                yield
+            finally:
+                self._outputs = []
 
     def _look_at(self, loss: torch.Tensor) -> None:
         """Keep batches whole if their parts' losses would not make up the whole's."""

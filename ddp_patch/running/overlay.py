@@ -45,7 +45,7 @@ _CHANGES: dict[str, tuple[_How, ...]] = {
     **dict.fromkeys(("chmod", "chown", "lchown", "removexattr", "setxattr", "utime"), ("touched",)),
     **dict.fromkeys(("mkdir", "remove", "rmdir", "unlink"), ("replaced",)),
     **dict.fromkeys(("rename", "replace"), ("moved", "replaced")),
-    "link": ("touched", "replaced"),
+    "link": ("changed", "replaced"),  # as may be by its other name
     "symlink": ("", "replaced"),
     "truncate": ("changed",),
 }
@@ -104,6 +104,12 @@ def _mode(place: str, *, follow: bool = False) -> int:
     return mode
 
 
+def _file_at(place: str) -> tuple[int, int]:
+    """Return what tells a file from all others on this machine."""
+    found = real.stat(place, follow_symlinks=False)
+    return found.st_dev, found.st_ino
+
+
 def _is_folder(place: str, *, follow: bool = False) -> bool:
     return stat.S_ISDIR(_mode(place, follow=follow))
 
@@ -149,6 +155,7 @@ class Past:
     def __init__(self, folder: str, left_alone: Sequence[str]) -> None:
         self._left_alone = tuple(f"{each}{os.sep}" for each in left_alone)
         self._kept, self._made = os.path.join(folder, "kept"), os.path.join(folder, "made")
+        self._second: dict[tuple[int, int], str] = {}  # by its file: the name that is kept
 
     def is_left_alone(self, path: str) -> bool:
         """Return whether a path, whole and without links, is in a folder that is read and written where it is."""
@@ -162,6 +169,8 @@ class Past:
                 whole = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
                 whole = os.path.realpath(whole) if how in _OF_FILES else whole
                 if not self.is_left_alone(whole):
+                    if how in _OF_FILES:
+                        self._keep_apart(whole)
                     self._keep(whole, how)
         return function(*args, **options)
 
@@ -184,9 +193,17 @@ class Past:
             if how not in _OF_FILES:
                 with suppress(OSError):  # not on one disk
                     real.link(path, kept)
+                    self._second[_file_at(path)] = kept
                     return
             with suppress(OSError):  # no reason for the first rank to fail: the others then see what it makes of it
                 _copy(path, f"{kept}.part")
+                real.replace(f"{kept}.part", kept)
+
+    def _keep_apart(self, path: str) -> None:
+        """Copy a file that is about to change, if what is kept is a second name of it: it was moved, or not removed."""
+        with suppress(OSError):
+            if kept := self._second.pop(_file_at(path), ""):
+                _copy(kept, f"{kept}.part")
                 real.replace(f"{kept}.part", kept)
 
     def _is_made(self, path: str) -> bool:
@@ -378,14 +395,20 @@ class _Entry:
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         return os.stat(self.path, follow_symlinks=follow_symlinks)
 
+    def _mode(self, *, follow: bool) -> int:
+        try:
+            return os.stat(self.path, follow_symlinks=follow).st_mode
+        except FileNotFoundError:
+            return 0
+
     def is_symlink(self) -> bool:
-        return os.path.islink(self.path)
+        return stat.S_ISLNK(self._mode(follow=False))
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
+        return stat.S_ISDIR(self._mode(follow=follow_symlinks))
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
+        return stat.S_ISREG(self._mode(follow=follow_symlinks))
 
     def is_junction(self) -> bool:
         return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice, zip_longest
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from ddp_patch.ranks.agreement import Agreed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Balancer", "balance_batch", "balance_window", "balanced_stream", "part_of_batch"]
+__all__ = ["Balancer", "balance_window", "balanced_stream", "part_of_batch"]
 
 T = TypeVar("T")
 
@@ -80,37 +80,6 @@ def balance_window(
     last = whole + _shuffled(_steps(costs[whole : whole + over * ranks], ranks, over, cost_of), random)
     in_order = [np.sort(part, axis=2).swapaxes(1, 2).reshape(-1) for part in (steps, last)]
     return np.concatenate([*in_order, np.arange(whole + over * ranks, len(costs))])
-
-
-def balance_batch(costs: Sequence[float], ranks: int) -> list[int]:
-    """Return an order of one batch's samples in which the ranks' parts cost about the same.
-
-    Args:
-        costs: What each sample costs, at least 0.
-        ranks: How many ranks share the batch. The first of them get a sample more where it does not come out even.
-
-    Returns:
-        The samples' positions in the batch, for interleaved sharding.
-
-    Examples:
-        >>> order = balance_batch([9.0, 5, 5, 3, 1], ranks=2)
-        >>> [order[rank::2] for rank in range(2)]
-        [[1, 2, 4], [0, 3]]
-
-    Source:
-        As in ``balance_window``. Plain numbers, because a batch is too short for arrays to be faster.
-    """
-    dearest_first = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    parts: list[list[int]] = [[] for _ in range(ranks)]
-    sums = [0.0] * ranks
-    for start in range(0, len(costs), ranks):
-        least_first = sorted(range(ranks), key=sums.__getitem__)
-        for sample, part in zip(dearest_first[start : start + ranks], least_first, strict=False):
-            parts[part].append(sample)
-            sums[part] += costs[sample]
-    # Whichever part has the first sample goes to the first rank: no rank has the most expensive part each time.
-    parts = sorted(map(sorted, parts), key=lambda part: (-len(part), part))
-    return [sample for samples in zip_longest(*parts) for sample in samples if sample is not None]
 
 
 def _steps(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf) -> NDArray[np.int64]:
@@ -206,14 +175,13 @@ def _ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
     return keyed.view(np.int64)
 
 
-def part_of_batch(batch: Any, plan: Plan, name: str, costs: Cost | None = None) -> Any:
+def part_of_batch(batch: Any, plan: Plan, name: str) -> Any:
     """Return a rank's part of a batch of indices: at least one sample, unless the batch is empty.
 
     Args:
         batch: The batch: a list, tensor, array, or anything that gives its indices when it is iterated.
         plan: The rank's share of a batch.
         name: What makes the batches, for an error.
-        costs: What the samples cost, if the parts of a batch are to cost alike.
 
     Returns:
         A tensor or array of such a batch, else a list.
@@ -224,8 +192,6 @@ def part_of_batch(batch: Any, plan: Plan, name: str, costs: Cost | None = None) 
     Examples:
         >>> [part_of_batch([5, 3, 8], Plan(rank, 2), "a sampler") for rank in range(2)]
         [[5, 8], [3, 5]]
-        >>> [part_of_batch([5, 9, 1, 3], Plan(rank, 2), "a sampler", Cost(abs)) for rank in range(2)]
-        [[5, 3], [9, 1]]
     """
     if isinstance(batch, str | bytes | dict) or not isinstance(batch, Iterable) or getattr(batch, "ndim", 1) == 0:
         raise UnsupportedLoaderError(
@@ -234,13 +200,9 @@ def part_of_batch(batch: Any, plan: Plan, name: str, costs: Cost | None = None) 
         )
     items: Any = batch if isinstance(batch, list | tuple | torch.Tensor | np.ndarray) else list(batch)
     own, repeated = plan.divide(len(items))
-    if costs is None and not repeated and isinstance(items, list | tuple):
+    if not repeated and isinstance(items, list | tuple):
         return list(items[own.start : own.stop : own.step])
     places = [*own, *repeated]
-    if costs is not None:
-        known = costs.of(items.tolist() if isinstance(items, torch.Tensor | np.ndarray) else items)
-        balanced = balance_batch(known.tolist(), plan.num_replicas)
-        places = [balanced[place] for place in places]
     return items[places] if isinstance(items, torch.Tensor | np.ndarray) else [items[place] for place in places]
 
 
@@ -262,9 +224,9 @@ class Balancer:
 
     @classmethod
     def of(cls, agreed: Agreed, batching: Batching, *, are_batches: bool) -> Self | None:
-        """Return how a stream is balanced; None if it is not. A batch that is divided is balanced by itself."""
+        """Return how a stream is balanced; None if it is not."""
         options = agreed.options
-        if options.costs is None or options.divides_batches:
+        if options.costs is None:
             return None
         return cls(options.costs, batching.size, are_batches, agreed.seed)
 

@@ -15,7 +15,6 @@ from ddp_patch.errors import (
     DDPPatchError,
     NotPatchedError,
     StateError,
-    StreamLengthError,
     UnsupportedLoaderError,
 )
 from ddp_patch.loaders.copying import OWN_METHODS
@@ -382,7 +381,6 @@ class RepeatedPasses(Iterator[Any]):
             self._begin()
             batch = self._next()
         if batch is _NOTHING:
-            self._require_none()
             raise StopIteration
         self._given += 1
         if self._given == self._length and self._running is not None:
@@ -409,14 +407,6 @@ class RepeatedPasses(Iterator[Any]):
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
         plain.generator = torch.Generator()
         return plain
-
-    def _require_none(self) -> None:
-        """Raise if len() promises batches and there is none: the given loader would ask forever."""
-        if self._length:
-            raise StreamLengthError(
-                f"A pass gave no batch and its len() said {self._length}, so a loader with one iterator for all epochs "
-                "would wait for a batch forever. Correct the sampler's __len__."
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_plain": None, "_running": None}

@@ -64,7 +64,7 @@ class Passes(Generic[T]):
         self.agreed: Agreed = agreed
         self.batching: Batching = batching
         self.sampler_states: SamplerStates = sampler_states
-        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.plan: Plan = agreed.plan
         self.batch_plan: Plan | None = agreed.batch_plan
         self.monitor: PassMonitor = PassMonitor(agreed.mailbox, slack=int(self.plan.uneven == "keep"))
         self.batches_ahead: int = 0

@@ -34,8 +34,8 @@ class ItemSource(Generic[T]):
         states_after: What the samplers held after the pass, as the rank that draws for all reported it; else None.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
-        rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/rounds.py``); None if
-            each gives its own.
+        rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/by_worker.py``); None
+            if each gives its own.
         is_open_ended: Whether a rank may find the end later than another.
         is_endless: Whether more is given than there is: workers find the end.
         is_in_parts: Whether several workers read a part each; False while that is unknown.
@@ -263,7 +263,7 @@ class Streamed(ItemSource[T]):
                 digest=self._digest,
             )
         )
-        for (part,) in split_chunks([plan], self._chunks, self._found):
+        for part in split_chunks(plan, self._chunks, self._found):
             yield part[skip:] if skip else part
             skip = max(0, skip - len(part))
 

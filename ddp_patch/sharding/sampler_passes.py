@@ -205,9 +205,7 @@ class SamplerPasses(Passes[T]):
             self,
             source,
             sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
-            divide=None
-            if self.batch_plan is None
-            else partial(part_of_batch, plan=self.batch_plan, name=self.name, costs=self.agreed.options.costs),
+            divide=None if self.batch_plan is None else partial(part_of_batch, plan=self.batch_plan, name=self.name),
         )
         self._note_begun(current, takes_position=start.is_ended)
         if start.is_ended:

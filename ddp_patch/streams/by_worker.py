@@ -1,41 +1,168 @@
 """Equal steps if a dataset splits itself: ranks with batches left give some to those that have none.
 
-The ranks tell each other how many batches each holds, plan as many rounds as follow from that, hand over what these
-need, and give the loop its batches of all of them before they talk again.
+In a round every rank takes its own next batch. Ranks that have none any more, and read none, get one that another holds
+beyond its own. The ranks tell each other how many batches each holds, plan as many rounds as follow from that, hand
+over what these need, and give the loop its batches of all of them before they talk again.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from time import monotonic
-from typing import Any, cast
-
-import torch
-import torch.distributed as dist
+from itertools import cycle
+from typing import Any, NamedTuple, cast
 
 from ddp_patch.compat.private_torch import pinned_by
-from ddp_patch.errors import NoStepsError, WorldError
+from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
+from ddp_patch.plan import made_in_turn, turn_after
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.ranks.group import Channel, closed_at_exit, opened
-from ddp_patch.streams.rounds import BalancedRounds, gets_of, rounds_ahead
 from ddp_patch.streams.stream_sampler import StreamPasses, StreamSource
-from ddp_patch.walks import nested
 
-__all__ = ["AHEAD", "AHEAD_IF_FAST", "OwnBatches", "even_batches", "even_steps"]
+__all__ = ["AHEAD", "BalancedRounds", "OwnBatches", "even_batches", "even_steps", "next_round", "rounds_ahead"]
 
 
 _READS, _RAN_OUT, _FAILED = range(3)
 
-# How many batches a rank reads beyond those of the planned rounds, at most: more where steps are fast, as talking takes
-# as long as some of these, and where batches are small.
-AHEAD, AHEAD_IF_FAST = 4, 128
+# How many batches a rank holds when the ranks talk, at most: talking takes time, and batches take memory.
+AHEAD = 4
 
-# A step in which talking may take as long as all else, and how long a rank then reads on before it talks.
-_FAST_S, _PATIENCE_S = 0.01, 0.05
 
-# Read ahead in fast steps, at most, and as much again while it waits: a worker's large tensors are open files, of which
-# a process often may have 1024, in shared memory, of which a container often has 64 MiB.
-_MOST_FILES, _MOST_BYTES = 256, 2**23
+# ---- who gets whose batches, and what that took: arithmetic ----
+
+
+class Round(NamedTuple):
+    """One step of all ranks.
+
+    Attributes:
+        gets: Each rank's batch: of which rank it is, and which of those that this one holds, from 0; None for no batch.
+        taken: How many batches each rank has no longer after the round: its first ones.
+    """
+
+    gets: Sequence[tuple[int, int] | None]
+    taken: tuple[int, ...]
+
+
+def next_round(held: Sequence[int], reads: Sequence[bool], uneven: Uneven) -> Round | None:
+    """Return the next round; None if ranks must read more for it, or, where none reads, if the pass is over.
+
+    What is handed over comes from whoever holds most. Where fewer batches than ranks are left in all, ``uneven``
+    decides: ``"drop"`` leaves them out, ``"keep"`` leaves some ranks without, and ``"pad"`` gives these a repeat of a
+    batch of the same round.
+
+    Args:
+        held: How many batches each rank holds.
+        reads: Whether each may have more.
+        uneven: What becomes of an incomplete round.
+
+    Examples:
+        >>> next_round([1, 3, 0], [True, True, False], "pad")
+        Round(gets=[(0, 0), (1, 0), (1, 1)], taken=(1, 2, 0))
+        >>> next_round([1, 1, 0], [True, False, False], "pad")
+    """
+    if sum(held) < len(held) and (any(reads) or uneven == "drop" or not any(held)):
+        return None
+    without = held.count(0)
+    beyond = [(rank, place) for rank, count in enumerate(held) for place in range(1, min(count, without + 1))]
+    richest = iter(sorted(beyond, key=lambda each: each[1] - held[each[0]]))
+    gets = [(rank, 0) if count else next(richest, None) for rank, count in enumerate(held)]
+    given = [each for each in gets if each is not None]
+    repeats = cycle(given)
+    if uneven == "pad":
+        gets = [each or next(repeats) for each in gets]
+    of_ranks = [rank for rank, _ in given]
+    return Round(gets, tuple(map(of_ranks.count, range(len(held)))))
+
+
+def rounds_ahead(held: Sequence[int], reads: Sequence[bool], uneven: Uneven) -> list[Round]:
+    """Return the rounds that follow from what ranks hold, whatever else they read; places count from the first one.
+
+    A rank that reads on takes part for as long as it has batches of its own: later ones may be its own too.
+
+    Examples:
+        >>> [step.taken for step in rounds_ahead([3, 2], [True, True], "pad")]
+        [(1, 1), (1, 1)]
+        >>> [step.gets for step in rounds_ahead([3, 1], [True, False], "pad")]
+        [[(0, 0), (1, 0)], [(0, 1), (0, 2)]]
+    """
+    rounds, left = list[Round](), [*held]
+    while all(left[rank] or not reads[rank] for rank in range(len(held))):
+        if (step := next_round(left, reads, uneven)) is None:
+            break
+        gone = [before - now for before, now in zip(held, left, strict=True)]
+        rounds.append(step._replace(gets=[get and (get[0], gone[get[0]] + get[1]) for get in step.gets]))
+        left = [count - taken for count, taken in zip(left, step.taken, strict=True)]
+    return rounds
+
+
+class BalancedRounds:
+    """The rounds of a pass: what they took, by which it can be resumed, and where the ranks' workers end.
+
+    Attributes:
+        count: How many rounds there were.
+        batches_delivered: How many batches this rank was given in them.
+        ends: Each rank's workers, as they take turns: how many batches each made in all; -1 where that is not known
+            yet.
+        is_over: Whether all ranks came to the end.
+    """
+
+    def __init__(self) -> None:
+        self.count: int = 0
+        self.batches_delivered: int = 0
+        self.ends: Sequence[Sequence[int]] = ()
+        self.is_over: bool = False
+        self._runs: list[list[Any]] = []  # what a round took, and how often: most are alike
+
+    def add(self, step: Round, rank: int) -> bool:
+        """Record another round; return whether this rank gets a batch in it."""
+        self.count += 1
+        if self._runs and self._runs[-1][0] == step.taken:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([step.taken, 1])
+        is_given = step.gets[rank] is not None
+        self.batches_delivered += is_given
+        return is_given
+
+    def taken(self, rounds: int) -> tuple[int, ...]:
+        """Return how many of each rank's own batches the first rounds took.
+
+        Examples:
+            >>> rounds = BalancedRounds()
+            >>> for step in rounds_ahead([4, 2], [False, False], "pad"):
+            ...     _ = rounds.add(step, rank=0)
+            >>> rounds.taken(2), rounds.taken(3)
+            ((2, 2), (4, 2))
+        """
+        total: tuple[int, ...] = ()
+        for taken, times in self._runs:
+            counted = min(times, rounds)
+            total = tuple(a + counted * b for a, b in zip(total or (0,) * len(taken), taken, strict=True))
+            rounds -= counted
+        return total
+
+    def made(self, rounds: int, before: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many batches of each part of the first rank, the second and so on were taken in all.
+
+        Args:
+            rounds: After so many rounds.
+            before: How many were taken of each rank's parts before the pass began.
+
+        Examples:
+            >>> rounds = BalancedRounds()
+            >>> rounds.ends = [(1, -1), (2, 0)]
+            >>> for step in rounds_ahead([3, 2], [True, False], "keep"):
+            ...     _ = rounds.add(step, rank=0)
+            >>> rounds.made(2, [(0, 0), (0, 0)]), rounds.made(2, [(1, 0), (1, 1)])
+            ([1, 1, 2, 0], [2, 1, 3, 1])
+        """
+        made: list[int] = []
+        for of_parts, ends, taken in zip(before, self.ends, self.taken(rounds), strict=True):
+            first, now = turn_after(of_parts), made_in_turn([None if end < 0 else end for end in ends], taken)
+            made += [count + now[(part - first) % len(now)] for part, count in enumerate(of_parts)]
+        return made
+
+
+# ---- the ranks' batches ----
 
 
 def even_batches(passes: StreamPasses, workers: int, name: str, wrapped: Iterator[Any]) -> Iterator[Any]:
@@ -55,24 +182,18 @@ def _handed_out(own: "OwnBatches", passes: StreamPasses, workers: int, name: str
     own.read(1)  # which begins the pass
     current, agreed, epoch = cast(Any, passes.latest), passes.agreed, passes.epochs.current
     doing = f"Iterating the {name} over epoch {epoch}"
-    if not dist.is_initialized():
-        raise WorldError(
-            f"{doing}: the process group is gone, and with share='by_worker' ranks send each other "
-            "batches. Call torch.distributed.init_process_group() again and patch the unpatched loader, or iterate "
-            "the unpatched loader."
-        )
     members, uneven = agreed.world.peer_ranks(doing), agreed.options.uneven
     if own.failure is not None:
         refuse(members, doing, own.failure)
         own.raise_failure()
     source = cast(StreamSource, current.source)
     source.rounds = rounds = BalancedRounds()
-    # Without workers, a batch is made when it is read: one for the step and one ahead.
-    own.ready = source.batches_ready if workers else lambda _: 2
     facts = {"epoch": epoch, "num_workers": workers}
     carried = f"batches of number {agreed.number}"
+    # Not more than workers fetch ahead: they make the next ones while the loop uses these.
+    ahead = max(2, min(AHEAD, workers * passes.ahead))
     with opened(members, doing, carried, facts, agreed.options.timeout) as channel:
-        left = yield from even_steps(own, channel, rounds, uneven, source.batches_made)
+        left = yield from even_steps(own, channel, rounds, uneven, source.batches_made, ahead)
         rounds.is_over = True
         if left and not rounds.count and current.start.is_at_epoch_start:  # the rest of an epoch may have no step
             raise NoStepsError(
@@ -91,68 +212,30 @@ class OwnBatches:
 
     Attributes:
         failure: What reading them raised.
-        ready: Returns how many come without waiting, when so many were received.
+        reads: Whether there may be more.
     """
 
     def __init__(self, wrapped: Iterator[Any], note: Callable[[Any], object] = lambda _: None) -> None:
         self._wrapped, self._note = wrapped, note
         self._held: deque[Any] = deque()
-        self._received = self._known_to_come = 0
-        self._ran_out = False
         self.failure: Exception | None = None
-        self.ready: Callable[[int], int] = lambda _: 0
+        self.reads: bool = True
 
     @property
     def held(self) -> int:
         """How many are held beyond those of the planned rounds."""
         return len(self._held)
 
-    @property
-    def room(self) -> int:
-        """How many batches like the latest one may be read ahead, where steps are fast."""
-        leaves = [leaf for _, leaf in nested(self._held[-1])] if self._held else [self]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
-        texts = [leaf for leaf in leaves if isinstance(leaf, str | bytes)]
-        numbers = sum(isinstance(leaf, int | float | None) for leaf in leaves)
-        if len(tensors) + len(texts) + numbers < len(leaves):
-            return AHEAD  # nobody knows what is in them
-        files = sum(tensor.untyped_storage().is_shared() for tensor in tensors)  # small ones came by value
-        size = sum(tensor.nbytes for tensor in tensors) + sum(map(len, texts))
-        return max(AHEAD, min(AHEAD_IF_FAST, _MOST_FILES // max(1, files), _MOST_BYTES // max(1, size)))
-
-    @property
-    def reads(self) -> bool:
-        """Whether there may be more."""
-        return not self._ran_out and self.failure is None
-
-    def read(self, least: int, most: int = 0, patience_s: float = 0) -> bool:
-        """Read until as many are held, or there are no more; return whether to read on later.
-
-        Args:
-            least: How many to wait for.
-            most: How many to hold of those that come without waiting long.
-            patience_s: How long that is, in seconds.
-        """
-        self._read_up_to(least)
-        if self.held < most and self.reads:
-            if self._received >= self._known_to_come:
-                self._known_to_come = self._received + self.ready(self._received)
-            self._read_up_to(min(most, self.held + self._known_to_come - self._received))
-        until = monotonic() + patience_s
-        while self.held < most and self.reads and patience_s and monotonic() < until:
-            self._read_up_to(self.held + 1)
-        return self.held < most and self.reads
-
-    def _read_up_to(self, batches: int) -> None:
+    def read(self, batches: int) -> None:
+        """Read until so many are held, or there are no more."""
         while self.held < batches and self.reads:
             try:
                 self._held.append(next(self._wrapped))
-                self._received += 1
                 self._note(self._held[-1])
             except StopIteration:
-                self._ran_out = True
+                self.reads = False
             except Exception as error:  # noqa: BLE001 - the user's code; raised where the others are told
-                self.failure = error
+                self.failure, self.reads = error, False
 
     def raise_failure(self) -> None:
         """Raise what reading raised, if it did."""
@@ -163,41 +246,42 @@ class OwnBatches:
         finally:
             del failure  # or it would hold its own traceback, and that the loader with its workers
 
-    def told(self, channel: Channel, least: int, most: int, ends: Sequence[int]) -> list[list[int]]:
+    def told(self, channel: Channel, least: int, ends: Sequence[int]) -> list[list[int]]:
         """Tell the others what this rank holds, and return what each said: how many batches, its state, its ends.
 
         Args:
             channel: Connects the ranks.
             least: With fewer batches than this, a failure is told; what came before it is given.
-            most: Up to how many to read while this waits.
             ends: Where this rank's workers end.
 
         Raises:
             Exception: What failed here.
             RankMismatchError: Another rank failed, or has left.
         """
-        state = _RAN_OUT if self._ran_out else _READS
+        state = _READS if self.reads or self.failure is not None else _RAN_OUT
         if self.failure is not None and self.held < least:
             channel.fail(self.failure)
             state = _FAILED
-        rows = channel.gathered([self.held, state, *ends], lambda: self.read(0, most))
+        rows = channel.gathered([self.held, state, *ends])
         if state == _FAILED:
             self.raise_failure()
         if any(row[1] == _FAILED for row in rows):
             channel.require_nobody_left()
         return rows
 
-    def exchanged(
-        self, gets: Sequence[Sequence[tuple[int, int]]], taken: Sequence[int], channel: Channel
-    ) -> deque[Any]:
+    def exchanged(self, rounds: Sequence[Round], channel: Channel) -> deque[Any]:
         """Hand over what other ranks get of this one, all at once; return what this one gets, in order.
 
         Args:
-            gets: What each rank gets: whose batches, and which of these.
-            taken: How many of each rank's batches are then gone.
+            rounds: The rounds, which these batches are for.
             channel: Connects the ranks.
         """
+        if not rounds:
+            return deque()
         own = channel.index
+        gets = [
+            [get for get in of_rank if get is not None] for of_rank in zip(*(step.gets for step in rounds), strict=True)
+        ]
         for rank, of_rank in enumerate(gets):
             if rank != own and (given := [self._held[place] for source, place in of_rank if source == own]):
                 channel.send(rank, given)
@@ -207,7 +291,7 @@ class OwnBatches:
             for rank, place in gets[own]
         )
         channel.all_sent()
-        for _ in range(taken[own]):
+        for _ in range(sum(step.taken[own] for step in rounds)):
             self._held.popleft()
         return due
 
@@ -218,12 +302,11 @@ def even_steps(
     rounds: BalancedRounds,
     uneven: Uneven,
     ends: Callable[[], Sequence[int]],
-    clock: Callable[[], float] = monotonic,
+    ahead: int = AHEAD,
 ) -> Generator[Any, None, int]:
     """Yield a rank's batches in the rounds that all ranks plan; return how many batches all ranks have left.
 
-    The ranks plan one round at first, and then up to twice as many as before: so the first batch comes at once, and
-    they seldom talk where steps are fast.
+    The ranks plan one round at first, so that the first batch comes at once, and then up to twice as many as before.
 
     Args:
         own: The batches that it reads itself.
@@ -231,28 +314,21 @@ def even_steps(
         rounds: Records the rounds.
         uneven: What becomes of an incomplete round.
         ends: Returns how many batches each of its workers made in all; -1 where that is not known yet.
-        clock: Returns the time, in seconds.
+        ahead: How many batches to hold at most when the ranks talk, unless a round needs more.
     """
-    least, most, patience_s = 1, 1, 0.0
+    least = wanted = 1
     while True:
-        own.read(least, most, patience_s)
-        rows = own.told(channel, least, 2 * most, ends())
+        own.read(max(least, wanted))
+        rows = own.told(channel, least, ends())
         held, reads = [row[0] for row in rows], [row[1] == _READS for row in rows]
         rounds.ends = [row[2:] for row in rows]
         plan = rounds_ahead(held, reads, uneven)
-        gets, taken = gets_of(plan, len(held))
-        room = own.room if patience_s else AHEAD
-        due = own.exchanged(gets, taken, channel)
-        # Who reads alone must read for all.
-        least = -(-len(held) // max(1, sum(reads)))
-        most = max(least, min(room, 2 * least * len(plan)))
-        began_s = clock()
+        due = own.exchanged(plan, channel)
         for step in plan:
-            got = [due.popleft()] if rounds.add(step, channel.index) else []
-            own.read(0, min(most, 2 * most - len(due)))
-            if got:
+            if rounds.add(step, channel.index):
                 channel.batches_delivered += 1
-                yield got.pop()
+                yield due.popleft()
         if not any(reads):  # these were all that can follow
-            return sum(held) - sum(taken)
-        patience_s = _PATIENCE_S if clock() - began_s < _FAST_S * len(plan) else 0
+            return sum(held) - sum(sum(step.taken) for step in plan)
+        # Who reads alone must read for all.
+        least, wanted = -(-len(held) // max(1, sum(reads))), min(2 * wanted, ahead)

@@ -1,43 +1,62 @@
-"""What stands in a loader for an iterable dataset, and what each process knows of the stream that it reads."""
+"""What stands in a loader for an iterable dataset, what each process knows of its stream, and how that is begun."""
 
-import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_patch.compat.packages import loses_items_when_loaded
 from ddp_patch.compat.private_torch import (
     WorkerInfo,
-    is_torchs_collating,
     noted_worker_info,
     rank_noted,
     worker_info_told,
 )
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.orders.random_states import EpochCounter, Seed, random_generators, reader_seed, set_generator_states
+from ddp_patch.orders.digest import fingerprint
+from ddp_patch.orders.random_states import (
+    EpochCounter,
+    Seed,
+    is_stateful,
+    look,
+    random_generators,
+    reader_seed,
+    set_generator_states,
+)
 from ddp_patch.plan import Batching, Consumed, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.sampler import AttributeProxy
-from ddp_patch.sharding.saved_state import Position, StreamSnapshot, split_consumed
-from ddp_patch.streams.reading import can_snapshot, this_worker
-from ddp_patch.streams.shared_state import LARGEST, SharedWorkerState
-from ddp_patch.walks import plain_tensors
+from ddp_patch.sharding.saved_state import Position, split_consumed
+from ddp_patch.streams.reports import LARGEST, SharedWorkerState
 
 if TYPE_CHECKING:
     from ddp_patch.streams.worker_pass import WorkerPass
 
-__all__ = ["ShardedIterable", "StreamWorker", "begin_worker", "generators_only", "pickled"]
+__all__ = [
+    "ShardedIterable",
+    "StreamWorker",
+    "begin_worker",
+    "begun_anew",
+    "begun_at",
+    "generators_only",
+    "is_again",
+    "tell_epoch",
+    "this_worker",
+]
 
 
 T = TypeVar("T")
 
 # What a dataset asks of the worker info that differs between workers.
 _TELLING = frozenset({"id", "num_workers", "seed"})
+# The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
+_LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
 class ShardedIterable(AttributeProxy, IterableDataset[T]):
@@ -131,23 +150,25 @@ class StreamWorker(Generic[T]):
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
         is_underway: Whether the dataset was read, and not to its end, here or in the process of which this is a copy.
+        resumed: Which pass continues, in workers that are started from now on, and where; None if none does.
+        consumed: What other numbers of ranks took of the epoch whose rest ``len()`` counts, and each rank since.
         chosen_epoch: The epoch that the user told the dataset last, if no pass has begun since.
         giving: Which pass gave an item last: the next batch has its items.
     """
 
     def __init__(self, given: LoaderFacts[Any], agreed: Agreed, *, is_compared: bool) -> None:
         self.dataset: IterableDataset[T] = given.dataset
-        self.plan: Plan = agreed.plan(agreed.world.rank)
+        self.plan: Plan = agreed.plan
         self.batch_plan: Plan | None = agreed.batch_plan
         self.seed: Seed = agreed.seed
         self.batching: Batching = given.batching
         self.splits_itself: bool = agreed.options.by_worker
-        self.takes_states: bool = can_snapshot(given.dataset, agreed.options)
+        is_position = is_stateful(given.dataset) and not loses_items_when_loaded(given.dataset)
+        self.takes_states: bool = is_position and not self.splits_itself
         self.is_compared: bool = is_compared
-        # Whether the next pass reads the same dataset, not a new copy of it.
-        self._is_kept = not given.num_workers or getattr(given.loader, "persistent_workers", False)
-        keeps_states = self._is_kept and given.num_workers > 0 and self.takes_states
-        self.shared: SharedWorkerState = SharedWorkerState(max(1, given.num_workers), keeps_states=keeps_states)
+        self.shared: SharedWorkerState = SharedWorkerState(max(1, given.num_workers))
+        self.resumed: tuple[int, Position] | None = None
+        self.consumed: tuple[Consumed, int] = ((), 0)
         self.has_asked: bool = False
         self.asked_before_item: bool = False
         self.has_asked_rank: bool = False
@@ -157,8 +178,6 @@ class StreamWorker(Generic[T]):
         self._gave_dataset = False  # somebody reached for the dataset through the worker info
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
         self._first_pass: int | None = None  # that a worker was started for
-        self._resumed: tuple[int, Position] | None = None  # which pass continues, and from where
-        self._counts_rest = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "giving": None}  # no pass goes on in a copy
@@ -177,59 +196,29 @@ class StreamWorker(Generic[T]):
         tell(epoch)
         self.chosen_epoch = epoch
 
-    def unread(self) -> Sequence[Any]:
-        """Return the dataset's own state, as the only element, if nobody has read the dataset yet, or to its end."""
-        if not self.is_underway and self.takes_states:
-            with suppress(Exception):  # the user's code; without a state its stream is read again
-                return (copy.deepcopy(cast(Any, self.dataset).state_dict()),)
-        return ()
+    def written_state(self) -> bytes | None:
+        """Return the dataset's own state now, pickled; None if it has none, or one that is too large."""
+        with suppress(Exception):  # the user's code; without a state its stream is read again
+            written = pickle.dumps(cast(Any, self.dataset).state_dict())
+            return written if len(written) <= LARGEST else None
+        return None
 
-    def end(self, number: int, part: int) -> None:
-        """Record that a pass has come to the end of what it reads, as the reader of a part."""
-        self.is_underway = False
-        for state in self.unread():
-            self.shared.keep_state(number, part, pickled(state))
-
-    def snapshots_between(self) -> Sequence[StreamSnapshot]:
-        """Return the dataset's own states where the next epoch begins, as far as the main process knows them."""
-        if not self._is_kept:
-            return ()
-        states = self.shared.states(self.shared.latest_pass) if self.shared.latest_pass >= 0 else ()
-        # No worker writes one before the first pass, and none where the main process reads.
-        written = states or [pickled(state) for state in self.unread()]
-        if not any(written):
-            return ()
-        before = [() if state is None else (pickle.loads(state),) for state in written]  # noqa: S301 - our worker's
-        return [StreamSnapshot(initial_state=state) for state in before]
-
-    # ---- where a pass resumes ----
-
-    def resume(self, number: int, position: Position, *, counts_rest: bool) -> None:
-        """Let pass ``number`` begin at a position, in workers that are started from now on.
-
-        Args:
-            number: The pass.
-            position: Where it begins.
-            counts_rest: Whether the length is that of the rest until then, or of the whole epoch.
-        """
-        self._resumed, self._counts_rest = (number, position), counts_rest
-
-    def forget(self, number: int | None = None) -> None:
-        """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
-        if self._resumed is not None and number in {None, self._resumed[0]}:
-            self._resumed = None
+    def unread(self) -> bytes | None:
+        """Return the dataset's own state, pickled, if nobody has read the dataset yet, or somebody has to its end."""
+        return None if self.is_underway or not self.takes_states else self.written_state()
 
     def resumed_at(self, number: int) -> Position | None:
         """Return where a pass continues; None if it begins an epoch."""
-        return None if self._resumed is None or self._resumed[0] != number else self._resumed[1]
+        return None if self.resumed is None or self.resumed[0] != number else self.resumed[1]
+
+    def forget(self, number: int | None = None) -> None:
+        """Let ``len()`` count whole epochs again: if pass ``number`` was resumed, or whichever was."""
+        if self.resumed is not None and number in {None, self.resumed[0]}:
+            self.resumed, self.consumed = None, ((), 0)
 
     def share_length(self) -> int:
         """Return how many items this rank takes of the upcoming epoch; TypeError where the dataset has no length."""
-        consumed: tuple[Consumed, int] = ((), 0)
-        # Persistent workers keep a pass that has come to its end.
-        if self._counts_rest and self._resumed is not None and set(self.shared.lengths(self._resumed[0])) == {None}:
-            consumed = split_consumed(self._resumed[1].consumed, self.plan.num_replicas)
-        return self.plan.remaining(self.stream_length(), *consumed)
+        return self.plan.remaining(self.stream_length(), *self.consumed)
 
     # ---- in a worker ----
 
@@ -287,13 +276,14 @@ class StreamWorker(Generic[T]):
         part = self.part_of(number)
         worker, _ = self.told(part)
         asked, asked_rank, before = self.has_asked, self.has_asked_rank, dict(getattr(self.dataset, "__dict__", {}))
-        self._gave_dataset = False
         with worker_info_told(self.info(part, epoch)), rank_noted(self.note_rank):
             worker_init_fn(worker)
         after = getattr(self.dataset, "__dict__", {})
         is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
-        is_made = self._gave_dataset or is_changed
-        self.has_asked, self.has_asked_rank = asked or is_made, asked_rank or (self.has_asked_rank and is_made)
+        if self._gave_dataset or is_changed:
+            self.has_asked = True
+        else:
+            self.has_asked, self.has_asked_rank = asked, asked_rank
         if self.has_asked:
             self._made_for = part
 
@@ -316,7 +306,7 @@ class StreamWorker(Generic[T]):
             )
         if (position := self.resumed_at(number)) is not None:
             if position.epoch != epoch:
-                self.forget(number)
+                self.forget()
             elif position.is_within_pass:
                 # In workers too: a loader may have drawn its workers' seed from these generators since.
                 set_generator_states([generators_only(self.dataset)], position.states.generators)
@@ -332,11 +322,6 @@ class StreamWorker(Generic[T]):
         if (giving := self.giving) is None:
             return collate_fn(samples)
         note = giving.note()  # before the user's function may read on
-        # Another dataset of the worker's, which reads this one, may draw; torch's own function draws nothing.
-        info: Any = get_worker_info()
-        is_own = info is not None and getattr(info.dataset, "__dict__", {}).get("_worker") is self
-        draws = not (is_own and is_torchs_collating(collate_fn) and plain_tensors(samples) is not None)
-        giving.before_others(may_draw=draws)
         batch = collate_fn(samples)
         return batch if note is None else note._replace(batch=batch)
 
@@ -346,9 +331,96 @@ def generators_only(dataset: object) -> SimpleNamespace:
     return SimpleNamespace(generators=random_generators([dataset]))
 
 
-def pickled(state: object) -> bytes | None:
-    """Return a dataset's state pickled; None if that cannot be, or is too large."""
-    with suppress(Exception):  # the user's objects
-        written = pickle.dumps(state)
-        return written if len(written) <= LARGEST else None
-    return None
+def this_worker() -> tuple[int, int]:
+    """Return which worker of how many this is; the main process is the only one."""
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
+
+
+def tell_epoch(dataset: object, epoch: int) -> None:
+    """Tell a dataset its epoch, if it has a method for that."""
+    if callable(tell := getattr(dataset, "set_epoch", None)):
+        tell(epoch)
+
+
+# ---- how a dataset is begun: anew, or where its own state was taken ----
+
+
+def begun_anew(dataset: Any, initial_state: Sequence[Any], epoch: int) -> tuple[Iterator[Any], Iterator[Any]]:
+    """Begin a dataset where an epoch begins; return its iterator, and what to read.
+
+    Args:
+        dataset: The dataset.
+        initial_state: Its own state where the epoch begins, as the only element, if that is known.
+        epoch: The epoch.
+    """
+    is_moved = initial_state and not _stands_at(dataset, *initial_state)  # it was read since
+    if is_moved:
+        # Its state may have random states, from which the epoch does not draw. One that takes a state only once it is
+        # iterated begins anew by itself.
+        with look(), suppress(Exception):
+            dataset.load_state_dict(*initial_state)
+        tell_epoch(dataset, epoch)  # the state may have the epoch before
+    iterator: Iterator[Any] = iter(dataset)
+    return iterator, _anew_if_empty(dataset, iterator) if is_moved else iterator
+
+
+def begun_at(dataset: Any, state: Any) -> Iterator[Any]:
+    """Begin a dataset where its own state was taken.
+
+    If it is its own iterator, load the state before ``iter()`` and, if that had no effect, again after it.
+
+    Raises:
+        StateError: It took it neither time.
+    """
+    refused: Exception | None = None
+    try:
+        dataset.load_state_dict(state)
+    except Exception as error:  # noqa: BLE001 - the user's, which may have nothing yet to put the state into
+        refused = error
+    iterator = iter(dataset)
+    if refused is not None and iterator is not dataset:
+        raise refused
+    if iterator is dataset and not _stands_at(dataset, state):
+        dataset.load_state_dict(state)
+        if not _stands_at(dataset, state):
+            raise StateError(
+                f"{type(dataset).__name__} cannot resume from the state: after load_state_dict() and iter(), its "
+                "state_dict() differs from the loaded one. Correct these methods, or leave them out: then its "
+                "stream is read again."
+            )
+    return cast(Iterator[Any], iterator)
+
+
+def _stands_at(dataset: Any, state: Any) -> bool:
+    try:
+        return fingerprint([dataset.state_dict()]) == fingerprint([state])
+    except Exception:  # noqa: BLE001 - the user's, which may tell a state only once it is iterated
+        return False
+
+
+def _anew_if_empty(dataset: Any, iterator: Iterator[T]) -> Iterator[T]:
+    """Yield the items of a dataset that was given a state; if that was of its end, those after that."""
+    is_empty = True
+    for _ in range(2):
+        with suppress(StopIteration):
+            while True:  # by next() alone: iter() might begin its own iterator anew
+                item = next(iterator)
+                is_empty = False
+                yield item
+        if not is_empty:
+            return
+        iterator = iter(dataset)
+
+
+def is_again(dataset: Any, iterator: Any) -> bool:
+    """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
+    try:
+        before = _LATEST_ITERATORS.get(dataset)
+        try:
+            _LATEST_ITERATORS[dataset] = ref(iterator)
+        except TypeError:  # as some written in C
+            _LATEST_ITERATORS[dataset] = lambda: iterator
+    except TypeError:  # the dataset cannot be hashed
+        return False
+    return before is not None and before() is iterator

@@ -7,18 +7,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property, partial
-from itertools import chain, compress, count, cycle, repeat
+from functools import partial
+from itertools import chain, compress, cycle, repeat
 from time import monotonic, perf_counter, sleep
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 
 from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
-from ddp_patch.loaders.contents import held_by
 from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.plan import Consumed, Part, Schedule, ready_in_turn, turn_after
+from ddp_patch.plan import Consumed, Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource
@@ -32,14 +31,14 @@ from ddp_patch.sharding.saved_state import (
     StreamSnapshot,
     split_consumed,
 )
-from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only
-from ddp_patch.streams.reading import tell_epoch
-from ddp_patch.streams.rounds import BalancedRounds
-from ddp_patch.streams.shared_state import PARTS
-from ddp_patch.streams.stream_marks import StreamDigest
+from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
+from ddp_patch.streams.reports import PARTS, PassReports
 from ddp_patch.validation import counted
 
-__all__ = ["StreamPasses", "StreamSampler", "StreamSource", "faster_by_worker"]
+if TYPE_CHECKING:
+    from ddp_patch.streams.by_worker import BalancedRounds
+
+__all__ = ["StreamPasses", "StreamSampler", "StreamSource"]
 
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
@@ -49,21 +48,10 @@ _SEED: Final = (
     "Give its shuffle a seed, the same on every rank, as random.Random(epoch) with set_epoch()'s epoch, and sort files"
 )
 
-_ONE_STREAM: Final = "Skip unreadable items on every rank, or raise an error."
-
 _INDICES = [None] * 1024
 
 # How long a state waits for workers to find the end, where the length says that it has come.
 _ENDS_S = 10
-
-
-def faster_by_worker(name: str, ranks: int, items: int, reading: str = "") -> str:
-    """Return what there is to say about a dataset that splits itself, and that every rank reads whole."""
-    return (
-        f"{name}: each of {ranks} ranks read all {items:,} items{reading}. The dataset splits itself over workers, so "
-        "patch_dataloader_to_ddp(loader, share='by_worker') reads each item once. It costs: a saved state is then "
-        "restored on as many ranks and workers only, and every pass needs all ranks."
-    )
 
 
 def _why_parts_overlap(name: str) -> str:
@@ -140,17 +128,16 @@ class StreamPasses(Passes[None]):
             facts |= {**numbers, "batch_size": given.batch_size or 1}
         states = SamplerStates([generators_only(given.dataset)], is_private=False)
         super().__init__(type(given.dataset).__name__, wrapper, agreed, given.batching, states, facts)
-        mailbox = agreed.mailbox
-        self._held: str | None = None  # a fingerprint of what the dataset held at the patch
-        if not agreed.options.by_worker and mailbox is not None and mailbox.read_one_stream:
-            self._held = held_by(given.dataset)
-            mailbox.post(self._held, "held")
+        is_compared = not agreed.options.by_worker and agreed.mailbox is not None and agreed.mailbox.read_one_stream
+        if is_compared:
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
             self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
-        self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=self._held is not None)
+        self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers
+        # Whether these read the same datasets in the next pass, not new copies of the one here.
+        self._are_kept: bool = getattr(given.loader, "persistent_workers", False)
         self.ahead: int = getattr(given.loader, "prefetch_factor", None) or 2
         self._told_epoch: int | None = 0  # so that one that was set on the dataset before counts
         self._said = set[str]()
@@ -239,38 +226,23 @@ class StreamPasses(Passes[None]):
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
-        name, remedy, source = self.worker.name, order_remedy(self.worker.dataset) or _SEED, self._source
-        seen = ""
-        if source is not None and source.digest is not None and source.digest.asked_rank:
-            seen = f"{name} asked which rank it is on, while it was read or its worker was prepared. "
-        elif self._held_differs:
-            seen = f"What {name} holds differs between ranks since it was made. "
-        if seen:
-            seen += (
-                "Set is_ddp_aware = True in its class if it is sharded already, and gives each rank other samples: its "
-                "loader is then left as it is. Or let it give every rank everything. If it only shuffles: "
-            )
-        by_worker = ""
-        if source is not None and source.is_in_parts:  # it asks for its worker
-            by_worker = "Pass share='by_worker' if each worker shuffles its own. Or: "
+        remedy = order_remedy(self.worker.dataset) or _SEED
+        if self.latest is not None and self.latest.source.is_in_parts:  # it asks for its worker
+            remedy = f"Pass share='by_worker' if each worker shuffles its own. Or: {remedy}"
         return (
-            f"Each rank keeps its shard of what should be one stream of {name}, so samples are lost. {seen}"
-            f"{by_worker}{remedy}. {_ONE_STREAM} If only augmentation differs, give items a string {SAMPLE_KEY!r}."
+            f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. Set "
+            "is_ddp_aware = True in its class if it is sharded already, and gives each rank other samples: its loader "
+            f"is then left as it is. Or let it give every rank everything. If it only shuffles: {remedy}. Skip "
+            "unreadable items on every rank, or raise an error. If only augmentation differs, give items a string "
+            f"{SAMPLE_KEY!r}."
         )
-
-    @property
-    def _held_differs(self) -> bool:
-        """Whether another rank's dataset held something else at the patch."""
-        mailbox, held = self.agreed.mailbox, self._held
-        if mailbox is None or held is None:
-            return False
-        others = [rank for rank in mailbox.members if rank != mailbox.rank]
-        return any(left != held.encode() for left in mailbox.read_of(others, "held").values())
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
         """Make the next pass resume at a position; see the attribute ``counts_rest``."""
         super().resume_at(position, counts_rest=counts_rest)
-        self.worker.resume(self.epochs.passes + 1, position, counts_rest=counts_rest)
+        self.worker.resumed = self.epochs.passes + 1, position
+        consumed = split_consumed(position.consumed, self.plan.num_replicas)
+        self.worker.consumed = consumed if counts_rest else ((), 0)
 
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be drawn."""
@@ -288,13 +260,15 @@ class StreamPasses(Passes[None]):
                 "number of ranks may change."
             )
 
-    @property
-    def _source(self) -> "StreamSource | None":
-        return None if self.latest is None else cast(StreamSource, self.latest.source)
-
     def snapshot(self) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
-        return replace(super().snapshot(), streams=self.worker.snapshots_between())
+        worker = self.worker
+        written = [] if self._workers else [worker.unread()]
+        if self._are_kept:
+            written = PassReports(worker.shared, worker.shared.latest_pass).states
+        before = [() if state is None else (pickle.loads(state),) for state in written]  # noqa: S301 - our reader's
+        streams = [StreamSnapshot(initial_state=state) for state in before]
+        return replace(super().snapshot(), streams=streams if any(written) else ())
 
 
 class StreamSource(ItemSource[None]):
@@ -307,21 +281,20 @@ class StreamSource(ItemSource[None]):
 
     Attributes:
         rounds: What the pass has given, if ranks send each other batches.
-        digest: The digest of what is read; None if ranks do not compare that.
+        reports: What workers have reported.
     """
 
     is_endless: bool = True
     is_open_ended: bool
     has_own_length: bool
-    rounds: BalancedRounds | None
+    rounds: "BalancedRounds | None"
 
     def __init__(self, start: Position, passes: "StreamPasses", number: int) -> None:
         worker = passes.worker
-        self.digest: StreamDigest | None = StreamDigest(worker.shared, number) if worker.is_compared else None
+        self.reports: PassReports = PassReports(worker.shared, number)
         self.is_open_ended = not worker.splits_itself
         self.has_own_length = worker.splits_itself and worker.plan.uneven == "keep"
-        self._start, self._worker, self._shared, self._number = start, worker, worker.shared, number
-        self._plan, self._batch_size = worker.plan, worker.batching.size
+        self._start, self._worker, self._plan, self._readers = start, worker, worker.plan, worker.shared.readers
         self._passes, self._began_s = passes, perf_counter()
         # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
         self._starts: dict[int, list[NotedBatch]] = defaultdict(list)
@@ -350,7 +323,7 @@ class StreamSource(ItemSource[None]):
         Warns:
             StreamOrderWarning: None of them has a name.
         """
-        if self.digest is not None and self.digest.is_unnamed and self._passes.may_say("unnamed"):
+        if self.reports.are_unnamed and self._passes.may_say("unnamed"):
             warnings.warn(
                 f"The ranks cannot compare in which order they read {self._worker.name}: its items have no string and "
                 "no whole number that names them, and tensors and floats may be augmented. If each rank reads its own "
@@ -362,26 +335,28 @@ class StreamSource(ItemSource[None]):
             )
 
     def note_loop_end(self) -> None:
-        """Say once, on one rank, if something would be faster."""
-        ranks, lengths = self._plan.num_replicas, self._shared.lengths(self._number)
-        is_known = self._start.is_at_epoch_start and self._worker.batch_plan is None  # which by_worker cannot divide
-        if is_known and self._passes.may_say("advice") and ranks > 1 and self.is_in_parts and None not in lengths:
-            spent_s, took_s = (
-                max(self._shared.reported(self._number, "spent_ms")) / 1000,
-                perf_counter() - self._began_s,
+        """Warn once, on one rank, if reading took most of a pass, and ``share="by_worker"`` would read less."""
+        self._worker.forget(self.reports.number)  # persistent workers keep the sampler's iterator, which has no end
+        ranks, lengths = self._plan.num_replicas, self.reports.lengths
+        spent_s, took_s = max(self.reports.of("spent_ms")) / 1000, perf_counter() - self._began_s
+        is_whole = self._start.is_at_epoch_start and None not in lengths
+        # by_worker divides no batches.
+        reads_too_much = is_whole and ranks > 1 and self.is_in_parts and self._worker.batch_plan is None
+        if reads_too_much and spent_s > took_s / 2 and self._passes.may_say("by_worker"):
+            logger.warning(
+                f"{self._worker.name}: each of {ranks} ranks read all {sum(filter(None, lengths)):,} items, and waited "
+                f"for them for {spent_s:.1f} of {took_s:.1f} s. The dataset splits itself over workers, so "
+                "patch_dataloader_to_ddp(loader, share='by_worker') reads each item once. It costs: a saved state is "
+                "then restored on as many ranks and workers only, and every pass needs all ranks."
             )
-            level, reading = logging.INFO, ""
-            if spent_s > took_s / 2:
-                level, reading = logging.WARNING, f", and waited for them for {spent_s:.1f} of {took_s:.1f} s"
-            logger.log(level, faster_by_worker(self._worker.name, ranks, sum(filter(None, lengths)), reading))
 
     def marks(self) -> dict[int, int]:
         """Return the digests of what was read."""
-        return {} if self.digest is None else self.digest.marks
+        return self.reports.marks
 
     def require_one_order(self) -> None:
         """Raise RankMismatchError if this rank's workers should read one stream, and read others."""
-        if self.digest is not None and (found := self.digest.workers_differ()) is not None:
+        if (found := self.reports.workers_differ()) is not None:
             raise RankMismatchError(
                 f"{self._worker.name} is read in other orders by worker 0 and worker {found[1]} of one rank: they "
                 f"differ within the first {counted(found[0], 'item')}. {self._passes.monitor.why_orders_differ()}"
@@ -390,12 +365,11 @@ class StreamSource(ItemSource[None]):
     @property
     def is_in_parts(self) -> bool:  # type: ignore[override]  # what workers find
         """Whether several workers read a part each; False while that is unknown."""
-        shared = self._shared
-        return not self._worker.splits_itself and shared.readers > 1 and shared.ways(self._number) == {PARTS}
+        return not self._worker.splits_itself and self._readers > 1 and self.reports.ways == {PARTS}
 
     def lengths_found(self) -> Sequence[int | None]:
-        """Return how many items the stream had, or each part of it; None if no worker came to the end."""
-        lengths = self._shared.lengths(self._number)
+        """Return how many items the stream had, or each worker's part of it; None if nobody came to the end."""
+        lengths = self.reports.lengths
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
     def parts(self, skip: int, given: int) -> Sequence[Part]:
@@ -404,8 +378,13 @@ class StreamSource(ItemSource[None]):
         if not self.is_in_parts:
             return [Part(skip, lengths[0])]
         skips = [split_consumed(consumed, self._plan.num_replicas)[1] for consumed in self._of_each()]
-        parts, first = list(map(Part, skips, lengths, count())), self._shared.first_part(self._number)
-        return parts[first:] + parts[:first]
+        return [Part(skips[part], length, part) for part, length in zip(self._turns, lengths, strict=True)]
+
+    @property
+    def _turns(self) -> Sequence[int]:
+        """Whose part each worker reads."""
+        first = self.reports.first_part
+        return [(first + worker) % self._readers for worker in range(self._readers)]
 
     def most_when_found(self, schedule: Callable[[], Schedule], batches: int, *, may_end: bool) -> int | None:
         """Wait for workers to find the end, and return how many batches the largest share then has; None if unknown."""
@@ -416,47 +395,20 @@ class StreamSource(ItemSource[None]):
         if most is None and may_end:
             raise StateError(
                 f"{self._worker.name} may have ended after {counted(batches, 'batch')}, but not all of its "
-                f"{self._shared.readers} workers, which read a part each, have reported that within {_ENDS_S} s. Take "
-                "the state a step earlier, or after the pass."
+                f"{self._readers} workers, which read a part each, have reported that within {_ENDS_S} s. Take the "
+                "state a step earlier, or after the pass."
             )
         return most
 
-    # ---- rounds of all ranks' batches ----
-
     def batches_made(self) -> Sequence[int]:
         """Return how many batches each worker of a dataset that splits itself made; -1 for those that may make more."""
-        return [made if is_end else -1 for made, is_end in zip(*self._shared.batches_noted(self._number), strict=True)]
-
-    def batches_ready(self, received: int) -> int:
-        """Return how many batches can be had without waiting until a worker has read their items; the end is one too.
-
-        Args:
-            received: How many have come from the workers.
-        """
-        made, are_over = self._shared.batches_noted(self._number)
-        of_pass = [max(0, made[part] - before) for part, before in self._turns]
-        return ready_in_turn(of_pass, [are_over[part] for part, _ in self._turns]) + all(are_over) - received
-
-    @cached_property
-    def _turns(self) -> Sequence[tuple[int, int]]:
-        """This rank's parts in the order of their turns, and how many batches of each were taken before the pass."""
-        before = self._batches_before[self._plan.rank]
-        first = turn_after(before)
-        return [*enumerate(before)][first:] + [*enumerate(before)][:first]
-
-    @cached_property
-    def _batches_before(self) -> Sequence[Sequence[int]]:
-        """How many batches of each rank's workers were taken before the pass, if a dataset splits itself."""
-        readers = self._shared.readers
-        consumed = self._of_each(self._plan.num_replicas)
-        before = [sum(items for _, items in of_reader) // self._batch_size for of_reader in consumed]
-        return [before[at : at + readers] for at in range(0, len(before), readers)]
+        return self.reports.of("batches")
 
     # ---- positions ----
 
     def _of_each(self, ranks: int = 1) -> Sequence[Consumed]:
         """Return what was taken before the pass of the part of each worker of some ranks."""
-        parts = self._shared.readers * ranks
+        parts = self._readers * ranks
         return self._start.parts if len(self._start.parts) == parts else [()] * parts
 
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
@@ -474,12 +426,11 @@ class StreamSource(ItemSource[None]):
         ranks = self._plan.num_replicas
         consumed = [*position.parts[0][:-1], (ranks, schedule().taken(batches)[0])]
         before = self._start.states.streams[0] if self._start.states.streams else StreamSnapshot()
-        known = self._snapshot_after((batches - 1) % self._shared.readers, batches, before)
+        known = self._snapshot_after((batches - 1) % self._readers, batches, before)
         return replace(position, parts=[consumed], states=replace(position.states, streams=[known]))
 
     def _position_in_parts(self, position: Position, batches: int, schedule: Schedule) -> Position:
         """Return the position after some batches where workers read a part each."""
-        readers, ranks = self._shared.readers, self._plan.num_replicas
         if not schedule.are_alike(batches):
             raise StateError(
                 f"The state of {self._worker.name} cannot be saved after {counted(batches, 'batch')}: with "
@@ -487,14 +438,15 @@ class StreamSource(ItemSource[None]):
                 "longer take the same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the "
                 "epoch's end."
             )
-        first, taken, made = self._shared.first_part(self._number), schedule.taken(batches), schedule.made(batches)
-        began, consumed, known = self._start.states.streams or [StreamSnapshot()] * readers, [], []
+        ranks, turns = self._plan.num_replicas, self._turns
+        taken, made = schedule.taken(batches), schedule.made(batches)
+        began, consumed, known = self._start.states.streams or [StreamSnapshot()], [], []
         for part, before in enumerate(self._of_each()):
-            worker = (part - first) % readers
+            worker = turns.index(part)
             consumed.append((*split_consumed(before, ranks)[0], (ranks, taken[worker])))
             known.append(self._snapshot_after(worker, made[worker], began[part % len(began)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
-        upcoming = (first + schedule.record(batches - 1).part + 1) % readers
+        upcoming = turns[(schedule.record(batches - 1).part + 1) % len(turns)]
         return replace(position, parts=consumed, turn=upcoming, states=replace(position.states, streams=known))
 
     def _snapshot_after(self, worker: int, batches: int, previous: StreamSnapshot) -> StreamSnapshot:
@@ -512,5 +464,7 @@ class StreamSource(ItemSource[None]):
         """Return the position of all ranks' workers, if ranks send each other batches."""
         if self.rounds is None:
             return position
-        made = self.rounds.made(batches, self._batches_before)
-        return replace(position, parts=[((1, count * self._batch_size),) for count in made])
+        size, readers, consumed = self._worker.batching.size, self._readers, self._of_each(self._plan.num_replicas)
+        before = [sum(items for _, items in of_part) // size for of_part in consumed]
+        made = self.rounds.made(batches, [before[at : at + readers] for at in range(0, len(before), readers)])
+        return replace(position, parts=[((1, count * size),) for count in made])

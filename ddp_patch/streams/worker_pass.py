@@ -1,7 +1,7 @@
 """A worker's pass over its part of a stream: how it reads the dataset, what it gives, and what travels with batches."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, draw, split_chunks
-from ddp_patch.orders.digest import number_or_zero
+from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
 from ddp_patch.plan import Consumed, Plan, require_steps
 from ddp_patch.sharding.balancing import part_of_batch
@@ -26,10 +26,8 @@ from ddp_patch.sharding.saved_state import (
     StreamStart,
     split_consumed,
 )
-from ddp_patch.streams.dataset import StreamWorker, pickled
-from ddp_patch.streams.reading import begun_anew, begun_at, is_again, start_of, tell_epoch, this_worker
-from ddp_patch.streams.shared_state import LARGEST, PARTS, STREAM
-from ddp_patch.streams.stream_marks import marked, name_of
+from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
+from ddp_patch.streams.reports import PARTS, STREAM, PassReports, marked, name_of
 from ddp_patch.validation import counted
 
 __all__ = ["WorkerPass"]
@@ -51,39 +49,42 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def __init__(self, worker: StreamWorker[T]) -> None:
         self._worker = worker
-        self._number, self._epoch = worker.begin()
+        number, self._epoch = worker.begin()
         self._worker_index, self._workers = this_worker()
-        self._part = worker.part_of(self._number)
+        self._part = worker.part_of(number)
         # What was taken before the pass, by other numbers of ranks and of this rank's share; what is known of the
         # stream there; and whether a state counts one stream or parts.
         self._before: Consumed = ()
         self._taken_before = self._skip = 0
         self._known = StreamSnapshot()
         self._counts: int | None = None
-        if (position := worker.resumed_at(self._number)) is not None:
+        if (position := worker.resumed_at(number)) is not None:
             self._resume(position)
+        # The dataset's own state where the epoch begins, which travels with the first batch.
+        self._at_first: bytes | None = None
         if not self._skip and not self._taken_before and not self._known.initial_state:
-            self._known = replace(self._known, initial_state=worker.unread())
+            self._at_first = worker.unread()
+        if self._at_first is not None:
+            self._known = replace(self._known, initial_state=(pickle.loads(self._at_first),))  # noqa: S301 - from here
         worker.is_underway = True
-        self._report = worker.shared.report(self._number, self._part)
-        self._report["worker"] = self._worker_index
-        self._told_worker, self._told_workers = worker.told(self._part)
+        self._report = worker.shared.report(number, self._worker_index)
+        self._reports = PassReports(worker.shared, number)  # of all workers
+        self._told = worker.told(self._part)  # asked here: what is asked while the dataset is read counts as its own
         self._info = worker.info(self._part, self._epoch)
         self._telling = worker_info_told(self._info)
         self._states = PrivateRNG(worker.seed.value, self._epoch)
+        self._has_own_states = False  # not those that all workers begin with
         self._spent_s = 0.0  # in the dataset
-        self._has_own_states = False
         self._is_at_end = False  # the dataset has no more items
         self._place = 0  # how many items of the rank's share this worker has gone through
-        # How the stream began: None if it was not read from its beginning. And whether it may have been read before.
+        # How the stream began, and what of that was noted: None if it was not read from its beginning. And whether it
+        # may have been read before.
         self._first: StreamStart | None = None
+        self._noted: StreamStart | None = None
         self._is_drawn = False
         # Whether the dataset's own state is its position, and the states of its generators when the pass began.
-        self._has_state = self._notes_states = worker.takes_states
+        self._has_state = worker.takes_states
         self._generators = generator_states([worker.dataset]) if worker.takes_states else ()
-        # What was noted: how the stream began, and the dataset's own state then.
-        self._noted: StreamStart | None = None
-        self._has_noted_initial_state = not self._known.initial_state
 
     def _resume(self, position: Position) -> None:
         """Begin where a state was taken."""
@@ -119,7 +120,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         return self._exact()
 
     def _by_worker(self) -> Iterator[T]:
-        """Yield the items that the dataset gives this one of all ranks' workers, and note how many batches they make.
+        """Yield the items that the dataset gives this one of all ranks' workers, and report how many batches they make.
 
         Raises:
             StateError: There are fewer than were done.
@@ -129,8 +130,6 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         read = 0
         for length, items in self._drawn(stream, Plan(0, 1), skip):
             before, read = read, read + length
-            if read > skip and read % batching.size == 0:
-                self._report["batches"] = read // batching.size
             yield from items if before >= skip else items[skip - before :]
         if read < skip if batching.drop_last else read <= skip - batching.size:
             raise StateError(
@@ -138,7 +137,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 f"{counted(read, 'item')} before its end, so the workers no longer took turns, and nobody knows which "
                 "batches were done. Begin the epoch again, or leave share out."
             )
-        self._report["all_batches"] = batching.count(read)
+        self._report["batches"] = batching.count(read - skip)
 
     def _exact(self) -> Iterator[T]:
         """Yield this rank's items of the stream, or of this worker's part of it."""
@@ -155,10 +154,12 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             read = self._read(partial(begun_at, worker.dataset, *self._known.state))
             stream = self._detecting_split(self._followed(read))
         chunks = self._drawn(stream, plan, self._skip if skipped is None else 0)
-        of_rank = (item for (part,) in split_chunks([plan], chunks, self._note_end, skipped) for item in part)
+        of_rank = chain.from_iterable(split_chunks(plan, chunks, self._note_end, skipped))
         mine = self._of_worker(islice(of_rank, self._skip if skipped is None else 0, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
-        worker.end(self._number, self._part)
+        worker.is_underway = False
+        if (state := worker.unread()) is not None:
+            worker.shared.keep_state(self._report, self._worker_index, state)
 
     def _note_end(self, drawn: int) -> None:
         """Report where the stream ended; refuse an end that contradicts the other workers' or a state.
@@ -171,17 +172,15 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             StateError: More was done than there is.
             NoStepsError: A rank would make no step in the epoch.
         """
-        worker, plan, shared = self._worker, self._worker.plan, self._worker.shared
+        worker, plan = self._worker, self._worker.plan
         self._report["spent_ms"] = round(1000 * self._spent_s)
         self._report["length"] = drawn
-        lengths = shared.lengths(self._number)
-        if shared.ways(self._number) == {STREAM}:
+        lengths = self._reports.lengths
+        if self._reports.ways == {STREAM}:
             lengths = list({length for length in lengths if length is not None})
             if len(lengths) > 1:
-                raise UnsupportedLoaderError(
-                    f"{worker.name} cannot be sharded with {shared.readers} workers: it never called "
-                    f"get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two of them. Split it by "
-                    "get_worker_info() in __iter__, or use num_workers=0."
+                raise self._odd_split(
+                    f"it never called get_worker_info(), but gave {' and '.join(map(str, lengths))} items in two"
                 )
         if not self._skip and not self._taken_before and None not in lengths:
             require_steps(plan, worker.batching, worker.name, cast("list[int]", lengths))
@@ -207,20 +206,16 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """Return what travels with the batch of which the last item was just given; None if there is nothing new."""
         if self._worker.splits_itself:
             return None
-        size, start = self._worker.batching.size, self._start_at(self._place)
-        news = None if start == self._noted else start
-        state = self._snapshot() if self._notes_states and self._place % size == 0 else None
-        before = None if self._has_noted_initial_state else pickled(self._known.initial_state[0])
-        if state is not None and len(state) > LARGEST:
-            self._notes_states, state = False, None
-        self._noted, self._has_noted_initial_state = start or self._noted, True
-        is_new = news is not None or state is not None or before is not None
-        return NotedBatch(self._worker_index, -(-self._place // size), news, state, before) if is_new else None
-
-    def _start_at(self, place: int) -> StreamStart | None:
-        """Return how the stream began, after this many items of this rank's share."""
-        read = self._taken_before + self._worker.plan.num_replicas * (self._skip + place)
-        return self._first if self._first is not None and self._first.seen == min(RECOGNISED_BY, read) else None
+        size, first = self._worker.batching.size, self._first
+        read = self._taken_before + self._worker.plan.num_replicas * (self._skip + self._place)
+        # Of the items up to this batch, not of those that were read ahead.
+        is_new = first is not None and first.seen == min(RECOGNISED_BY, read) and first != self._noted
+        state = self._snapshot() if self._place % size == 0 else None
+        at_first, self._at_first = self._at_first, None
+        if not is_new and state is None and at_first is None:
+            return None
+        self._noted = first if is_new else self._noted
+        return NotedBatch(self._worker_index, -(-self._place // size), first if is_new else None, state, at_first)
 
     def _detecting_split(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
@@ -228,12 +223,12 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         Up to then all workers draw from the same random states, so that a dataset may shuffle its files and then take
         its own. After it, one that asked draws from states of its worker's own, as in torch.
         """
-        worker, readers = self._worker, self._told_workers
+        worker, readers = self._worker, self._told[1]
         first = next(read, _NOTHING)
         asked = readers > 1 and (worker.has_asked if first is _NOTHING else worker.asked_before_item)
-        if asked and not self._has_own_states:
+        if asked:
+            self._report["part"] = self._part
             self._use_own_states()
-        self._report["asked_rank"] = worker.has_asked_rank
         self._report["way"] = asked
         if worker.splits_itself and worker.plan.num_replicas > 1:
             self._require_split_by_worker(asked=asked)
@@ -247,12 +242,22 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             return
         for item in read:
             if worker.asked_before_item:
-                raise UnsupportedLoaderError(
-                    f"{worker.name} cannot be sharded with {self._workers} workers: it asked get_worker_info() "
-                    "which worker it is in only after its first items, so these came from every worker and later ones "
-                    "from one. Call get_worker_info() first in __iter__, or use num_workers=0."
+                raise self._odd_split(
+                    "it asked get_worker_info() which worker it is in only after its first items, so these came from "
+                    "every worker and later ones from one"
                 )
             yield item
+
+    def _use_own_states(self) -> None:
+        if not self._has_own_states:
+            self._has_own_states = True
+            self._states.switch_to_worker(self._told[0])
+
+    def _odd_split(self, what: str) -> UnsupportedLoaderError:
+        return UnsupportedLoaderError(
+            f"{self._worker.name} cannot be sharded with {self._workers} workers: {what}. Call get_worker_info() first "
+            "in __iter__, in every worker, and split the items by it; or use num_workers=0."
+        )
 
     def _require_split_by_worker(self, *, asked: bool) -> None:
         """Refuse a dataset that is to split itself over all ranks' workers, and does not, or not by its worker alone.
@@ -275,13 +280,9 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def _require_one_way(self) -> None:
         """Refuse a dataset that is neither one stream nor split into parts, and a state that counts the other."""
-        name, readers, ways = self._worker.name, self._worker.shared.readers, self._worker.shared.ways(self._number)
+        name, readers, ways = self._worker.name, self._workers, self._reports.ways
         if len(ways) > 1:
-            raise UnsupportedLoaderError(
-                f"{name} cannot be sharded with {readers} workers: it called get_worker_info() in some workers and "
-                "not in others, so it is neither one stream nor split into parts. Call it in every worker, first in "
-                "__iter__, or use num_workers=0."
-            )
+            raise self._odd_split("it called get_worker_info() in some of them and not in others")
         if self._counts is not None and {self._counts} != ways:
             counts = {STREAM: "one stream, as 0 or 1 workers read it", PARTS: f"the parts of {readers} workers"}
             raise StateError(
@@ -290,12 +291,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 "state was taken with."
             )
 
-    def _use_own_states(self) -> None:
-        self._has_own_states = True
-        self._states.switch_to_worker(self._told_worker)
-
     def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
-        """Yield the stream in whole batches: no batch can come without, and states are taken between two."""
+        """Return the stream in whole batches: no batch can come without, and states are taken between two."""
         size = self._worker.batching.size
 
         def kept(at: int, items: int) -> slice:
@@ -303,28 +300,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             return plan.slice_of_chunk(items) if at else slice(None)
 
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        try:
-            # No copies: these are samples, not indices.
-            yield from draw(
-                stream,
-                lambda: self,
-                round_size=plan.num_replicas,
-                rounds=rounds,
-                copies=False,
-                selection=kept,
-            )
-        finally:
-            self.before_others(may_draw=True)
-
-    def before_others(self, *, may_draw: bool) -> None:
-        """Let the stream's random states stay in place between batches, unless others may draw: put theirs back then.
-
-        Args:
-            may_draw: Whether others may draw before the next batch is read.
-        """
-        self._states.stays = not may_draw
-        if may_draw:
-            self._states.put_back()
+        # No copies: these are samples, not indices.
+        return draw(stream, lambda: self, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
 
     def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.
@@ -333,7 +310,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """
         plan = self._worker.plan
         repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._skip else 0
-        if not (self._notes_states and self._known.state) or (repeats and self._before):
+        if not (self._has_state and self._known.state) or (repeats and self._before):
             return None
         first = list[T]()
         if repeats:
@@ -358,7 +335,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         items = self._read(self._begun_anew)
         for item in items:
             seen.append((name_of(item), number_or_zero(item)))
-            first = self._first = start_of(seen)
+            first = self._first = _start_of(seen)
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
             yield item
@@ -413,15 +390,20 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         if not self._has_state or self._is_at_end or not self._states.drew_nothing:
             return None
         asked = worker.has_asked  # what it asks for its state does not count
-        try:
-            with worker_info_told(self._info):
-                if generator_states([worker.dataset]) != self._generators:
-                    return None
-                return pickle.dumps(cast(Any, worker.dataset).state_dict())
-        except Exception:  # noqa: BLE001 - the user's code, without which the stream is read again
-            return None
-        finally:
-            worker.has_asked = asked
+        with worker_info_told(self._info):
+            if generator_states([worker.dataset]) != self._generators:
+                return None
+            state = worker.written_state()
+        worker.has_asked = asked
+        self._has_state = state is not None
+        return state
+
+
+def _start_of(seen: Sequence[tuple[bytes | None, int]]) -> StreamStart:
+    """Return how a stream begins, by the names and hashes of its first items."""
+    names, hashes = zip(*seen, strict=True)
+    value = None if None in names else number_of(names)
+    return StreamStart(len(seen), value, number_of(hashes) if len(set(hashes)) >= min(2, len(seen)) else None)
 
 
 def _divided(items: Iterator[T], worker: StreamWorker[T], batch_plan: Plan) -> Iterator[T]:

@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from frameworks.base import Epochs
 from frameworks.hf_trainer import EachEpoch, OwnLoader, as_inputs
@@ -17,6 +16,7 @@ from ddp_patch import loader_state, restore_loader
 from ddp_patch.errors import UnsupportedLoaderError
 
 EPOCHS = 3
+TRIED = [KINDS[0], KINDS[3], KINDS[4]]  # a sampler, whole batches, a stream
 
 
 class Recorder(EachEpoch):
@@ -73,7 +73,7 @@ def numbers(epochs: Epochs) -> list[list[int]]:
 def on_rank(rank: int, world_size: int, shared: str) -> list[tuple[bool, ...]]:
     """Whether training goes on as it did before: resumed in an epoch, between two, and in one by the loader's state."""
     results = []
-    for kind in KINDS:
+    for kind in TRIED:
         seed_ambient(100 + rank)
         folder = str(Path(shared, str(KINDS.index(kind))))
         seen, states = trained(kind, folder)
@@ -95,7 +95,4 @@ def test_resumed_from_checkpoints() -> None:
     with tempfile.TemporaryDirectory() as shared:
         ranks = run_ranks(on_rank, 2, shared)
     # To skip batches of an iterable dataset, accelerate makes a loader anew; that is refused, and a state does it.
-    assert ranks == [[(True, True, True)] * (len(KINDS) - 1) + [(False, True, True)]] * 2
-
-
-ROWS: Any = [{"numbers": torch.tensor([float(number)]), "labels": number} for number in range(27)]
+    assert ranks == [[(True, True, True)] * (len(TRIED) - 1) + [(False, True, True)]] * 2

@@ -161,12 +161,12 @@ def options_of_training(rank: int, world_size: int) -> Any:
     trainer = make_trainer(patching=patching, max_epochs=1, **world)
     trainer.fit(evaluated, KINDS[0].make(), DataLoader(NUMBERS[:11], 2, collate_fn=Batch))
     trainer.predict(evaluated, DataLoader(NUMBERS[:1], collate_fn=Batch))
-    combined = CombinedLoader([DataLoader(NUMBERS, 3, shuffle=True)])
+    combined = CombinedLoader({"train": [DataLoader(NUMBERS, 3, shuffle=True)]})
     orders = []
     for _ in range(2):
-        module = Several()
+        module = Recording()
         make_trainer(max_epochs=1, **world).fit(module, combined)
-        orders.append(module.noted)
+        orders.append([batch["train"][0] for _, batch in module.noted])
     return evaluated.seen, orders
 
 
@@ -191,15 +191,6 @@ class Recording(Module):
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[tuple[int, Any]] = []
-
-
-class Several(Recording):
-    """Notes the batches of the first of several loaders."""
-
-    def training_step(self, batch: Any) -> torch.Tensor:
-        self.noted.append(batch[0].tolist())
-        loss: torch.Tensor = self.model(torch.ones(1, 1)).square().mean()
-        return loss
 
 
 class Stream(IterableDataset[int]):

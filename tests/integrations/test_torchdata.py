@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
 from messages import raises
-from quick import run_ranks
+from quick import run_ranks, soaked
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -186,8 +186,19 @@ class Numbers(IterableDataset[Any]):
         yield from range(worker.id, 101, worker.num_workers) if worker is not None else range(101)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-@pytest.mark.parametrize("in_parts", [False, True])
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("in_parts", "options"),
+    [
+        (False, {}),
+        (True, {"num_workers": 2}),
+        soaked(False, {"num_workers": 2}),
+        soaked(False, PERSISTENT),
+        soaked(True, PERSISTENT),
+    ],
+)
 def test_a_stream_resumes_on_another_number_of_ranks(in_parts: bool, options: dict[str, Any]) -> None:
     def on(ranks: int) -> list[Any]:
         given = [StatefulDataLoader(Numbers(in_parts), 4, **options) for _ in range(ranks)]
@@ -204,17 +215,6 @@ def test_a_stream_resumes_on_another_number_of_ranks(in_parts: bool, options: di
             seen += [item for batch in loader for item in batch.tolist()]
             assert sum(map(len, loader)) in (33, 34)
         assert sorted(seen) == list(range(101))
-
-
-def by_worker_on_rank(rank: int, world_size: int) -> list[int]:
-    loader = patch_dataloader_to_ddp(StatefulDataLoader(Numbers(in_parts=True), 4, num_workers=2), share="by_worker")
-    return [item for batch in loader for item in batch.tolist()]
-
-
-def test_a_stream_by_worker_on_real_ranks() -> None:
-    shares = run_ranks(by_worker_on_rank, 2)
-    assert set(shares[0]) | set(shares[1]) == set(range(101))
-    assert len(shares[0]) + len(shares[1]) <= 101 + 4
 
 
 class OfNodes(IterableDataset[Any]):

@@ -43,7 +43,7 @@ class Rank:
     def runs(self, program: Sequence[Iterates]) -> Iterator[None]:
         for does in program:
             if does.restores:
-                self.log.close()
+                self.log.cut_off()
                 self.epochs.set(0)
             if does.epoch is not None:
                 for _ in range(does.looks if self.takes_looks else 0):

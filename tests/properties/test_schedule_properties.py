@@ -9,7 +9,7 @@ from hypothesis import given
 
 from ddp_patch.evaluation.shares import places_of, run_of
 from ddp_patch.options import Uneven
-from ddp_patch.plan import Batching, BatchRecord, Part, Plan, Schedule, Sizes, ready_in_turn
+from ddp_patch.plan import Batching, BatchRecord, Part, Plan, Schedule, Sizes
 
 ranks_of = st.integers(1, 5)
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])
@@ -168,13 +168,3 @@ def test_keys_that_are_a_run_follow_from_two_numbers(keys: list[int]) -> None:
     is_run = [*range(first, first + step * len(keys), step)] == keys if step else False
     steps = {later - earlier for earlier, later in pairwise(keys)}
     assert is_run == (len(steps) < 2 and min(steps, default=1) > 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5))
-def test_what_is_ready_comes_before_the_first_that_is_not(workers: list[tuple[int, bool]]) -> None:
-    left = [made for made, _ in workers]
-    ready, place = 0, 0
-    while any(left) and (left[place] or workers[place][1]):
-        ready, left[place] = ready + bool(left[place]), max(0, left[place] - 1)
-        place = (place + 1) % len(workers)
-    assert ready_in_turn([made for made, _ in workers], [is_over for _, is_over in workers]) == ready

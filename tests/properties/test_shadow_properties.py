@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddp_patch.running.overlay import shadowed
@@ -102,6 +102,10 @@ def prepared(folder: str) -> str:
 
 
 @given(st.lists(STEPS, max_size=12))
+@example([(exclusive, "kept/x"), (append, "kept/x")])  # what is kept is a second name of it
+@example([(os.rename, "kept/x", "b"), (append, "b")])
+@example([(os.link, "kept/x", "a"), (append, "a")])
+@example([(link, "a", "a"), (entries, ".")])
 def test_a_program_does_the_same_in_a_shadows_world_before_and_after_the_first_rank(program: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as alone, tempfile.TemporaryDirectory() as here:
         alone_saw = run(program, prepared(alone))

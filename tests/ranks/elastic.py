@@ -1,7 +1,7 @@
 """Runs docs/examples/resume.py under torch's elastic agent, with ranks that are killed.
 
 ``python elastic.py LAUNCHES`` does what ``torchrun --standalone`` does, once for each launch, in one process, because
-importing torch takes longer than what is launched. ``torchrun elastic.py LAUNCH`` is one of torchrun's ranks.
+importing torch takes longer than what is launched.
 """
 
 import io
@@ -26,11 +26,10 @@ class Death(TypedDict):
     """How a rank is killed.
 
     Attributes:
-        rank: Which; -1 for any that is given this.
-        how: "step": ``delay`` seconds after it has told the samples of its ``at``-th step. "node": at once then, with
-            the agent that started it. "soon": so long after its process began, or at that step. Or while it saves its
-            ``at``-th checkpoint: "writing", with half of it written; "written", before it is in its place; "replaced",
-            after.
+        rank: Which.
+        how: "step": ``delay`` seconds after it has told the samples of its ``at``-th step. "soon": so long after its
+            process began, or at that step. Or while it saves its ``at``-th checkpoint: "writing", with half of it
+            written; "written", before it is in its place; "replaced", after.
     """
 
     rank: int
@@ -74,7 +73,7 @@ def launch(planned: Launch) -> list[int]:
 def run_rank(planned: Launch) -> None:
     """What a rank's process does: the example, and it dies if it is to."""
     restart, deaths = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), planned["deaths"]
-    if restart < len(deaths) and deaths[restart]["rank"] in {-1, int(os.environ["RANK"])}:
+    if restart < len(deaths) and deaths[restart]["rank"] == int(os.environ["RANK"]):
         prepare(deaths[restart], partial(die, planned["folder"], deaths[restart]))
     sys.argv = [str(EXAMPLE), planned["folder"], planned["kind"]]
     runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -87,11 +86,6 @@ def die(folder: str, death: Death) -> None:
     time.sleep(60)
 
 
-def die_with_agent(die: Callable[[], None]) -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-    die()
-
-
 def prepare(death: Death, die: Callable[[], None]) -> None:
     """Have this process killed at a moment that one of its calls tells."""
     import torch
@@ -101,8 +95,6 @@ def prepare(death: Death, die: Callable[[], None]) -> None:
     match death["how"]:
         case "step":
             os.fsync = at_call(lines, os.fsync, then=Timer(death["delay"], die).start)
-        case "node":
-            os.fsync = at_call(lines, os.fsync, then=partial(die_with_agent, die))
         case "soon":
             Timer(death["delay"], die).start()
             os.fsync = at_call(lines, os.fsync, then=die)
@@ -150,8 +142,4 @@ def main(launches: list[Launch]) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    if isinstance(given, list):
-        main(given)
-    else:
-        run_rank(given)
+    main(json.loads(sys.argv[1]))

@@ -16,6 +16,7 @@ from ddp_patch import (
 )
 
 KINDS = ["shuffle=True, generator", "own numpy Generator", "P x K batches", "all three global states, lazily"]
+KINDS += ["iterable, global random states, 2 workers"]
 
 
 def batches_of(given: Any) -> list[Any]:
@@ -23,28 +24,35 @@ def batches_of(given: Any) -> list[Any]:
 
 
 def resumed(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Each rank's states of each kind in the middle and at the end, seeded, and led, by another rank's generators."""
+    """Each rank's states of each kind in the middle and at the end, and led, by another rank's generators.
+
+    No ``seed=`` is given, so that each job draws a seed of its own, which the state keeps.
+    """
     states = []
     for kind in KINDS:
-        for order in ("auto", "leader"):
+        for order in ("auto", "leader") if "iterable" not in kind else ("auto",):
 
-            def start(ambient_seed: int, kind: str = kind, order: Any = order) -> Any:
+            def start(ambient_seed: int, state: Any = None, kind: str = kind, order: Any = order) -> Any:
                 seed_ambient(ambient_seed)
-                return patch_dataloader_to_ddp(BY_NAME[kind].make(), seed=3, order=order)
+                patched = patch_dataloader_to_ddp(BY_NAME[kind].make(), order=order)
+                if state is not None:
+                    restore_loader(patched, state)
+                return patched
 
             whole = start(10 + rank)
+            beginning = loader_state(whole, batches_done=0)
             epochs = [batches_of(whole) for _ in range(3)]
-            for stop in (1, len(epochs[1])):
-                running = start(20 + rank)
+            # At the end of a stream, which nobody knows before, a state is of the epoch that is over.
+            for stop in (1, len(epochs[1]))[: 1 if "iterable" in kind else 2]:
+                running = start(20 + rank, beginning)
                 batches_of(running)
                 iterator = iter(running)
                 list(islice(iterator, stop))
                 states.append(loader_state(running))
                 assert states[-1] == loader_state(running, batches_done=stop)
-                again = start(30 + rank)
-                restore_loader(again, states[-1])
+                again = start(30 + rank, states[-1])
                 expected = [epochs[1][stop:], epochs[2]] if stop < len(epochs[1]) else [epochs[2]]
-                assert [batches_of(again) for _ in expected] == expected
+                assert [batches_of(again) for _ in expected] == expected, (kind, order, stop)
                 list(iterator)  # under a leader no rank may stay behind
     return states
 

@@ -1,6 +1,5 @@
 """Loaders without ``seed=`` on real ranks: each has a seed of its own, and a job that starts again resumes."""
 
-from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from zoo import Indices, N, as_it_is, seed_ambient
 
-from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError
 
 
@@ -78,72 +77,6 @@ def test_groups_that_cannot_ask_each_other_draw_alike_and_each_loader_its_own() 
     assert seeds[4:] == [0, 0]  # in a world given by hand, as torch's DistributedSampler
     for (_, mine), (_, other) in zip(ranks[0], ranks[2], strict=True):
         assert set(mine + other) == set(range(N))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(N).tolist())
-
-
-def started(torch_seed: int, rank: int, workers: int, is_iterable: bool) -> Any:
-    seed_ambient(torch_seed + rank)
-    data: Any = Stream() if is_iterable else Indices()
-    options: dict[str, Any] = {} if is_iterable else {"shuffle": True}
-    patch_dataloader_to_ddp(shuffled())  # another one, so that seeds are not just rank 0's
-    return patch_dataloader_to_ddp(DataLoader(data, 3, num_workers=workers, collate_fn=as_it_is, **options))
-
-
-KINDS = [(workers, is_iterable) for workers in (0, 2) for is_iterable in (False, True)]
-
-
-def uninterrupted(rank: int, world_size: int) -> list[Any]:
-    """A job that is never stopped: its epochs, and its state after two batches of the second."""
-    told = []
-    for kind in KINDS:
-        whole, stopped = started(100, rank, *kind), started(100, rank, *kind)
-        # A job has one such loader. The other is to go on as that would.
-        restore_loader(stopped, loader_state(whole, batches_done=0))
-        epochs = [list(whole) for _ in range(3)]
-        list(stopped)
-        for number, _ in enumerate(stopped):
-            if number == 1:
-                told.append((epochs, loader_state(stopped, batches_done=2)))
-                break
-    return told
-
-
-def started_again(rank: int, world_size: int, states: list[Any]) -> list[Any]:
-    resumed = []
-    for kind, state in zip(KINDS, states, strict=True):
-        again = started(200 + world_size, rank, *kind)
-        restore_loader(again, state)
-        resumed.append([list(again) for _ in range(2)])
-    return resumed
-
-
-def test_a_job_without_a_seed_resumes_in_any_number_of_ranks() -> None:
-    ranks = run_ranks(uninterrupted, 2)
-    states = [state for _, state in ranks[0]]
-    assert states == [state for _, state in ranks[1]]
-    for told, resumed in zip(ranks, run_ranks(started_again, 2, states), strict=True):
-        for (epochs, _), rest in zip(told, resumed, strict=True):
-            assert rest == [epochs[1][2:], epochs[2]]
-    by_three = run_ranks(started_again, 3, states)
-    for number in range(len(KINDS)):
-        whole, following = (in_turn([epochs[at] for epochs, _ in of_kind(ranks, number)]) for at in (1, 2))
-        before = in_turn([epochs[1][:2] for epochs, _ in of_kind(ranks, number)])
-        rest, next_epoch = (in_turn([epochs[at] for epochs in of_kind(by_three, number)]) for at in (0, 1))
-        assert (before + rest)[:N] == whole[:N]
-        assert next_epoch[:N] == following[:N]
-
-
-def of_kind(ranks: list[list[Any]], number: int) -> list[Any]:
-    return [told[number] for told in ranks]
-
-
-def in_turn(ranks: list[Any]) -> list[int]:
-    """The stream that the ranks' shares were taken from."""
-    return [index for turn in zip(*map(samples, ranks), strict=True) for index in turn]
 
 
 def given_a_generator(rank: int, world_size: int) -> str:

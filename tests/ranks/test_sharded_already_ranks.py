@@ -16,7 +16,6 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     SubsetRandomSampler,
-    TensorDataset,
 )
 from zoo import Indices, N
 
@@ -70,17 +69,6 @@ class Logging(Made):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(N).tolist())
-
-
-class Runs(Made):
-    """By ceil(N / ranks), so that the last rank has fewer."""
-
-    def __len__(self) -> int:
-        return len([*iter(self)])
-
-    def __iter__(self) -> Iterator[int]:
-        each = -(-N // self.world_size)
-        return iter(range(self.rank * each, min(N, (self.rank + 1) * each)))
 
 
 class Part(Dataset[int]):
@@ -140,15 +128,7 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
             ("own rank", "process_group="),
         ],
     ),
-    "made for rank 0 everywhere": (
-        lambda rank, ranks: over(Made(0, ranks)),
-        ["rank 0 of 2 on ranks 0, 1", "own rank"],
-    ),
     "made for one process": (lambda rank, ranks: over(Made(0, 1)), ["patched"]),
-    "of another seed": (
-        lambda rank, ranks: over(DistributedSampler(Indices(), ranks, rank, seed=117 + 17 * rank)),
-        ["seed of its DistributedSampler: 117 on rank 0; 134 on rank 1", "the same on every rank"],
-    ),
     "of the same seed": (lambda rank, ranks: over(DistributedSampler(Indices(), ranks, rank, seed=117)), SAME),
     "a DistributedSampler of a part": (
         lambda rank, ranks: DataLoader(part(rank, ranks), sampler=DistributedSampler(part(rank, ranks), ranks, rank)),
@@ -161,21 +141,10 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
             "is_ddp_aware = False",
         ],
     ),
-    "in unequal runs": (
-        lambda rank, ranks: DataLoader(Indices(), 1, sampler=Runs(rank, ranks)),
-        [
-            ("batches of its Runs (uneven='keep' lets them differ)", "12 on rank 0; 11 on rank 1"),
-            "the same on every rank",
-        ],
-    ),
     "a pipeline": (lambda rank, ranks: DataLoader(Pipeline()), SAME),
     "a list": (
         lambda rank, ranks: DataLoader(part(rank, ranks)),
         [("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]"],
-    ),
-    "tensors": (
-        lambda rank, ranks: DataLoader(TensorDataset(torch.tensor(part(rank, ranks)))),
-        [("rank 0 and rank 1", "a TensorDataset"), "is_ddp_aware = True"],
     ),
     "a part on purpose": (lambda rank, ranks: DataLoader(Part(part(rank, ranks))), SAME),
 }

@@ -12,7 +12,7 @@ import users
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
-from users import REMEDIED, SHUFFLERS, SIZE, UNHELD, N, loader
+from users import REMEDIED, SHUFFLERS, UNHELD, N, loader
 
 from ddp_patch import loader_state, restore_loader
 from ddp_patch.samplers import ScalableRandomSampler
@@ -229,25 +229,6 @@ def a_dataset_crops_with_the_sampler_s_generator(job: Job, make: Callable[[int],
         if job.rank == 0:
             train.dataset[0]
         job.train(train)
-
-
-@program("complete")
-def a_loader_without_end(job: Job) -> None:
-    raw = loader(shuffle=True, generator=users.seeded())
-    train = job.patch(raw)
-
-    def forever() -> Any:
-        while True:
-            yield from train
-
-    batches = forever()
-    for _ in range(3):
-        if job.rank == 0:
-            list(raw)
-        epoch = job.begin()
-        for _ in range(N // SIZE // job.world):
-            epoch.take(next(batches))
-            job.meet()
 
 
 @program("complete or error")

@@ -175,6 +175,16 @@ def a_leader_leads(job: Job, make: Make) -> None:
 
 
 @program("complete")
+def a_leader_learns_from_its_own_rank(job: Job) -> None:
+    raw: Any = loader(sampler=users.Learns())
+    train = job.patch(raw, order="leader")
+    for _ in range(3):
+        for indices in job.step(job.begin(), train):
+            for index in indices:
+                raw.sampler.losses[index] = random.random()
+
+
+@program("complete")
 def workers_read_their_own_parts(job: Job) -> None:
     train = job.patch(loader(ShardPerWorker([12] * 2 * job.world), num_workers=2), share="by_worker")
     job.train(train, range(24 * job.world), epochs=2)
@@ -253,18 +263,6 @@ def two_loops_share_a_loader(job: Job, at_once: bool) -> None:
                     epoch.take(batch)
 
 
-@program("complete", each=REMEDIED)
-def all_look_and_all_break(job: Job, make: Make) -> None:
-    train = job.patch(make())
-    next(iter(train))
-    job.train(train)
-    job.train(train, most=1)
-    list(islice(train, 2))
-    for epoch in (7, 8):
-        train.set_epoch(epoch)
-        job.train(train)
-
-
 @program("complete", each=SHUFFLERS)
 def all_repeat_an_epoch(job: Job, make: Make) -> None:
     train = job.patch(make())
@@ -287,7 +285,7 @@ WAYS: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-@program("complete", each=WAYS, all_reduce="never")
+@program("complete", each=WAYS | {name: (make, {}) for name, make in REMEDIED.items()}, all_reduce="never")
 def all_look_break_and_choose_epochs(job: Job, how: tuple[Make, dict[str, Any]]) -> None:
     make, options = how
     train = job.patch(make(), **options)

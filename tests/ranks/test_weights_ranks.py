@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from iterables import ShardPerWorker
 from messages import assert_tells
-from quick import run_ranks
+from quick import run_each, run_ranks, said
 from torch.utils.data import DataLoader, Sampler
 from zoo import Source, as_it_is, loader, seed_ambient
 
-from ddp_patch import DDPPatchError, gather_in_order, iter_with_weights, patch_dataloader_to_ddp
+from ddp_patch import gather_in_order, iter_with_weights, patch_dataloader_to_ddp
 
 N = 53
 
@@ -98,29 +98,12 @@ def telling(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def told(one: Any, taken: int | None = None, **options: Any) -> tuple[str, str]:
-    try:
-        return "nothing", repr(list(islice(iter_with_weights(one, **options), taken)))
-    except DDPPatchError as error:
-        return type(error).__name__, str(error)
-
-
-def test_a_rank_whose_samples_count_nothing_valid_is_named_to_the_others() -> None:
-    (first, heard), (second, said) = run_ranks(telling, 2)
-    assert (first, second) == ("RankMismatchError", "InvalidOptionError")
-    assert "rank 1" in heard
-    assert "weight_of returned 3 numbers for a batch of 4 samples" in said
+    return said(lambda: list(islice(iter_with_weights(one, **options), taken)))
 
 
 def leaving_alone(rank: int, world_size: int) -> tuple[str, str]:
     one = patch_dataloader_to_ddp(loader(), timeout=60)
     return told(one, 2 if rank == 1 else None, weight_of=tokens)
-
-
-def test_a_rank_that_breaks_off_alone_is_named_to_the_others() -> None:
-    (error, heard), (nothing, _) = run_ranks(leaving_alone, 2)
-    assert (error, nothing) == ("RankMismatchError", "nothing")
-    assert_tells(heard, ("Weighing samples", "rank 1", "2 batches"), "break after")
-    assert "by_worker" not in heard
 
 
 def leaving(rank: int, world_size: int) -> list[Any]:
@@ -132,10 +115,19 @@ def leaving(rank: int, world_size: int) -> list[Any]:
     return [first, [batch for batch, _ in iter_with_weights(one, weight_of=tokens)]]
 
 
-def test_ranks_that_all_break_off_begin_the_next_pass() -> None:
-    for first, whole in run_ranks(leaving, 2):
-        assert first == whole[:2]
+def test_a_rank_that_counts_wrong_or_breaks_off_alone_is_named_to_the_others_and_all_may_break_off() -> None:
+    counted, broken, left = run_each(2, telling, leaving_alone, leaving)
+    for begun, whole in left:
+        assert begun == whole[:2]
         assert len(whole) == 3
+    (error, cause), (nothing, _) = broken
+    assert (error, nothing) == ("RankMismatchError", "nothing")
+    assert_tells(cause, ("Weighing samples", "rank 1", "2 batches"), "break after")
+    assert "by_worker" not in cause
+    (first, heard), (second, why) = counted
+    assert (first, second) == ("RankMismatchError", "InvalidOptionError")
+    assert "rank 1" in heard
+    assert "weight_of returned 3 numbers for a batch of 4 samples" in why
 
 
 def gathering(rank: int, world_size: int) -> list[Any]:

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from audit_setups import Untouchable
-from messages import raises
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from ddp_patch import Cost, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing.report import page
-from ddp_patch.errors import InvalidOptionError
 from ddp_patch.sharding.balancing import Balancer
 
 N = 400
@@ -106,7 +104,6 @@ MADE: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
         {},
     ),
     "batches of other sizes": (lambda: DataLoader(range(N), batch_sampler=batches_of_three_and_five()), {}),  # type: ignore[arg-type]
-    "parts of batches": (lambda: DataLoader(range(N), batch_size=16, shuffle=True), {"share": "within_batches"}),  # type: ignore[arg-type]
 }
 
 
@@ -115,10 +112,6 @@ MADE: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
 def test_what_is_reported_is_what_ranks_wait_in_a_training(name: str, rule: Any) -> None:
     """A function of an index tells the same as a sequence, of whole batches, too."""
     make, options = MADE[name]
-    if name == "parts of batches" and rule == "padded":
-        with raises(InvalidOptionError, "of='padded'", "of='sum'"):
-            audit(make(), 4, cost=Cost(COSTS, of=rule), **options)
-        return
     of_batch = summed if rule == "sum" else padded
     report = audit(make(), 4, epochs=1, cost=Cost(COSTS, of=rule, window=8), **options)
     assert report.ok

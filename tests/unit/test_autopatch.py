@@ -2,10 +2,9 @@
 
 import copy
 import logging
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,18 +69,6 @@ def test_a_loader_becomes_the_patched_one(kind: Kind) -> None:
         found = epochs_of(kind.make())
     assert found == patched
     assert [record.fate for record in summary.records] == ["patched"]
-
-
-USES: list[Any] = [iter, len, ddp_patch.check_loaders_is_patched, ddp_patch.loader_state]
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_any_first_use_patches(use: Callable[[Any], Any]) -> None:
-    loader = made()
-    with autopatch(rank=1, num_replicas=2):
-        use(loader)
-    assert items(loader) == MINE
-    assert len(loader) == 3
 
 
 def test_what_is_made_before_is_patched_and_stays_so() -> None:
@@ -321,15 +308,6 @@ def test_a_constructor_patches_nothing() -> None:
         loader = Measuring(Indices(N), batch_size=2)
         assert loader.length == 5
         assert items(loader) == MINE
-
-
-def test_copies_of_an_autopatched_loader_are_patched_ones() -> None:
-    with autopatch(rank=1, num_replicas=2):
-        loader = made()
-        assert items(loader) == MINE
-    for copied in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):  # noqa: S301 - our own
-        assert items(copied) == MINE
-        assert ddp_patch.loader_state(copied)["epoch"] == 2
 
 
 class Computed(DataLoader[Any]):

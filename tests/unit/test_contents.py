@@ -307,22 +307,6 @@ def test_what_reading_changes_is_never_told(kind: str) -> None:
     assert differing(*READING[kind], while_read=True) == ()
 
 
-def test_once_reading_has_changed_it_a_change_of_the_users_counts_no_more() -> None:
-    make, change = READING["a mask of what was read"]
-
-    def both(data: Any, rank: int) -> None:
-        change(data, rank)
-        held[rank].read()
-        data.seen[5 + rank] = True
-
-    datasets = [make(), make()]
-    held = [HeldData(one) for one in datasets]
-    assert found(held) == ()
-    for rank, dataset in enumerate(datasets):
-        both(dataset, rank)
-    assert found(held) == ()
-
-
 def test_names_that_were_the_samples_at_the_patch_count_whatever_changes_them() -> None:
     assert differing(*CHANGES["names"][:2], while_read=True) == ("Holding.files",)
 

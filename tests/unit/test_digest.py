@@ -1,15 +1,32 @@
-"""The digest of a stream: what it tells, where it is marked, and that it is the same in every process."""
+"""What stands for streams and their items: digests, fingerprints, names of items and hashes of the first ones."""
 
 import os
+import random
 import subprocess
 import sys
+from array import array
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from enum import IntEnum
+from itertools import combinations
+from pathlib import PurePosixPath
 from typing import Any
 
 import hashed
+import numpy as np
 import pytest
+import torch
 from hashed import KINDS, digest_of
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ddp_patch.orders.digest import END, Digest, mark_counts, next_mark
+from ddp_patch.loaders.overlap import row_hashes
+from ddp_patch.orders.digest import END, Digest, fingerprint, mark_counts, next_mark
+from ddp_patch.ranks.pass_monitor import bits_against_chance, common_items
+from ddp_patch.streams.reports import name_of
 
 
 def test_any_two_neighbours_that_change_places_show_at_the_next_mark() -> None:
@@ -60,3 +77,211 @@ def test_names_are_the_same_on_every_version_of_python() -> None:
     for name in (b"cat.jpg", b"dog.jpg"):
         digest.add_names([name])
     assert digest.marks == {1: 4503124891344858597, 2: -7058520789730333242}
+
+
+# The fingerprint of a stream: no two of other items, types or orders have the same.
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    at: int
+
+
+class Colour(IntEnum):
+    RED = 0
+    BLUE = 1
+
+
+@dataclass(frozen=True)
+class OtherKey:
+    name: str
+    at: int
+
+
+# No two of these are the same stream.
+STREAMS: list[list[Any]] = [
+    *([], [0, 1], [1, 0], [[0], 1], ["0", "1"]),
+    *([one] for one in (None, 0, False, 0.0, "0", "01", b"0", float("nan"), "\ud800", object())),
+    *([one] for one in (np.int64(0), np.int32(0), np.array([0]), np.array([[0]]), torch.tensor(0), torch.tensor([0]))),
+    *([one] for one in ([], (), [0], (0,), [0, 1], {0}, {0: 1}, {1: 0}, OrderedDict({0: 1}), range(2))),
+    *([one] for one in (Key("a", 0), Key("a", 1), OtherKey("a", 0), Colour.RED, Colour.BLUE)),
+    *([one] for one in (deque([0]), deque([1]), array("i", [0]), array("i", [1]), slice(0, 1), slice(1, 2))),
+    *([one] for one in (PurePosixPath("a"), PurePosixPath("b"), date(2020, 1, 1), datetime(2020, 1, 1), Decimal("0"))),
+    *([one] for one in (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse())),
+]
+
+
+def test_order_type_and_value_count() -> None:
+    prints = [fingerprint(stream) for stream in STREAMS]
+    same = [(a, b) for (a, one), (b, other) in combinations(enumerate(prints), 2) if one == other]
+    assert [(STREAMS[a], STREAMS[b]) for a, b in same] == []
+
+
+class Cuts:
+    """Holds its parts in a list, and others."""
+
+    def __init__(self, *cuts: Any) -> None:
+        self.cuts, self.opened = [*cuts], [object()] * 99
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+
+class Odd:
+    def __len__(self) -> int:
+        raise OSError
+
+
+def test_an_object_counts_by_lists_as_long_as_it_is() -> None:
+    assert fingerprint([Cuts("a", "b")]) == fingerprint([Cuts("a", "b")]) != fingerprint([Cuts("b", "a")])
+    assert fingerprint([Odd()]) == fingerprint([Odd()])
+
+
+def test_what_has_no_order_has_none() -> None:
+    assert fingerprint([{"a", "b", "c"}]) == fingerprint([{"c", "b", "a"}])
+    assert fingerprint([{"a": 1, "b": 2}]) == fingerprint([{"b": 2, "a": 1}])
+    assert fingerprint([object()]) == fingerprint([object()])
+
+
+@given(st.lists(st.integers(), min_size=2, unique=True))
+def test_any_swap_shows(stream: list[int]) -> None:
+    assert fingerprint([stream[1], stream[0], *stream[2:]]) != fingerprint(stream)
+
+
+# Of what of an item its name consists, so that ranks can tell which sample it is.
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+@dataclass
+class Row:
+    picture: Any
+    file: str
+
+
+class Locked(dict[Any, Any]):
+    def __getitem__(self, key: Any) -> Any:
+        raise RuntimeError("not here")
+
+
+class Opaque:
+    pass
+
+
+PICTURE = torch.rand(3, 4)
+
+NAMES: dict[str, tuple[Any, bytes | None]] = {
+    "a number": (7, b"7"),
+    "a text": ("7.png", b"7.png"),
+    "bytes": (b"7", b"7"),
+    "a path": (PurePosixPath("a/7"), b"a/7"),
+    "a member that is a number": (Level.HIGH, b"HIGH"),
+    "a truth value": (True, b"1"),
+    "a date": (date(2020, 1, 2), b"2020-01-02"),
+    "a number of numpy's": (np.int32(7), b"7"),
+    "a tensor of one number": (torch.tensor(7), b"7"),
+    # Within containers.
+    "a picture and its label": ((PICTURE, 7), b"7"),
+    "a picture, its file and where it was cut": ({"x": PICTURE, "cut": 3, "file": "7.png"}, b"7.png"),
+    "nested": ({"x": [PICTURE, {"meta": ("a", [{"file": "7"}])}]}, b"a\x007"),
+    "a dataclass": (Row(PICTURE, "7.png"), b"7.png"),
+    "a mapping of another class": (UserDict(b="2", a="1"), b"1\x002"),
+    "a key": ({"__key__": "7", "png": b"augmented", "json": {"a": "b"}}, b"7"),
+    "a key in a mapping of another class": (UserDict(__key__="7", png=b"augmented"), b"7"),
+    "tokens": ({"ids": [5, 6, 7]}, b"(3, 5, 6, 7)"),
+    "keys of several types": ({2: "b", "1": "a"}, b"a\0b"),
+    "a missing field": ({"file": None, "label": 7}, b"7"),
+    "nothing": (None, b""),
+    "an empty list": ([], b""),
+    # There is no name in it.
+    "a picture": (PICTURE, None),
+    "a float": (0.5, None),
+    "a tensor of numbers": (torch.tensor([1, 2]), None),
+    "pictures": ({"x": PICTURE, "y": [PICTURE, 0.5]}, None),
+    "a set, which has no order": ({1, 2}, None),
+    "an object": (Opaque(), None),
+    "what raises": (Locked(a=1), None),
+    "a dataclass itself": (Row, None),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_is_the_texts_and_only_without_them_the_numbers(case: str) -> None:
+    item, name = NAMES[case]
+    assert name_of(item) == name
+
+
+def test_the_order_of_a_mapping_does_not_count() -> None:
+    assert name_of({"a": "1", "b": "2"}) == name_of({"b": "2", "a": "1"}) != name_of({"a": "2", "b": "1"})
+
+
+def test_of_long_lists_and_texts_some_counts_and_their_length() -> None:
+    for long in ([*range(100_000)], [str(n) for n in range(100_000)], "x" * 100_000, b"x" * 100_000):
+        name = name_of(long)
+        assert name is not None
+        assert len(name) < 2000
+        assert name != name_of(long[:-1])
+        assert name != name_of(long[1:])
+
+
+@given(st.recursive(st.text() | st.integers() | st.floats() | st.binary() | st.none(), st.lists))
+def test_it_never_raises(item: Any) -> None:
+    name_of(item)
+    name_of({"a": item, "b": (item, PICTURE)})
+
+
+def test_what_holds_itself_has_no_name() -> None:
+    item: list[Any] = []
+    item.append(item)
+    assert name_of(item) is None
+
+
+# What the first items of two ranks are, and how many they may have in common by chance.
+
+
+BITS = 10
+
+
+def bits(of_ranks: tuple[list[int], list[int]], passes: int = 1) -> float:
+    common, repeats = common_items(*of_ranks)
+    return bits_against_chance(passes * common, passes * repeats)
+
+
+@pytest.mark.parametrize("drawn", [16, 64, 256])
+@pytest.mark.parametrize("n", [100, 1000, 10000])
+def test_what_is_drawn_with_replacement_is_hardly_ever_unlikely(n: int, drawn: int) -> None:
+    rng = random.Random(n + drawn)
+    found = [bits((rng.choices(range(n), k=drawn), rng.choices(range(n), k=drawn))) for _ in range(500)]
+    assert sum(one > BITS for one in found) == 0
+
+
+def test_the_same_items_are_unlikely_and_so_are_two_shuffles_of_one_dataset() -> None:
+    rng = random.Random(1)
+    assert bits((list(range(12)), list(range(12)))) > BITS
+    shuffles = (rng.sample(range(1000), 256), rng.sample(range(1000), 256))
+    assert bits(shuffles) > 5 * BITS
+    few = (rng.sample(range(10000), 256), rng.sample(range(10000), 256))
+    assert bits(few, passes=3) > BITS
+
+
+def test_items_that_all_are_alike_show_nothing() -> None:
+    assert bits(([7] * 9, [7] * 9)) == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0), (4,), (4, 2)])
+def test_batches_of_any_shape_have_hashes(shape: tuple[int, ...]) -> None:
+    assert len(row_hashes(torch.zeros(shape), most=9)) == shape[0]
+    assert len(row_hashes(np.zeros(shape), most=9)) == shape[0]
+    assert row_hashes(torch.zeros(shape), most=0) == []
+
+
+@pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
+def test_of_a_large_sample_some_bytes_count_wherever_they_lie(kind: Callable[[Any], Any]) -> None:
+    batch = np.random.default_rng(0).random((4, 3, 64, 64))
+    assert len({*row_hashes(kind(batch), most=9)}) == 4
+    assert row_hashes(kind(batch.transpose(0, 2, 3, 1)), most=9) == row_hashes(
+        kind(np.ascontiguousarray(batch.transpose(0, 2, 3, 1))), most=9
+    )

@@ -224,7 +224,7 @@ def test_a_shallow_copy_iterates_itself_and_is_not_counted() -> None:
 
 
 # One of each way to keep an iterator, or workers.
-KEPT = ["single items", "workers", "persistent workers", "stream, persistent", "parts", "one iterator for all, workers"]
+KEPT = ["single items", "workers", "stream, persistent", "parts", "one iterator for all, workers"]
 
 
 def workers() -> int:

@@ -1,10 +1,22 @@
-"""The log of passes: what contradicts what, by its five rules."""
+"""The log of passes: what contradicts what, by its five rules; and what a pass tells it, keeps and waits for."""
 
-from typing import Self
+import gc
+import multiprocessing
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from zoo import Indices, N, as_it_is
 
+from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.orders.digest import Digest
+from ddp_patch.orders.orders import EpochOrder, order_of
+from ddp_patch.ranks import pass_monitor
 from ddp_patch.ranks.log import (
     VERSION,
     Entry,
@@ -18,6 +30,8 @@ from ddp_patch.ranks.log import (
     record_of,
     text_of,
 )
+from ddp_patch.ranks.pass_monitor import PassMonitor
+from ddp_patch.sharding import sampler_passes
 
 
 class Rank:
@@ -56,7 +70,7 @@ class Rank:
         return self
 
     def restores(self) -> Self:
-        self.log.close()
+        self.log.cut_off()
         return self
 
 
@@ -115,12 +129,17 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     "validated alone": (Rank().all_of(0).takes(1, 2, others=1), Rank().all_of(0).takes(1, 2), "others"),
     "a thread's": (Rank().takes(0, 2, is_own=True), Rank().takes(0, 2, others=3), None),
     # a restored position
-    "both restored": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 3).restores().takes(0, 5), None),
+    "both restored": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 4).restores().takes(0, 5), None),
+    "both restored after a look of one": (
+        Rank().takes(0, LOOK).restores().takes(2, 2),
+        Rank().restores().takes(2, 5),
+        None,
+    ),
     "one has restored by now": (Rank().takes(0, 3).restores().takes(0, 2), Rank().takes(0, 3), None),
     "one restored, the other went on": (
         Rank().takes(0, 3).restores().takes(0, 2),
         Rank().takes(0, 3).takes(1, 2),
-        "restored",
+        "passes",
     ),
 }
 
@@ -177,17 +196,6 @@ def test_a_pass_that_was_struck_and_goes_on_counts_again() -> None:
     assert log.settle() == 1
 
 
-def test_a_look_within_the_first_batch_of_a_pass_does_not_strike_it_where_there_is_one_order() -> None:
-    log, batches = Log(), [1]
-    log.has_one_order = True
-    begun = LoggedPass(0, "0", lambda: Progress(batches[0], batches[0]))
-    log.begin(begun)
-    log.begin(LoggedPass(0, "0", lambda: Progress(1, 1)))
-    batches[0] = 2
-    log.goes_on(begun)
-    assert (log.settle(), log.number_of(begun)) == (1, 0)
-
-
 def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_hash() -> None:
     alike, other, late = Rank(), Rank(), Rank().all_of(0).takes(1, 2)
     for epoch in range(1000):
@@ -202,8 +210,8 @@ def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_h
 
 RECORDS = [
     Record(),
-    Record(2, 7, "c0ffee"),
-    Record(0, 0, "", (Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None, (1, 2)),)),
+    Record("c0ffee"),
+    Record("", (Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None, (1, 2)),)),
     Rank().takes(0, 5).log.record(),
 ]
 
@@ -216,10 +224,132 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
     assert len(text) < 100
 
 
-JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},0,0,"",[]]'.encode()]
-JUNK += [f'[{VERSION},0,0,"",{passes}]'.encode() for passes in ("0", "[0]", "[[0]]", '[[0,0,"0",0,0,9,0,"",null,[]]]')]
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},"",[]]'.encode()]
+JUNK += [f'[{VERSION},"",{passes}]'.encode() for passes in ("0", "[0]", "[[0]]", '[[0,0,"0",0,0,9,0,"",null,[]]]')]
 
 
 @pytest.mark.parametrize("junk", JUNK)
 def test_junk_is_no_record(junk: bytes) -> None:
     assert record_of(junk) is None
+
+
+# How long a rank waits, at the end of a pass whose end nobody knew, for others that may be given more.
+
+
+@pytest.mark.parametrize(("batches", "step_s", "waits_s"), [(0, 0, 1), (1, 0.1, 1), (3, 2.0, 4), (3, 100.0, 60)])
+def test_it_waits_a_second_or_for_two_steps(
+    batches: int, step_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 10_000.0
+    slept: list[float] = []
+    monkeypatch.setattr(pass_monitor, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(pass_monitor, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(pass_monitor, "sleep", lambda _: slept.append(0.25))
+    given: Any = SimpleNamespace(
+        leave=lambda *_: None,
+        count=lambda *_: 0,
+        left=lambda _: None,
+        is_open=False,
+        post=lambda *_: None,
+        members=[0, 1],
+    )
+    monitor, begun = PassMonitor(given), LoggedPass(0, "0", lambda: Progress(0, 0))
+    given.is_open = True
+    for number in range(1, batches + 1):
+        monitor.give_step(begun, number)
+        now_s += step_s
+    now_s = 10_000.0 + max(0, batches - 1) * step_s
+    monitor.end_steps(begun, batches)
+    assert waits_s <= sum(slept) <= waits_s + 0.5
+
+
+# A pass: what it keeps alive, and what it took.
+
+
+def patched(sampler: Any, **options: Any) -> Any:
+    loader: DataLoader[Any] = DataLoader(Indices(), 1, sampler=sampler, collate_fn=as_it_is)
+    return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, **options)
+
+
+def nothing(loader: Any) -> None:
+    iter(loader.sampler)
+
+
+def one_item(loader: Any) -> Any:
+    iterator = iter(loader)
+    next(iterator)
+    return iterator  # kept: a pass whose iterator is gone was left
+
+
+def all_of_it(loader: Any) -> None:
+    list(loader)
+
+
+def a_break(loader: Any) -> None:
+    for _ in loader:
+        break
+    gc.collect()
+
+
+@pytest.mark.parametrize("do", [all_of_it, a_break])
+def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(sampler: Any, epoch: int, private_generator: Any) -> EpochOrder:
+        order = order_of(sampler, epoch, private_generator)  # not that of ``sampler_passes``, which this replaces
+        at: Any = order.at
+        drawn.append(weakref.ref(at.args[0]))
+        return order
+
+    monkeypatch.setattr(sampler_passes, "order_of", watched)
+    loader = patched(RandomSampler(Indices()))
+    for number in range(1, 3):
+        do(loader)
+        assert len(drawn) == number
+        assert drawn[-1]() is None
+    kept = one_item(loader)
+    assert drawn[-1]() is not None  # while it is needed
+    del kept
+
+
+class Held(IterableDataset[int]):
+    """Comes to its end when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_end = multiprocessing.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+        self.may_end.wait(60)
+
+
+@pytest.mark.parametrize("takes_all", [True, False])
+def test_what_a_pass_took_does_not_depend_on_when_its_worker_finds_the_end(takes_all: bool) -> None:
+    """Else two ranks that do the same would have different logs."""
+    dataset = Held()
+    given: Any = DataLoader(dataset, 2, collate_fn=as_it_is, num_workers=1)
+    train: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
+    batches = iter(train)
+    next(batches)
+    one = train.sampler.rank_passes.latest
+    assert one.progress() == Progress(1, 1)
+    dataset.may_end.set()
+    while one.source.lengths_found() == [None]:  # the test's time limit ends it
+        time.sleep(0.001)
+    assert one.progress() == Progress(1, 1)
+    if takes_all:
+        assert len(list(batches)) == 1
+    del batches
+    assert one.progress() == (Progress(2, 2, State.ENDED) if takes_all else Progress(1, 1))
+
+
+def test_who_asks_for_a_state_changes_nothing() -> None:
+    """Only rank 0 may save checkpoints. Else it would count in batches from then on, and the others in items."""
+    sampler: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(N), False, rank=0, num_replicas=2)
+    loader = DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is)
+    batches = iter(loader)
+    next(batches)
+    latest: Any = sampler.rank_passes.latest
+    before = latest.progress()
+    assert loader_state(loader, batches_done=1)["parts"] == [[[2, 3]]]
+    assert latest.progress() == before

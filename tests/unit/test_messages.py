@@ -9,7 +9,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import (
-    DDPBatchSamplerWrapper,
     DDPSamplerWrapper,
     assert_loaders_patched,
     check_loaders_is_patched,
@@ -128,12 +127,6 @@ def test_the_remedy_for_it_works() -> None:
         given += [item for batch in sharded for item in batch]
     assert set(given) == set(range(N))
     assert len(given) == 24
-
-
-@pytest.mark.parametrize("wrapper", [DDPSamplerWrapper, DDPBatchSamplerWrapper])
-def test_a_sampler_that_shards_already_cannot_be_wrapped_by_hand(wrapper: Any) -> None:
-    with raises(AlreadyPatchedError, (wrapper.__name__, "a DDPSamplerWrapper"), "original sampler"):
-        wrapper(DDPSamplerWrapper(range(3), **EXPLICIT), **EXPLICIT)
 
 
 class Uncopyable(DataLoader[Any]):

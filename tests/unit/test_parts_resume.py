@@ -331,6 +331,17 @@ def test_a_state_that_cannot_be_kept_leaves_the_stream_to_be_read_again(make: An
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+def test_what_was_restored_comes_next_although_another_pass_ends_before(workers: int) -> None:
+    (loader, _), (other, _) = Job(Shards, workers=workers).start(), Job(Shards, workers=workers).start()
+    running = iter(loader)
+    begun = [next(running) for _ in range(2)]
+    restore_loader(loader, loader_state(loader))
+    rest = list(running)
+    assert list(loader) == rest
+    assert begun + rest == list(other)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
 def test_an_early_count_goes_on_by_reading_again(workers: int) -> None:
     job = Job(partial(Stateful, splits=False), workers=workers, batch_size=1)
     whole = job.passes(job.start(), 1)[0]

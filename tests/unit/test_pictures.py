@@ -84,12 +84,6 @@ def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, worl
     assert (np.array(found.often) * widths).sum(axis=1) == pytest.approx(found.seen, abs=0.01 * n)
 
 
-def test_a_right_loader_is_shown_even() -> None:
-    """Columns are whole rounds: rounding makes no stripes."""
-    got = np.array(shown(plain(10_000, shuffle=True), 8, epochs=1).got)
-    assert set(got[:, :-1].ravel()) == {1 / 8}
-
-
 def test_the_first_steps_show_how_ranks_wait() -> None:
     """Rank 0 works for 3, rank 1 for 5, and in the last steps each for 1."""
     costs = [3, 5] * 30 + [1, 1] * 20

@@ -295,16 +295,6 @@ def test_what_says_that_it_does_not_shard_is_sharded(given: Any, monkeypatch: py
     assert patch_dataloader_to_ddp(given, rank=0, num_replicas=2) is not given
 
 
-def test_what_says_that_it_shards_is_not_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Logging, "is_ddp_aware", True, raising=False)
-    given = DataLoader(Logging())
-    with caplog.at_level(logging.INFO, logger="ddp_patch"):
-        assert patch_dataloader_to_ddp(given, rank=1, num_replicas=4) is given
-    assert not caplog.records
-
-
 def test_a_distributed_sampler_may_say_that_it_does_not_shard() -> None:
     sampler: Any = DistributedSampler(Indices(), num_replicas=4, rank=1, shuffle=False)
     sampler.is_ddp_aware = False

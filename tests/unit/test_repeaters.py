@@ -1,8 +1,10 @@
 """Loaders with one iterator for all epochs: sharded inside what repeats their batch sampler."""
 
+import copy
 import gc
 import operator
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +27,6 @@ from ddp_patch import (
 from ddp_patch.errors import (
     InvalidOptionError,
     StateError,
-    StreamLengthError,
-    StreamLengthWarning,
     UnsupportedLoaderError,
 )
 from ddp_patch.loaders.copying import repeater_in
@@ -51,10 +51,12 @@ def of_another_name(given: Any) -> DataLoader[Any]:
 
 KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "timm": lambda: MultiEpochs(Indices(N), 4, shuffle=True),
+    "timm, last batch dropped": lambda: MultiEpochs(Indices(N), 4, shuffle=True, drop_last=True),
     "timm, items": lambda: MultiEpochs(Indices(N), batch_size=None, shuffle=True),
     "timm, workers": lambda: MultiEpochs(Indices(N), 4, shuffle=True, num_workers=2),
     "ultralytics": lambda: Infinite(Indices(N), 4, shuffle=True, generator=torch.Generator()),
     "ultralytics, workers": lambda: Infinite(Indices(N), 4, shuffle=True, num_workers=2, prefetch_factor=4),
+    "ultralytics, persistent": lambda: Infinite(Indices(N), 4, num_workers=2, persistent_workers=True),
     "whole batches": lambda: Infinite(
         Indices(N), batch_sampler=ByClass(RandomSampler(range(N)), 4, drop_last=False), collate_fn=torch.tensor
     ),
@@ -97,6 +99,18 @@ def test_every_epoch_is_that_of_an_ordinary_loader(make: Callable[[], DataLoader
             assert epoch_of(loader) == epoch_of(ordinary)
 
 
+@pytest.mark.parametrize("kind", [MultiEpochs, Infinite])
+def test_the_ranks_together_give_what_one_process_gives(kind: Any) -> None:
+    # One generator for the order and the workers' seed, as Ultralytics passes it: one process draws that seed once.
+    def make() -> DataLoader[Any]:
+        return kind(Indices(N), 1, shuffle=True, generator=torch.Generator().manual_seed(3))  # type: ignore[no-any-return]
+
+    alone, ranks = make(), [patched(make, rank, uneven="keep") for rank in range(2)]
+    for _ in range(3):
+        shares = [epoch_of(rank) for rank in ranks]
+        assert epoch_of(alone) == [shares[place % 2][place // 2] for place in range(N)]
+
+
 @every_kind
 def test_the_given_loader_goes_on_as_before(make: Callable[[], DataLoader[Any]]) -> None:
     given: Any = make()
@@ -106,7 +120,7 @@ def test_the_given_loader_goes_on_as_before(make: Callable[[], DataLoader[Any]])
     epoch_of(loader)
     assert given.iterator is running
     assert repeater.sampler is inner
-    assert len(epoch_of(given)) == len(epoch_of(given)) == N
+    assert len(epoch_of(given)) == len(epoch_of(given)) == (20 if given.drop_last else N)
 
 
 @some_kinds
@@ -225,6 +239,13 @@ class OfWorkers(Indices):
         return os.getpid()
 
 
+@some_kinds
+def test_copies_begin_on_their_own(make: Callable[[], DataLoader[Any]]) -> None:
+    loader = patched(make)
+    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):  # noqa: S301 - pickled just now
+        assert epoch_of(other) == epoch_of(patched(make))
+
+
 def test_evaluation_masks_padding_and_gathers_one_pass() -> None:
     for make in QUICK.values():
         loader = patched(make, rank=1)
@@ -239,7 +260,7 @@ def test_evaluation_masks_padding_and_gathers_one_pass() -> None:
 def test_evaluation_in_the_middle_of_an_epoch_is_refused() -> None:
     loader = patched(KINDS["timm"], ranks=1)
     next(iter(loader))
-    with raises(UnsupportedLoaderError, ("MultiEpochs", "epoch 0", "1 batches", "break"), "set_epoch(0)"):
+    with raises(UnsupportedLoaderError, ("MultiEpochs", "epoch 0", "1 batch", "break"), "set_epoch(0)"):
         list(iter_with_mask(loader))
     outputs = torch.cat(list(loader))  # goes on, and into the next epoch
     with pytest.raises(Exception, match="middle of epoch 1"):
@@ -255,24 +276,13 @@ def test_masks_of_an_unpatched_one_are_refused() -> None:
     assert all(mask.all() for _, mask in iter_with_mask(patch_dataloader_to_ddp(given, rank=0, num_replicas=1)))
 
 
-@every_kind
+@some_kinds
 def test_an_audit_approves(make: Callable[[], DataLoader[Any]]) -> None:
     assert audit(make(), 2).problems == ()
 
 
 def test_an_audit_of_the_unpatched_loader_sees_one_epoch() -> None:
     assert {problem.kind for problem in audit(KINDS["timm"](), 2, patch=False).problems} == {"not_sharded"}
-
-
-def test_a_wrong_length_is_an_error_not_an_endless_search() -> None:
-    class Nothing(BatchSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            return iter(())
-
-    loader = patched(lambda: MultiEpochs(Indices(N), batch_sampler=Nothing(RandomSampler(range(N)), 4, False)))
-    facts = ("no batch", "3", "one iterator for all epochs")
-    with pytest.warns(StreamLengthWarning), raises(StreamLengthError, facts, "__len__"):
-        list(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -292,6 +302,14 @@ def test_an_error_of_the_dataset_is_raised_and_the_pass_goes_on(workers: int) ->
     assert next(iter(loader)).tolist() == [8, 10, 12, 14]
     with raises(StateError, ("MultiEpochs", "after an error"), "batches_done="):
         loader_state(loader)  # which would leave out what failed
+
+
+def test_it_goes_on_as_it_is_when_it_makes_itself_an_iterator() -> None:
+    loader = patched(KINDS["ultralytics"])
+    loader.collate_fn = tuple
+    assert isinstance(next(iter(loader)), torch.Tensor)  # as the given loader, whose iterator has begun
+    loader.reset()
+    assert isinstance(next(iter(loader)), tuple)
 
 
 class Filters(RepeatSampler):

@@ -195,13 +195,10 @@ def test_nothing_that_is_skipped_is_fetched_and_it_is_drawn_once_at_most(sampler
 
 
 @pytest.mark.parametrize("share", ["samples", "batches"])
-@pytest.mark.parametrize("grows_again", [False, True])
-def test_rows_that_were_added_after_the_patch_are_there_when_a_state_is_restored(share: Any, grows_again: bool) -> None:
-    """Rows that are added once the pass has begun come in the next one: to resume it, there must be none of them."""
-
-    def made(rows: list[int], ranks: int = 2) -> Any:
+def test_rows_that_were_added_after_the_patch_are_there_when_a_state_is_restored(share: Any) -> None:
+    def made(rows: list[int]) -> Any:
         loader: DataLoader[int] = DataLoader(rows, batch_size=4, shuffle=True)  # type: ignore[arg-type]  # it will do
-        return patch_dataloader_to_ddp(loader, rank=0, num_replicas=ranks, seed=5, share=share)
+        return patch_dataloader_to_ddp(loader, rank=0, num_replicas=2, seed=5, share=share)
 
     rows = list(range(24))
     running = made(rows)
@@ -209,18 +206,10 @@ def test_rows_that_were_added_after_the_patch_are_there_when_a_state_is_restored
     rows += range(24, 40)
     whole = [batch.tolist() for batch in copy.deepcopy(running)]
     next(iter(running))
-    if grows_again:
-        rows += range(40, 44)
+    rows += range(40, 44)  # which come in the next pass
     again = made(list(range(40)))
     restore_loader(again, loader_state(running))
-    iterator = iter(again)
-    assert next(iterator).tolist() == whole[1]
-    third = made(list(range(40)), ranks=3)
-    restore_loader(third, loader_state(again))
-    restore_loader(third, loader_state(third))
-    next(iter(third))
-    assert loader_state(third)["loader"] == loader_state(again)["loader"]
-    assert [batch.tolist() for batch in iterator] == whole[2:]
+    assert [batch.tolist() for batch in again] == whole[1:]
     with pytest.raises(StateError, match=r"sampler length: (40|10) in the state; (24|6) here"):
         restore_loader(made(list(range(24))), loader_state(running))
 

@@ -113,15 +113,6 @@ def test_workers_are_seeded_by_the_seed_that_was_adopted(persistent: bool) -> No
     assert list(again) == list(fresh)
 
 
-@pytest.mark.parametrize("user", ["shuffle=True", "DDPSamplerWrapper, shuffled twice"])
-def test_load_state_dict_adopts_the_seed_too(user: str) -> None:
-    start = USERS[user]
-    whole, again = start(1, 2, seed=SAVED), start(1, 2)
-    state = whole.sampler.state_dict()  # type: ignore[attr-defined]  # the share's sampler has it
-    again.sampler.load_state_dict(state)  # type: ignore[attr-defined]  # as above
-    assert list(again) == list(whole)
-
-
 @pytest.mark.parametrize("seed", [7, 0])
 def test_a_seed_that_was_chosen_is_kept_and_the_error_says_which_to_pass(seed: int) -> None:
     start = USERS["shuffle=True"]

@@ -107,6 +107,7 @@ def test_a_shadow_sees_what_it_made_in_the_world_as_it_was_and_leaves_nothing(
     program: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, here = tmp_path / "alone", tmp_path / "here"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")  # as one that is not set: no name of the current folder
     monkeypatch.chdir(before(alone))
     program()
     monkeypatch.chdir(before(here))

@@ -16,13 +16,12 @@ from zoo import Source, as_it_is
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import StreamOrderWarning
 from ddp_patch.orders.digest import END, mark_counts
-from ddp_patch.streams.shared_state import PARTS, STREAM, SharedWorkerState
-from ddp_patch.streams.stream_marks import StreamDigest, marked
+from ddp_patch.streams.reports import PARTS, STREAM, PassReports, SharedWorkerState, marked
 
 COUNTS = list(islice(mark_counts(), 60))
 
 
-def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True, number: int = 1) -> StreamDigest:
+def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = True, number: int = 1) -> PassReports:
     """Return the digest of a pass whose readers read these, or the first items of these."""
     shared = SharedWorkerState(len(streams))
     for part, stream in enumerate(streams):
@@ -31,7 +30,7 @@ def read(*streams: Iterable[Any], upto: int | None = None, are_parts: bool = Tru
         for _ in islice(marked(iter(stream), report), upto):
             pass
         report["way"] = PARTS if are_parts and len(streams) > 1 else STREAM
-    return StreamDigest(shared, number)
+    return PassReports(shared, number)
 
 
 def named(number: int) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def unnamed(number: int) -> torch.Tensor:
     return torch.rand(2)
 
 
-def differ(mine: StreamDigest, theirs: StreamDigest) -> bool | None:
+def differ(mine: PassReports, theirs: PassReports) -> bool | None:
     """Return what ranks see when each has what the other left last; None if they have no count in common."""
     seen = []
     for one, other in ((mine, theirs), (theirs, mine)):
@@ -55,7 +54,7 @@ def differ(mine: StreamDigest, theirs: StreamDigest) -> bool | None:
     return any(seen) if seen else None
 
 
-def latest_count(digest: StreamDigest) -> int | None:
+def latest_count(digest: PassReports) -> int | None:
     return next(reversed(digest.marks), None)
 
 
@@ -101,7 +100,7 @@ def test_parts_have_one_digest_which_tells_their_lengths(mine: list[int], theirs
 def test_parts_are_marked_at_the_counts_that_all_have_reached_or_ended_before() -> None:
     shared = SharedWorkerState(2)
     readers = [marked(iter(range(length)), shared.report(1, part)) for part, length in enumerate((3, 100))]
-    digest = StreamDigest(shared, 1)
+    digest = PassReports(shared, 1)
     assert len([*islice(readers[1], 10)]) == 10
     assert digest.marks == {}  # nobody knows yet whether they are parts
     for part in range(2):
@@ -146,7 +145,7 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     patched.sampler.rank_passes.worker.is_compared = True
     for _ in patched:
         pass
-    digest = patched.sampler.rank_passes.latest.source.digest
+    digest = patched.sampler.rank_passes.latest.source.reports
     assert digest.marks == read(range(30)).marks
 
 
@@ -156,7 +155,7 @@ def test_another_reader_of_the_same_pass_marks_nothing() -> None:
     patched.sampler.rank_passes.worker.is_compared = True
     first = iter(patched)
     next(first)
-    digest = patched.sampler.rank_passes.latest.source.digest
+    digest = patched.sampler.rank_passes.latest.source.reports
     marks = digest.marks
     assert len(list(patched.dataset)) == 15
     assert digest.marks == marks

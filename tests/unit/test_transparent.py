@@ -183,19 +183,6 @@ def test_what_is_set_after_the_patch_takes_effect_from_the_next_pass_on(name: st
         assert [len(loader) for loader in ranks] == [len(list(loader)) for loader in ranks]
 
 
-@pytest.mark.parametrize("share", ["samples", "batches"])
-def test_a_samplers_own_shuffle_and_dataset_are_its_own(share: str) -> None:
-    ranks = sharded(sampler=lambda: Curriculum(shuffle=True), batch_size=4, share=share)
-    shuffled = [[*loader] for loader in ranks]
-    for loader in ranks:
-        assert loader.sampler.shuffle
-        assert loader.sampler.dataset == range(N)
-        loader.sampler.shuffle = False
-    in_order = [[*loader] for loader in ranks]
-    assert in_order != shuffled
-    assert in_order == [[*loader] for loader in sharded(sampler=Curriculum, batch_size=4, share=share)]
-
-
 def test_a_wrapper_shuffles_by_the_name_of_torch_where_the_sampler_has_no_such() -> None:
     wrapper = DDPSamplerWrapper([*range(N)], False, rank=0, num_replicas=1)
     assert (wrapper.shuffle, [*wrapper]) == (False, [*range(N)])

@@ -19,10 +19,7 @@ FRAMEWORKS = (
     "lightning_trainer",
     "with_ignite",
     "hf_trainer",
-    "hf_datasets",
     "torchdata_stateful",
-    "pyg",
-    "ray_train",
     "ray_prepared",
 )
 

@@ -27,7 +27,7 @@ How = Literal["patched", "autopatched", "unpatched"]
 HANGS = "hangs"
 START_S = 90.0  # for ranks to start, and to import the framework
 # For one loader; one that does not hang takes less than one.
-LIMIT_S: dict[How, float] = {"patched": 60.0, "autopatched": 60.0, "unpatched": 30.0}
+LIMIT_S: dict[How, float] = {"patched": 60.0, "autopatched": 60.0, "unpatched": 15.0}
 
 # Three passes as they come, and one of which the user says that it is epoch 1, as the second was.
 EPOCHS: tuple[int | None, ...] = (None, None, None, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-__all__ = ["KINDS", "Batch", "Kind", "features", "made_anew", "tiny_model"]
+__all__ = ["KINDS", "Batch", "Kind", "features", "tiny_model"]
 
 BATCH_SIZE = 4
 
@@ -138,21 +138,6 @@ KINDS = [
     Kind("own class of batch sampler", 28, lambda: loader(28, batch_sampler=Pairs(28)), is_pairs),
     Kind("`IterableDataset`", 26, lambda: DataLoader(Stream(26), BATCH_SIZE, collate_fn=Batch)),
 ]
-
-
-def made_anew(kind: Any, loader: DataLoader[Any], dataset: Any, collate: Any = None) -> Any:
-    """Return a loader of another class, over other data, with the same batches.
-
-    Args:
-        kind: The class.
-        loader: One of the above.
-        dataset: Has a sample for each of the numbers; of an iterable dataset, another one.
-        collate: As ``collate_fn``.
-    """
-    options = {} if collate is None else {"collate_fn": collate}
-    if isinstance(loader.dataset, IterableDataset):
-        return kind(dataset, loader.batch_size, **options)
-    return kind(dataset, batch_sampler=loader.batch_sampler, **options)
 
 
 def tiny_model() -> torch.nn.Linear:

@@ -6,11 +6,12 @@ from itertools import islice
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ddp_patch import patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, made_anew, tiny_model
+from frameworks.kinds import Batch, tiny_model
 from frameworks.loops import train
 
 __all__ = ["FRAMEWORK"]
@@ -26,7 +27,10 @@ class Interrupted:
         self.loader = self.start()
 
     def start(self) -> Any:
-        loader = made_anew(StatefulDataLoader, self.given, self.given.dataset, self.given.collate_fn)
+        is_iterable = isinstance(self.given.dataset, IterableDataset)
+        name = "batch_size" if is_iterable else "batch_sampler"
+        options = {name: getattr(self.given, name), "collate_fn": self.given.collate_fn}
+        loader: Any = StatefulDataLoader(self.given.dataset, **options)
         return patch_dataloader_to_ddp(loader) if self.patched else loader
 
     def __iter__(self) -> Iterator[Batch]:

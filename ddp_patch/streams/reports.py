@@ -1,0 +1,369 @@
+"""What the readers of a stream report of a pass, in memory that the processes of a rank share: ends, and digests.
+
+No note can carry it: a worker finds its end after its last batch, and torch then sends nothing of ours; to look one
+item ahead would hold each batch back until the next item is there. Nor do notes travel through iterators that are not
+torch's. Ranks compare one digest of each pass, of its items' names: of what says which sample an item is, and is the
+same in every process.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from enum import Enum
+from itertools import islice
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+import numpy as np
+import torch
+
+from ddp_patch.compat.packages import SAMPLE_KEY
+from ddp_patch.orders.digest import END, Digest, mark_counts
+
+__all__ = ["LARGEST", "PARTS", "STREAM", "PassReports", "SharedWorkerState", "marked", "name_of"]
+
+T = TypeVar("T")
+
+# The latest passes are known: iterators may live side by side.
+_PASSES_KEPT = 32
+# A reader makes at most so many marks, at these counts: enough for 10**12 items.
+_COUNTS = list(islice(mark_counts(), 128))
+_PLACES = {count: place for place, count in enumerate(_COUNTS)}
+# So many names are hashed at once, which takes less time than one by one.
+_AT_ONCE = 64
+# The largest state of a dataset, in bytes, that travels. A stream with larger ones is read again.
+LARGEST = 64 * 1024
+
+# How a reader reads: the one stream that all read, or a part of its own.
+STREAM, PARTS = range(2)
+
+# What a reader reports of a pass. All numbers are -1 until they are known.
+_REPORT = np.dtype(
+    [
+        ("number", np.int64),  # the pass
+        ("way", np.int64),  # STREAM or PARTS
+        ("part", np.int64),  # whose part it reads
+        ("length", np.int64),  # how many items it found by its end
+        ("spent_ms", np.int64),  # how long the dataset took to give these
+        ("batches", np.int64),  # where the dataset splits itself: how many it made in all
+        ("state_size", np.int64),  # in bytes: of the dataset's own state at the end
+        ("has_names", np.int64),  # whether one of the items that the ranks compare had a name
+        ("marks", np.int64),  # how many marks it has made of them
+        ("values", np.int64, (len(_COUNTS),)),  # these: the digests at the first counts
+        ("read", np.int64),  # how many items it has read in all
+        ("end", np.int64),  # the digest of all
+    ]
+)
+# What the main process tells: its latest pass, and which epoch each pass is over.
+_BEGUN = np.dtype([("latest", np.int64), ("epochs", np.int64, (_PASSES_KEPT,))])
+
+
+class SharedWorkerState:
+    """What the main process and its workers tell each other, in one piece of shared memory.
+
+    Args:
+        readers: How many workers read the dataset; 1 where the main process does.
+
+    Examples:
+        >>> shared = SharedWorkerState(readers=2)
+        >>> shared.begin(1, epoch=0)
+        >>> shared.report(1, worker=0)["length"] = 7
+        >>> PassReports(shared, 1).lengths, PassReports(shared, 2).lengths
+        ([7, None], [None, None])
+    """
+
+    def __init__(self, readers: int) -> None:
+        self.readers: int = readers
+        size = _BEGUN.itemsize + _PASSES_KEPT * readers * _REPORT.itemsize + readers * LARGEST
+        self._memory = torch.full((size,), 255, dtype=torch.uint8, device="cpu")  # every number is -1
+        self._map()
+
+    def _map(self) -> None:
+        """Lay records over the memory; that of a copy is not shared yet."""
+        self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        memory, begun = self._memory.numpy(), _BEGUN.itemsize
+        reported = begun + _PASSES_KEPT * self.readers * _REPORT.itemsize
+        (self._begun,) = memory[:begun].view(_BEGUN)
+        self._reports = memory[begun:reported].view(_REPORT).reshape(_PASSES_KEPT, self.readers)
+        # The dataset's own state, pickled, at the end of the latest pass.
+        self.states = memory[reported:].reshape(self.readers, LARGEST)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"readers": self.readers, "_memory": self._memory}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._map()
+
+    @property
+    def latest_pass(self) -> int:
+        """The number of the latest pass that was begun; -1 before the first."""
+        return int(self._begun["latest"])
+
+    def begin(self, number: int, epoch: int) -> None:
+        """Write which epoch pass ``number`` is over."""
+        self._begun["epochs"][number % _PASSES_KEPT] = epoch
+        self._begun["latest"] = number
+
+    def epoch_of(self, number: int) -> int | None:
+        """Return which epoch pass ``number`` is over; None if no pass was begun."""
+        epoch = int(self._begun["epochs"][number % _PASSES_KEPT])
+        return None if epoch < 0 else epoch
+
+    def slot_of(self, number: int) -> Any:
+        """Return the reports that pass ``number`` shares with those of 32 passes before it, of all readers."""
+        return self._reports[number % _PASSES_KEPT]
+
+    def report(self, number: int, worker: int) -> np.void:
+        """Return what a reader reports of pass ``number``, to write into it: a blank one at first.
+
+        A worker may begin it before the pass has begun.
+        """
+        slot = self.slot_of(number)
+        if slot[worker]["number"] != number:
+            slot[worker : worker + 1].view(np.int64)[:] = -1
+            slot[worker]["number"] = number
+        report: np.void = slot[worker]
+        return report
+
+    def keep_state(self, report: np.void, worker: int, state: bytes) -> None:
+        """Write the dataset's own state, pickled, at the end of the pass that a reader reports."""
+        self.states[worker][: len(state)] = np.frombuffer(state, np.uint8)
+        report["state_size"] = len(state)
+
+
+class PassReports:
+    """What the readers of one pass over a stream have reported of it so far, in the order of their turns.
+
+    Readers of one stream have the same digest. Where each reads a part, that of all at a count is the hash of theirs.
+
+    Args:
+        shared: Where they report.
+        number: The pass.
+
+    Attributes:
+        number: As given.
+    """
+
+    def __init__(self, shared: SharedWorkerState, number: int) -> None:
+        self._shared = shared
+        self.number: int = number
+
+    def of(self, what: str) -> list[Any]:
+        """Return one of the reported values for each reader; -1 where it is not known."""
+        slot = self._shared.slot_of(self.number)
+        is_known = slot["number"] == self.number
+        found: list[Any] = np.where(is_known if slot[what].ndim == 1 else is_known[:, None], slot[what], -1).tolist()
+        return found
+
+    @property
+    def ways(self) -> set[int]:
+        """How the readers read, as far as they know it: STREAM, PARTS or both."""
+        return {*self.of("way")} - {-1}
+
+    @property
+    def first_part(self) -> int:
+        """Whose part the first reader reads; each next one reads the next."""
+        parts = enumerate(self.of("part"))
+        return next(((part - worker) % self._shared.readers for worker, part in parts if part >= 0), 0)
+
+    @property
+    def lengths(self) -> list[int | None]:
+        """How many items each reader found; None before it came to the end."""
+        return [length if length >= 0 else None for length in self.of("length")]
+
+    @property
+    def states(self) -> list[bytes | None]:
+        """What each dataset's own state was at its end, pickled, of the latest pass; None where it has none."""
+        kept = zip(self._shared.states, self.of("state_size"), strict=True)
+        return [state[:size].tobytes() if size >= 0 else None for state, size in kept]
+
+    def _digests(self) -> list[tuple[list[int], int | None]]:
+        """Return the marks of each reader, and the digest of all that it read, or None before its end."""
+        # The ends first, and how many marks there are before these: what they tell of was written before.
+        read, ends, made, values = map(self.of, ("read", "end", "marks", "values"))
+        return [
+            (of_reader[: max(0, count)], end if length >= 0 else None)
+            for of_reader, count, length, end in zip(values, made, read, ends, strict=True)
+        ]
+
+    @property
+    def marks(self) -> dict[int, int]:
+        """The digests of all readers by their counts; none before it is known whether there are parts.
+
+        Where a part ended before a count, its end counts: so it differs from that of a stream that goes on.
+        """
+        if len(ways := self.ways) != 1:
+            return {}
+        digests = [
+            marks if end is None else marks + [end] * (len(_COUNTS) + 1 - len(marks)) for marks, end in self._digests()
+        ]
+        values = max(digests, key=len) if ways == {STREAM} else map(hash, zip(*digests, strict=False))
+        return dict(zip((*_COUNTS, END), values, strict=False))
+
+    @property
+    def are_unnamed(self) -> bool:
+        """Whether none of the items that were read so far has a name: then no more than their number is compared."""
+        return max(self.of("marks")) > 0 and 1 not in self.of("has_names")
+
+    def workers_differ(self) -> tuple[int, int] | None:
+        """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
+        if self.ways != {STREAM}:
+            return None
+        (first, first_end), *others = self._digests()
+        for worker, (marks, end) in enumerate(others, 1):
+            differ = (count for count, one, other in zip(_COUNTS, first, marks, strict=False) if one != other)
+            if (count := next(differ, None)) is not None:
+                return count, worker
+            if None not in {first_end, end} and first_end != end:
+                return int(self.of("read")[0]), worker
+        return None
+
+
+def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
+    """Pass on what a reader reads from its first item on, and mark in its report what comes.
+
+    Examples:
+        >>> shared = SharedWorkerState(readers=1)
+        >>> report = shared.report(1, worker=0)
+        >>> list(marked(iter("ab"), report)), int(report["read"])
+        (['a', 'b'], 2)
+    """
+    number, digest, names, are_named, wanted = report["number"], Digest(), list[bytes](), False, 1
+    report["marks"] = 0
+    first: bytes | None = None
+    are_one = True  # whether all names so far are the same, which tells no items apart
+    for item in items:
+        name = name_of(item)
+        if first is None:
+            first = name
+        elif are_one and (are_one := name == first):
+            name = name_of(item, with_numbers=True)
+        # One that has none counts as any other such, so that the others are compared.
+        names.append(name or b"")
+        are_named = are_named or name is not None
+        if len(names) == wanted:
+            digest.add_names(names)
+            names.clear()
+            place = _PLACES.get(digest.count)
+            if place is not None and report["number"] == number:  # else a later pass has the memory
+                report["values"][place], report["has_names"] = digest.value, are_named
+                report["marks"] = place + 1  # last: the mark is there when it counts
+            wanted = min(_AT_ONCE, digest.until_mark)
+        yield item
+    if names:
+        digest.add_names(names)
+    digest.end()
+    if report["number"] == number:
+        report["end"], report["has_names"] = digest.marks[END], are_named
+        report["read"] = digest.count
+
+
+# ---- names ----
+
+# A list that is longer counts by its length and so many of its elements, a text by its length and pieces of this size.
+_ELEMENTS, _PIECE = 64, 512
+_EMPTY: Final = {dict, list, tuple}
+_WHOLE: Final = (int, np.integer, np.bool_)
+_TIMES: Final = (date, time, timedelta, np.datetime64, np.timedelta64)
+
+
+def name_of(item: Any, *, with_numbers: bool = False) -> bytes | None:
+    """Return an item's name; None if it has none, as tensors and floats alone.
+
+    That is all strings, bytes, paths and enum members in it: in mappings, lists, tuples and dataclasses, too. Whole
+    numbers, truth values and times count only where it has none of these, because augmentation makes numbers: it may
+    tell where it cut an image. A mapping with the key ``__key__`` counts by that key alone.
+
+    Args:
+        item: The item.
+        with_numbers: Whether whole numbers count in any case, as where all items have the same texts.
+
+    Examples:
+        >>> name_of({"x": torch.rand(3), "file": "7.png", "cut at": 3}), name_of((torch.rand(3), 7))
+        (b'7.png', b'7')
+        >>> name_of(torch.rand(3)), name_of([])
+        (None, b'')
+    """
+    kind = type(item)
+    if kind is int:
+        return b"%d" % item
+    if item is None or (kind in _EMPTY and not item):
+        return b""
+    names: list[bytes] = []
+    numbers: list[bytes] = []
+    try:
+        if kind is str and len(item) < _PIECE:
+            return item.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]  # a str is no other type
+        _find(item, names, numbers)
+    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+        return None
+    parts = names + numbers if with_numbers else names or numbers
+    return b"\0".join(parts) if parts else None
+
+
+def _find(value: Any, names: list[bytes], numbers: list[bytes]) -> None:  # noqa: C901 - one flat table of types
+    """Add the names and numbers in a value, in an order that is the same in every process: frequent types first."""
+    kind = type(value)
+    if kind is float or value is None or (kind is torch.Tensor and value.ndim):
+        return
+    if kind is str and len(value) < _PIECE:
+        names.append(value.encode("utf-8", "surrogatepass"))
+    elif kind is int:
+        numbers.append(b"%d" % value)
+    elif kind is dict or isinstance(value, Mapping):
+        for key in [SAMPLE_KEY] if SAMPLE_KEY in value else _in_order(value):
+            _find(value[key], names, numbers)
+    elif kind is tuple or isinstance(value, list | tuple):
+        _find_in_list(value, names, numbers)
+    elif isinstance(value, Enum):  # before int, because an IntEnum's members are ints
+        names.append(value.name.encode())
+    elif isinstance(value, str):
+        names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
+    elif isinstance(value, bytes | bytearray):
+        names.append(bytes(_pieces(value)))
+    elif isinstance(value, os.PathLike):
+        names.append(os.fsencode(value))
+    elif isinstance(value, UUID):
+        names.append(value.bytes)
+    elif isinstance(value, _WHOLE):
+        numbers.append(b"%d" % int(value))
+    elif isinstance(value, _TIMES):
+        numbers.append(str(value).encode())
+    elif isinstance(value, torch.Tensor):  # as Hugging Face's datasets make of whole numbers
+        if not value.ndim and value.device.type == "cpu" and not (value.is_floating_point() or value.is_complex()):
+            numbers.append(b"%d" % int(value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _find(getattr(value, field.name), names, numbers)
+
+
+def _in_order(keys: Iterable[Any]) -> list[Any]:
+    """Return keys in an order of their own: a mapping's may depend on the process, as that of a set does."""
+    try:
+        return sorted(keys)
+    except TypeError:  # they are of several types
+        return sorted(keys, key=repr)
+
+
+def _find_in_list(value: Sequence[Any], names: list[bytes], numbers: list[bytes]) -> None:
+    """Find what is in a list; only evenly spread elements of a long one, which counts by its length then, too."""
+    length = len(value)
+    some = value[:: -(-length // _ELEMENTS)] if length > _ELEMENTS else value
+    if length and {int}.issuperset(map(type, some)):  # as tokens are
+        numbers.append(repr((length, *some)).encode())
+        return
+    if length > _ELEMENTS and type(some[0]) is str:
+        names.append(b"%d" % length)
+    for each in some:
+        _find(each, names, numbers)
+
+
+def _pieces(text: Any) -> Any:
+    """Return a text, or bytes; of long ones the beginning, the middle and the end, and how long they are."""
+    if len(text) <= 4 * _PIECE:
+        return text
+    middle, length = len(text) // 2, str(len(text))
+    pieces = text[:_PIECE] + text[middle : middle + _PIECE] + text[-_PIECE:]
+    return pieces + (length if isinstance(text, str) else length.encode())
