@@ -43,6 +43,7 @@ __all__ = [
     "held_loaders",
     "is_any_of",
     "is_hugging_face_table",
+    "is_of_energon",
     "is_single_node_only",
     "is_split_by_node",
     "is_table",
@@ -357,6 +358,14 @@ def remedy_for_loader(kind: type) -> str | None:
     """Return what to do with a loader of another package whose class is none of torch's."""
     names = [full_name(parent) for parent in kind.__mro__]
     return next((do for of, do in _LOADER_REMEDIES.items() if any(name.startswith(of) for name in names)), None)
+
+
+# ---- Megatron-Energon, seen in 7.4.1 ----
+
+
+def is_of_energon(kind: type) -> bool:
+    """Return whether a dataset's class is of Megatron-Energon, whose workers assert that they are as many as before."""
+    return any(parent.__module__.startswith("megatron.energon") for parent in kind.__mro__)
 
 
 # ---- litdata, seen in 0.2.76 ----

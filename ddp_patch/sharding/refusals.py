@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddp_patch.compat.packages import (
     arranges_neighbours,
     asks_for_its_own_dataset,
+    is_of_energon,
     is_single_node_only,
     is_split_by_node,
     webdataset_world,
@@ -247,6 +248,12 @@ def _require_readable(facts: LoaderFacts[Any]) -> None:
 def _require_iterable_options(facts: LoaderFacts[Any], options: Options, world: World) -> None:
     """Refuse options that do not work with an iterable dataset, which has no indices."""
     name = facts.stream.name
+    if options.by_worker and is_of_energon(type(facts.dataset)):
+        raise InvalidOptionError(
+            f"share='by_worker' does not work with Megatron-Energon's {name}: it takes no other numbers of workers "
+            "than those of its WorkerConfig. Leave share out: with WorkerConfig(rank=0, world_size=1, ...), each rank "
+            "keeps its share; with its own rank and the world's size, Energon shards it itself."
+        )
     is_explicit = world.share_of_rank is None and world.num_replicas > 1
     if options.by_worker and is_explicit and options.uneven != "keep":
         raise InvalidOptionError(

@@ -23,7 +23,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     testing,
 )
-from ddp_patch.errors import NotALoaderError, RanksFailedError, StateError
+from ddp_patch.errors import InvalidOptionError, NotALoaderError, RanksFailedError, StateError
 from ddp_patch.resume import restore_loader
 
 COLUMNS, LINES = 120, 6
@@ -236,6 +236,18 @@ def test_a_loader_of_torchdatas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     message = told(NotALoaderError, lambda: patch_dataloader_to_ddp(given, **HERE))
     assert "torchdata's Loader is another class" in message
     assert "Wrap it in an IterableDataset whose __iter__ returns iter(loader)" in message
+
+
+def test_a_dataset_of_energon_by_worker() -> None:
+    kind = type("SavableDatasetWrapper", (Lines,), {"__module__": "megatron.energon.savable_loader"})
+
+    def of_energon(**options: Any) -> Any:
+        return patch_dataloader_to_ddp(DataLoader(kind(), 5), **HERE, **options)
+
+    message = told(InvalidOptionError, lambda: of_energon(share="by_worker", uneven="keep"))
+    assert "Megatron-Energon's SavableDatasetWrapper" in message
+    assert "Leave share out" in message
+    assert len(list(of_energon())) == 4
 
 
 # ---- on real ranks ----
