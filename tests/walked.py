@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
-from ddp_patch.sharding.sampler import AttributeProxy
+from ddp_patch.sharding.wrapper_attributes import AttributeProxy
 
 __all__ = ["OURS", "read", "set_elsewhere", "told_otherwise", "wrapped_part"]
 

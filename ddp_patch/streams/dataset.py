@@ -29,10 +29,10 @@ from ddp_patch.orders.random_states import (
     reader_seed,
     set_generator_states,
 )
-from ddp_patch.plan import Batching, Consumed, Plan, turn_after
+from ddp_patch.positions import Batching, Consumed, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.sampler import AttributeProxy
 from ddp_patch.sharding.saved_state import Position, split_consumed
+from ddp_patch.sharding.wrapper_attributes import AttributeProxy
 from ddp_patch.streams.reports import LARGEST, SharedWorkerState
 
 if TYPE_CHECKING:
