@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.evaluation.sending import OwnOutputs
+from ddp_patch.evaluation.gather import OwnOutputs
 from ddp_patch.evaluation.shares import share_of_step
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.options import Options

@@ -137,10 +137,10 @@ class islice_to(Sampler[int]):  # noqa: N801 - read like the function
 
 
 class PrivatelyShuffled(Sampler[int]):
-    """Shuffles by a generator of its own, which nobody seeds if no seed is given."""
+    """Shuffles by a generator of its own, which nobody seeds."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.generator = np.random.default_rng(seed)
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.generator.permutation(N - N % 4).tolist())

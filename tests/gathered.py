@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.evaluation.gather import OwnOutputs, are_alike
 from ddp_patch.evaluation.outputs import judge_outputs
-from ddp_patch.evaluation.sending import OwnOutputs, are_alike
 from ddp_patch.evaluation.shares import share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_batches
 

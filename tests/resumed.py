@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from repeaters import Infinite, MultiEpochs
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from zoo import Indices, Kind, N, Source, as_it_is, loader, seeded_generator
 
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler

@@ -524,10 +524,7 @@ KINDS = [
     streamed("iterable, its own iterator with a state, 2 workers", read_by(iterables.OwnIteratorWithState, 2)),
     streamed("iterable, its own iterator, once", read_by(partial(iterables.OwnIterator, begins_anew=False)), epochs=1),
     Kind(
-        "iterable, shuffled by worker seed, 2 workers",
-        read_by(iterables.SeededByWorker, 2),
-        sized=False,
-        parts=(2, 21),
+        "iterable, shuffled by worker seed, 2 workers", read_by(iterables.SeededByWorker, 2), sized=False, parts=(2, 21)
     ),
     Kind(
         "iterable, split by worker_init_fn, 2 workers",

@@ -185,6 +185,7 @@ class HeldData:
         self._first = self._begun = self._now()
         self._named = {one.name for one in chosen_samples(dataset) if one.identifies or not one.is_held}
         self._written: set[str] = set()
+        self._made: dict[str, str] = {}  # the latest look while samples were read
 
     def _now(self) -> dict[str, str]:
         """Return digests of all masks and of what tells samples apart, by name."""
@@ -195,7 +196,9 @@ class HeldData:
 
     def begin(self) -> None:
         """Look at what is held when a pass begins."""
-        self._begun = self._now()
+        # What was made while samples were read, and did not stay the same meanwhile, may be a cache.
+        self._written |= self._made.keys() - self._begun.keys() - self._named
+        self._begun, self._made = self._now(), {}
 
     def told(self) -> dict[str, str]:
         """Return digests at the patch and when the pass began, by name; of masks, indices and names."""
@@ -208,9 +211,15 @@ class HeldData:
         return any(len(set(both.split(" "))) > 1 for both in self.told().values())
 
     def read(self) -> None:
-        """Note what reading has changed, or made, since the pass began."""
+        """Note what reading has changed since the pass began; what it has made counts once it stays as it is."""
         now = self._now()
-        self._written |= {name for name, digest in now.items() if self._begun.get(name) != digest} - self._named
+        for name, digest in now.items():
+            before = self._begun.get(name, self._made.get(name, digest))
+            if before != digest and name not in self._named:
+                self._written.add(name)
+            elif name not in self._begun and name in self._made:
+                self._begun[name] = digest
+        self._made = now
 
     @staticmethod
     def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:

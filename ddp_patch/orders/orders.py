@@ -7,7 +7,7 @@ and read this rank's positions. Samplers with ``items_at`` give any position at 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
@@ -35,6 +35,7 @@ __all__ = [
     "blocks",
     "has_computed_order",
     "has_order",
+    "in_blocks",
     "is_always_alike",
     "is_random_access",
     "is_torch_sampler",
@@ -137,6 +138,7 @@ class EpochOrder:
         finish: Draws what the sampler draws after its last item.
         sizes: Returns how many samples the batches at some positions have, and how many batches have that size, in
             runs; None if only the batches themselves show it.
+        pieces: Cuts positions into pieces that are looked up one after the other.
         drawn: The items, where they lie in memory as whole numbers, shape (items,), or for all whole batches
             (batches, size); otherwise None.
     """
@@ -145,11 +147,12 @@ class EpochOrder:
     at: Callable[[range], Sequence[Any]]
     finish: Callable[[], object] = lambda: None
     sizes: Callable[[range], Sequence[tuple[int, int]]] | None = None
+    pieces: Callable[[range], Iterable[range]] = blocks
     drawn: torch.Tensor | None = None
 
     def items(self) -> Iterator[Any]:
         """Yield all items, then draw what the sampler draws after its last one."""
-        for positions in blocks(range(self.length)):
+        for positions in self.pieces(range(self.length)):
             yield from self.at(positions)
         self.finish()
 
@@ -297,6 +300,21 @@ def _in_batches(items: EpochOrder, size: int, drop_last: bool) -> EpochOrder:
 def _spread(values: Any) -> list[Any]:
     """Return some of the values, evenly spread over the sequence."""
     return [values[position] for position in evenly_spread(len(values))]
+
+
+def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:
+    """Cut positions where turns of a size begin; yield the number of each turn, and the positions within it.
+
+    Examples:
+        >>> list(in_blocks(range(3, 14, 4), size=10))
+        [(0, range(3, 11, 4)), (1, range(1, 5, 4))]
+    """
+    while positions:
+        number = positions.start // size
+        start = number * size
+        here = positions[: -(-(start + size - positions.start) // positions.step)]
+        yield number, range(here.start - start, here.stop - start, here.step)
+        positions = positions[len(here) :]
 
 
 def _integers(n: int) -> torch.dtype:

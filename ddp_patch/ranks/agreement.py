@@ -1,17 +1,19 @@
 """Agree with the other ranks on how data is sharded: what they report, how it is judged, what follows."""
 
+from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch.errors import InvalidOptionError, RankMismatchError
+from ddp_patch.errors import InvalidOptionError, LeaderError, RankMismatchError
 from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import Claim, StreamFacts
 from ddp_patch.loaders.overlap import FirstSamples, in_common
@@ -21,14 +23,17 @@ from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, Seed, generator_state, loader_seed, set_generator_state
 from ddp_patch.plan import Plan
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
-from ddp_patch.ranks.leader import Leader
 from ddp_patch.ranks.mailbox import Mailbox, agreed_mailbox, mailbox_of_explicit_world
+from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.ranks.world import World
 
 __all__ = ["ONE", "Agreed", "Subject", "agree", "failures_broadcast"]
 
 
+T = TypeVar("T")
+
 AGREEING = "Agreeing on how data is sharded"
+_SENDING = "Sending every rank the order of an epoch"
 
 # So many samples in common are chance where only a part of each rank's samples is known.
 _BY_CHANCE = 16
@@ -44,6 +49,61 @@ _numbers_of_like: Counter[tuple[int | str, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
+class Leader:
+    """Draws an epoch for all members, and sends it piece by piece; each piece is one exchange.
+
+    In an exchange, every rank says which pass it is in, and is answered with the next piece. So each piece reveals a
+    rank that is missing or in another pass, and no pass can take a piece that another left unread.
+
+    Attributes:
+        members: The global ranks; the first draws.
+        timeout: How many seconds they wait for each other.
+    """
+
+    members: Sequence[int]
+    timeout: float
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank draws for all."""
+        return dist.get_rank() == self.members[0]
+
+    def sent(self, facts: Callable[[], Mapping[str, object]], pieces: Iterator[T]) -> Iterator[T]:
+        """Yield, on every rank, the pieces that the leader draws; nothing is taken of other ranks'.
+
+        Args:
+            facts: Tells which pass this is.
+            pieces: What the leader draws, without end.
+
+        Raises:
+            Exception: What drawing raises, on the leader.
+            LeaderError: Drawing raised an error on the leader.
+            RankMismatchError: A rank is in another pass.
+            MissingRanksError: A rank did not arrive in time or is gone.
+        """
+        while True:
+            failure: BaseException | None = None
+            try:
+                piece = exchange(self.members, _SENDING, facts(), partial(self._next, pieces), self.timeout)
+            except LeaderError as error:
+                failure = error.__cause__ or error
+            if failure is not None:
+                raise failure
+            yield unpacked(b64decode(piece))  # the keys of users' datasets are any objects
+
+    def _next(self, pieces: Iterator[Any], of_ranks: Mapping[int, Mapping[str, object]]) -> str:
+        """Draw the next piece once every rank asks for it."""
+        require_same(_SENDING, of_ranks)
+        try:
+            return b64encode(packed(next(pieces))).decode()
+        except Exception as error:
+            raise LeaderError(
+                f"Rank {self.members[0]} draws for all ranks, and its sampler raised {error!r}, so no rank can "
+                "continue. See the error of that rank."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
 class Agreed:
     """What all ranks agreed on.
 
@@ -53,7 +113,7 @@ class Agreed:
         seed: The seed of every epoch's order; the same on every rank.
         number: The number of this agreement, counted on the first rank. It identifies the loader.
         mailbox: Where ranks compare their passes over the loader; None if there are no others.
-        leader: Sends every rank its share, if rank 0 draws for all.
+        leader: Sends every rank the order, if rank 0 draws for all.
         place: Where the loader was patched, for errors.
     """
 
@@ -137,7 +197,8 @@ def agree(world: World, options: Options, subjects: Sequence[Subject], nest: str
     generators = [() if subject.stream is None else subject.stream.generators for subject in subjects]
     is_first = dist.get_rank() == members[0]  # whose states all others take
     report = {
-        "nest": nest,
+        # What else is reported may depend on these.
+        "alike": {"version of ddp_patch": import_module("ddp_patch").__version__, "loaders": nest},
         "common": _common_facts(options, world.share_of_rank),
         "seed": options.seed,
         # Ranks outside the world cannot be asked but may have to draw the same: tensor-parallel ranks in other groups.
@@ -216,7 +277,7 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
         RankMismatchError: They differ. No seed counts as given then.
     """
     first = next(iter(reported.values()))
-    require_same(AGREEING, {rank: {"loaders": report["nest"]} for rank, report in reported.items()})
+    require_same(AGREEING, {rank: report["alike"] for rank, report in reported.items()})
     by_loader = zip(*(report["loaders"] for report in reported.values()), strict=True)
     loaders = [(of_ranks[0]["label"], dict(zip(reported, of_ranks, strict=True))) for of_ranks in by_loader]
     for label, of_ranks in loaders:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from importlib import import_module
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -26,12 +25,10 @@ __all__ = [
     "by_value",
     "digest",
     "exchange",
-    "joined",
     "parties_text",
     "ranks_text",
     "refuse",
     "require_same",
-    "sliced",
     "store_reached",
     "who_has_what",
 ]
@@ -106,9 +103,6 @@ def already_in(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
 # The first member waits for all; the others wait this much longer for its answer.
 MARGIN_S = 5.0
 
-# Counts the forms that records have had. Ranks whose packages differ in it, or in the version, say so and stop.
-PROTOCOL = 3
-
 # The most bytes to put into one value of the store; TCPStore takes no more than 8 MiB.
 _LARGEST_VALUE = 2**22
 
@@ -123,7 +117,7 @@ _missed: dict[tuple[str, int], str] = {}
 
 Judge: TypeAlias = Callable[[Mapping[int, Any]], Any]
 
-# A record or an answer, as JSON: the version of what wrote it; what the rank is doing; why it does not take part, empty
+# A record or an answer, as JSON: what the rank is doing; why it does not take part, empty
 # if it does; the error to raise, by the name of its class and its text; and what the rank says, or is answered.
 _Message: TypeAlias = dict[str, Any]
 
@@ -144,7 +138,7 @@ def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, time
 
     Raises:
         MissingRanksError: A rank did not arrive in time, in this exchange or an earlier one.
-        RankMismatchError: A rank refused to take part, or has another version.
+        RankMismatchError: A rank refused to take part.
     """
     meeting = _Meeting(members, doing, timeout)
     try:
@@ -187,17 +181,13 @@ def store_reached(doing: str) -> Iterator[None]:
         ) from error
 
 
-def _version() -> str:
-    return f"{import_module('ddp_patch').__version__} (protocol {PROTOCOL})"
-
-
-def sliced(key: str, data: bytes) -> dict[str, bytes]:
+def _sliced(key: str, data: bytes) -> dict[str, bytes]:
     """Return what to put under which keys, for bytes of any number; the last says that the others are there."""
     first, *slices = [data[at : at + _LARGEST_VALUE] for at in range(0, len(data) or 1, _LARGEST_VALUE)]
     return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: b"%d\n" % len(slices) + first}
 
 
-def joined(store: Any, key: str, value: bytes) -> tuple[bytes, list[str]]:
+def _joined(store: Any, key: str, value: bytes) -> tuple[bytes, list[str]]:
     """Return bytes of which this value lies under a key, and the keys that they take."""
     count, _, first = value.partition(b"\n")
     slices = [f"{key}/{at}" for at in range(int(count))]
@@ -267,7 +257,6 @@ class _Meeting:
         if not came:
             raise self._missing([self.members[0]], seconds, "answer", "it compares the ranks")
         message = self._read(key, self.store.get(key))
-        self._require_one_version({self.members[0]: message, self.rank: self.own})
         self._clear()
         if message["error"]:
             name, text = message["error"]
@@ -285,7 +274,6 @@ class _Meeting:
                     raise self._missing(missing, self.timeout, "arrive", f"{here} did")
             came.update(zip(others, map(self._read, keys, self.store.multi_get(keys)), strict=True))
         self._clear()
-        self._require_one_version(came)
         if refused := {rank: message["refusal"] for rank, message in came.items() if message["refusal"]}:
             raise self.refusal(refused)
         if elsewhere := {rank: message["doing"] for rank, message in came.items() if message["doing"] != self.doing}:
@@ -296,15 +284,6 @@ class _Meeting:
             )
         return {rank: message["content"] for rank, message in came.items()}
 
-    def _require_one_version(self, came: Mapping[int, _Message]) -> None:
-        """Raise RankMismatchError unless all was written by the same version."""
-        versions = by_value({rank: message["version"] for rank, message in came.items()})
-        if len(versions) > 1:
-            raise RankMismatchError(
-                f"{self.doing}: the ranks run different versions of ddp_patch: {who_has_what(versions)}. Make the "
-                "version the same on every rank, and start all again."
-            )
-
     def _clear(self) -> None:
         """Delete what this rank left: every member has read it, or never will."""
         while self.left_behind:
@@ -312,7 +291,7 @@ class _Meeting:
 
     def _leave(self, message: _Message, key: str) -> None:
         """Put a message into the store, and note that this rank is to delete it."""
-        written = sliced(key, json.dumps(message).encode())
+        written = _sliced(key, json.dumps(message).encode())
         self.left_behind += written
         self.store.multi_set([*written], [*written.values()])
 
@@ -334,7 +313,7 @@ class _Meeting:
         return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
 
     def _read(self, key: str, value: bytes) -> _Message:
-        message: _Message = json.loads(joined(self.store, key, value)[0])
+        message: _Message = json.loads(_joined(self.store, key, value)[0])
         return message
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
@@ -354,7 +333,7 @@ class _Meeting:
 
 
 def _message(doing: str = "", refusal: str = "", error: Sequence[str] | None = None, content: Any = None) -> _Message:
-    return {"version": _version(), "doing": doing, "refusal": refusal, "error": error, "content": content}
+    return {"doing": doing, "refusal": refusal, "error": error, "content": content}
 
 
 def _as_read(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -18,6 +19,8 @@ import torch
 from ddp_patch.costs import Cost, CostOf
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.orders.chunks import copied_items
+from ddp_patch.orders.digest import Digest, number_of
+from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
 from ddp_patch.plan import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
@@ -25,7 +28,7 @@ from ddp_patch.ranks.agreement import Agreed
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Balancer", "balance_window", "balanced_stream", "part_of_batch"]
+__all__ = ["Balancer", "balance_window", "balanced_order", "balanced_stream", "part_of_batch"]
 
 T = TypeVar("T")
 
@@ -291,3 +294,57 @@ def _balanced(stream: Iterator[T], balancer: Balancer, ranks: int, epoch: int, s
     width, number = balancer.width(ranks), count()
     while items := list(islice(stream, width)):
         yield from map(items.__getitem__, balancer.order_of(items, ranks, epoch, stage, next(number)).tolist())
+
+
+def balanced_order(
+    balancer: Balancer,
+    ranks: int,
+    epoch: int,
+    order: EpochOrder,
+    begin: int,
+    digest: Digest | None,
+) -> EpochOrder:
+    """Return an order, balanced for this many ranks.
+
+    Args:
+        balancer: How it is balanced.
+        ranks: How many ranks share it.
+        epoch: Which epoch it is.
+        order: The order, of which nobody has taken a part.
+        begin: The position at which the pass begins.
+        digest: Takes note of how each window from that position on is balanced; None if nobody compares it.
+    """
+    width = balancer.width(ranks)
+    to_note = begin // width
+
+    @lru_cache(maxsize=1)
+    def window(number: int) -> tuple[Any, np.ndarray[Any, Any]]:
+        """Return a window's items as they come, which may be an array, and their positions in it, balanced."""
+        nonlocal to_note
+        positions = range(number * width, min(order.length, (number + 1) * width))
+        drawn = order.drawn
+        items: Any
+        if drawn is None or positions.stop > len(drawn):
+            items = order.at(positions)
+        else:
+            items = drawn[positions.start : positions.stop].numpy()
+        places = balancer.order_of(items, ranks, epoch, 0, number)
+        if number == to_note and digest is not None:
+            digest.add_hash(number_of([places]), len(places))
+            to_note += 1
+        return items, places
+
+    def at(positions: range) -> list[Any]:
+        found: list[Any] = []
+        for number, here in in_blocks(positions, width):
+            items, places = window(number)
+            taken = places[here.start : here.stop : here.step]
+            found += items[taken].tolist() if isinstance(items, np.ndarray) else map(items.__getitem__, taken.tolist())
+        return found
+
+    def by_window(positions: range) -> Iterator[range]:
+        """Cut positions so that a window is balanced as soon as its first item is asked for, and none before."""
+        for number, here in in_blocks(positions, width):
+            yield range(here.start + number * width, here.stop + number * width, here.step)
+
+    return EpochOrder(order.length, at, pieces=by_window)

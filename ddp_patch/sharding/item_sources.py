@@ -125,6 +125,7 @@ class Indexed(ItemSource[T]):
         random_context: Returns what to enter while the sampler draws.
         plan: Which positions of what is left are this rank's.
         taken: How many items other numbers of ranks have taken.
+        balanced: Returns the order, balanced, for a pass that begins at a position; None to share it as it comes.
         digest: Takes note of the order, for the ranks to compare; None if nobody compares it.
         keeps_sizes: Whether to record how many samples the items have.
     """
@@ -140,17 +141,20 @@ class Indexed(ItemSource[T]):
         plan: Plan,
         taken: int,
         *,
+        balanced: Callable[[EpochOrder, int], EpochOrder] | None,
         digest: Digest | None,
         keeps_sizes: bool,
     ) -> None:
         self._drawn, self._random_context, self._plan, self._taken = drawn, random_context, plan, taken
-        self._digest, self._keeps_sizes = digest, keeps_sizes
+        self._balanced, self._digest, self._keeps_sizes = balanced, digest, keeps_sizes
         self._draw_rest: Callable[[], object] | None = None  # and not the order, which is large
         self._is_finished = False
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw the order, and yield the items at this rank's positions."""
         plan, order = self._plan, self._drawn_order()
+        if self._balanced is not None:
+            order = self._balanced(order, skip * plan.num_replicas)
         taken = min(self._taken, order.length)
         length = self.length = order.length - taken
         at: Callable[[range], Sequence[T]] = partial(_items_from, order, taken) if taken else order.at
@@ -159,7 +163,9 @@ class Indexed(ItemSource[T]):
         self.sizes = self._sizes_in(order, taken)
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
-        yield from map(at, blocks(real[skip:rounds]))
+        yield from map(at, order.pieces(real[skip:rounds]))
+        if self._balanced is not None:
+            order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
         yield at(real[max(skip, rounds) :])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
@@ -179,15 +185,14 @@ class Indexed(ItemSource[T]):
 
     def _sizes_in(self, order: EpochOrder, taken: int) -> Sizes | None:
         """Return how many samples each item after some has, if the order shows it, or somebody needs it."""
-        sizes = Sizes()
-        if order.sizes is not None:
-            for size, batches in order.sizes(range(taken, order.length)):
-                sizes.add(size, batches)
-        elif self._keeps_sizes:
-            for positions in blocks(range(taken, order.length)):
-                deque(sizes.recording(order.at(positions)), maxlen=0)
-        else:
+        if order.sizes is None and not self._keeps_sizes:
             return None
+        sizes, left = Sizes(), range(taken, order.length)
+        if order.sizes is None:
+            deque(sizes.recording(chain.from_iterable(map(order.at, blocks(left)))), maxlen=0)
+        else:
+            for size, batches in order.sizes(left):
+                sizes.add(size, batches)
         return sizes
 
     def ends_within(self, items: int) -> bool:
@@ -208,8 +213,8 @@ class Streamed(ItemSource[T]):
 
     Args:
         begin: Begins what yields the items in the order of the epoch.
-        rest: Returns what is left of these items, in the order in which the ranks share it.
         random_context: Returns what to enter while the sampler draws.
+        rest: Returns what is left of these items, in the order in which the ranks share it.
         plan: Which positions of what is left are this rank's.
         name: The sampler's class.
         draws_ahead: Whether more may be drawn than is asked for. An iterator, which can be used only once, goes on in
@@ -225,10 +230,10 @@ class Streamed(ItemSource[T]):
     def __init__(
         self,
         begin: Callable[[], Iterator[T]],
-        rest: Callable[[Iterator[T]], Iterator[T]],
         random_context: Callable[[], AbstractContextManager[object]],
-        plan: Plan,
+        rest: Callable[[Iterator[T]], Iterator[T]],
         *,
+        plan: Plan,
         name: str,
         draws_ahead: bool,
         keeps_sizes: bool,
@@ -354,28 +359,17 @@ class FromLeader(Streamed[T]):
 
     Args:
         sent: What is sent, on the leader too.
-        rest: As in ``Streamed``, like the others.
-        plan: Likewise.
         states: What this rank's samplers held before the pass.
+        rest: As in ``Streamed``, like the others.
     """
 
     states_after: States | None
 
     def __init__(
-        self,
-        sent: Iterator[Piece[T]],
-        rest: Callable[[Iterator[T]], Iterator[T]],
-        plan: Plan,
-        states: States,
-        *,
-        name: str,
-        draws_ahead: bool,
-        keeps_sizes: bool,
+        self, sent: Iterator[Piece[T]], states: States, rest: Callable[[Iterator[T]], Iterator[T]], **options: Any
     ) -> None:
         self._sent, self._states = sent, states
-        super().__init__(
-            self._items, rest, nullcontext, plan, name=name, draws_ahead=draws_ahead, keeps_sizes=keeps_sizes
-        )
+        super().__init__(self._items, nullcontext, rest, **options)
 
     def _items(self) -> Iterator[T]:
         while self.states_after is None:

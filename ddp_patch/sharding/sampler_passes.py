@@ -31,7 +31,7 @@ from ddp_patch.orders.random_states import (
 )
 from ddp_patch.plan import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
-from ddp_patch.sharding.balancing import Balancer, balanced_stream, part_of_batch
+from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import FromLeader, Indexed, ItemSource, Streamed, in_pieces
 from ddp_patch.sharding.passes import Pass
@@ -242,32 +242,38 @@ class SamplerPasses(Passes[T]):
         private_generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
         order = partial(order_of, self.sampler, epoch, private_generator)
         random_context = partial(self._drawing, epoch, None if self._order_is_drawn else PrivateRNG(seed, epoch))
-        if self._is_looked_up():
-            return Indexed(order, random_context, self.plan, taken, digest=digest, keeps_sizes=keeps_sizes)
+        if self._is_looked_up() and (self._balancer is None or not taken):
+            balanced = None
+            if self._balancer is not None:
+                balanced = partial(balanced_order, self._balancer, self.plan.num_replicas, epoch, digest=digest)
+            return Indexed(
+                order, random_context, self.plan, taken, balanced=balanced, digest=digest, keeps_sizes=keeps_sizes
+            )
         begin, plan = self._begun_by(order, start), self.plan
         rest: Callable[[Iterator[T]], Iterator[T]] = partial(_left, taken)  # by other numbers of ranks
         if self._balancer is not None:
             rest = partial(balanced_stream, self._balancer, epoch, before, plan.num_replicas)
         how: dict[str, Any] = {
+            "plan": plan,
             "name": self.name,
             "draws_ahead": not self._is_one_shot,
             "keeps_sizes": keeps_sizes,
         }
         if (leader := self.agreed.leader) is None:
             known = start.states.streams[0].first if start.states.streams else None
-            return Streamed(begin, rest, random_context, plan, digest=digest, known=known, **how)
+            return Streamed(begin, random_context, rest, digest=digest, known=known, **how)
         # Later messages hold more. Of an iterator, each is a round: nothing is drawn ahead.
         first = _LARGEST_PIECE if leader.is_leader and self.length_if_any(epoch) is not None else _FIRST_PIECE
         sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
         pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
-        sent = leader.sent(partial(self._pass_facts, epoch), pieces)
-        return FromLeader(sent, rest, plan, start.states, **how)
+        return FromLeader(leader.sent(partial(self._pass_facts, epoch), pieces), start.states, rest, **how)
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
-        # Where the order is known, the sampler is not begun: it may count epochs by that.
-        begin: Callable[[], Iterator[T]]
-        begin = partial(_in_order, order) if self._has_order else partial(start_iterating, self.sampler)
+        begin: Callable[[], Iterator[T]] = partial(start_iterating, self.sampler)
+        # Where nobody else draws from the same, the sampler is not begun: it may count epochs by that.
+        if self._is_looked_up() or (self._order_is_drawn and not self.sampler_states.has_generators):
+            begin = partial(_in_order, order)
         if self.shuffles:
             begin = partial(_arranged, begin, partial(_in_permutation, self.agreed.seed.value, start.epoch))
         if self._gives_runs:
@@ -288,7 +294,7 @@ class SamplerPasses(Passes[T]):
 
     def _is_looked_up(self) -> bool:
         """Whether a pass looks its items up in the epoch's order, instead of drawing those of all ranks."""
-        is_arranged = self.shuffles or self._gives_runs or self._balancer is not None
+        is_arranged = self.shuffles or self._gives_runs
         return self._has_order and not is_arranged and self.agreed.leader is None
 
     def note_length(self, current: Pass[T], length: int) -> None:

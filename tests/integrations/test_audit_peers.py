@@ -18,10 +18,6 @@ def in_order() -> DataLoader[Any]:
     return DataLoader(Untouchable(), batch_size=4)
 
 
-def shuffled() -> DataLoader[Any]:
-    return DataLoader(Untouchable(), batch_size=4, shuffle=True)
-
-
 def batches() -> DataLoader[Any]:
     return DataLoader(Untouchable(), batch_sampler=PKBatchSampler(LABELS, p=4, k=2, seed=1))
 

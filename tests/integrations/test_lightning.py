@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks.kinds import KINDS, Batch
+from frameworks.lightning_trainer import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
@@ -34,15 +35,7 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
 
 
 def make_trainer() -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return quiet_trainer(max_epochs=1, num_sanity_val_steps=0)
 
 
 class Predicting(Module):
@@ -108,15 +101,7 @@ class Resuming:
         saving = ModelCheckpoint(
             folder, "{step}", every_n_train_steps=every, save_top_k=-1, save_on_train_epoch_end=self.at_ends
         )
-        trainer = Trainer(
-            accelerator="cpu",
-            callbacks=[saving],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=1,
-            **self.trained_with,
-        )
+        trainer = quiet_trainer(saving, num_sanity_val_steps=1, **self.trained_with)
         valuation: Any = as_rank_1(DataLoader(range(6), 2))  # type: ignore[arg-type]  # a range is a dataset
         trainer.fit(module, patched, valuation, ckpt_path=None if step is None else self.folder / f"step={step}.ckpt")
         assert valuation.sampler.epoch == 0 or not valuation.state_dict()["parts"][0]

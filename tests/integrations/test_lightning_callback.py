@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks.kinds import KINDS, Batch, features, tiny_model
+from frameworks.lightning_trainer import quiet_trainer
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
@@ -75,15 +76,8 @@ class Data(LightningDataModule):  # type: ignore[misc]  # as above
 
 
 def make_trainer(*callbacks: Any, patching: Any = None, **options: Any) -> Trainer:
-    chosen: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": False, **options}
-    return Trainer(
-        accelerator="cpu",
-        callbacks=[*([] if patching is False else [PatchDataLoaders(**patching or {})]), *callbacks],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **chosen,
-    )
+    patches = [] if patching is False else [PatchDataLoaders(**patching or {})]
+    return quiet_trainer(*patches, *callbacks, **{"max_epochs": 2, **options})
 
 
 def on_ranks(rank: int, world_size: int, seed: int = 100) -> dict[str, Any]:
@@ -221,7 +215,7 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[l
         saving = ModelCheckpoint(kept, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
         options = on_ranks(rank, world_size)
         whole = Recording()
-        make_trainer(saving, enable_checkpointing=True, **options).fit(whole, nest(workers))
+        make_trainer(saving, **options).fit(whole, nest(workers))
         for step in (2, 5, 8):
             on_ranks(rank, world_size, seed=200)
             rest = Recording()
@@ -241,7 +235,7 @@ def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
 def test_a_checkpoint_without_positions_is_refused_within_an_epoch(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
     ending = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-    make_trainer(saving, ending, patching=False, enable_checkpointing=True).fit(Module(), KINDS[0].make())
+    make_trainer(saving, ending, patching=False).fit(Module(), KINDS[0].make())
     for world in ({"rank": 1, "num_replicas": 2}, {}):
         with raises(StateError, ("2 batches", "PatchDataLoaders"), "at the end of an epoch"):
             make_trainer(patching=world).fit(Module(), KINDS[0].make(), ckpt_path=tmp_path / "step=2.ckpt")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from frameworks.lightning_trainer import quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
@@ -89,15 +90,7 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
 
 
 def make_trainer(*callbacks: Any, **options: Any) -> Trainer:
-    chosen: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "logger": False, **options}
-    return Trainer(
-        accelerator="cpu",
-        callbacks=[*callbacks],
-        enable_checkpointing=len(callbacks) > 1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **chosen,
-    )
+    return quiet_trainer(*callbacks, **{"max_epochs": 2, "num_sanity_val_steps": 0, **options})
 
 
 def every_step(folder: Path | str) -> ModelCheckpoint:

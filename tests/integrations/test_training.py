@@ -11,7 +11,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from documented import CHECKOUT
-from lightning.pytorch import LightningModule, Trainer
+from frameworks.lightning_trainer import quiet_trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from quick import run_ranks
 from torch import Tensor, nn
@@ -81,14 +82,10 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         return digits.make_optimizer(self.network)
 
 
-QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-
-
 def with_lightning(name: str) -> Tensor:
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
     module = Module(name)
-    without = {"enable_checkpointing": False, "enable_model_summary": False}
-    Trainer(devices=2, strategy="ddp", max_epochs=digits.EPOCHS, **without, **QUIET).fit(module)
+    quiet_trainer(devices=2, strategy="ddp", max_epochs=digits.EPOCHS).fit(module)
     return parameters(module.network)
 
 
@@ -111,8 +108,7 @@ def test_a_weighted_loader_keeps_its_place_in_lightning(tmp_path: Path) -> None:
         seed_ambient(5)
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=17, save_top_k=-1)
         module = Module("shuffled", rank=0, num_replicas=1)
-        trainer = Trainer(max_epochs=digits.EPOCHS, callbacks=saving, enable_model_summary=False, **QUIET)
-        trainer.fit(module, ckpt_path=checkpoint)
+        quiet_trainer(saving, max_epochs=digits.EPOCHS).fit(module, ckpt_path=checkpoint)
         return parameters(module.network)
 
     whole = fitted(None)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler
 from zoo import KINDS, STEPS, Indices, N, Own, as_it_is, loader, seed_ambient, units
 
+import ddp_patch
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.plan import Plan
 
@@ -117,6 +118,9 @@ def differing(rank: int, world_size: int, with_errors: bool) -> Any:
         refused = [[said(lambda of=of, act=act: act(rank == of)) for act, _ in REFUSED] for of in range(2)]  # type: ignore[misc]  # as above
         ready = patch_dataloader_to_ddp(loader(), rank=rank, num_replicas=world_size)
         told.append(said(lambda: patch_dataloader_to_ddp(ready if odd else loader())))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ddp_patch, "__version__", f"0.{int(odd)}")
+            told.append(said(lambda: patch_dataloader_to_ddp(loader())))
     patched = patch_dataloader_to_ddp((loader(shuffle=True), loader(shuffle=True)))
     return told, refused, [list(one) for one in patched]
 
@@ -127,6 +131,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once_and_nothing_is_patc
     expected.append((("uneven: drop on rank 1; pad on ranks 0, 2", "seed: 0 on rank 0; 1 on rank 1"), SAME))
     expected.append(("sampler length: 9 on rank 1; 10 on ranks 0, 2", SAME))
     expected.append(("sharded already by: ", SAME))
+    expected.append(("version of ddp_patch: 0.1 on rank 1; 0.0 on ranks 0, 2", SAME))
     for rank, (told, refused, _) in enumerate(ranks):
         assert told == ranks[0][0]
         for (name, message), (facts, remedy) in zip(told, expected, strict=True):
@@ -140,7 +145,7 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once_and_nothing_is_patc
                 if rank != odd:
                     facts = ("Agreeing on how data is sharded", f"rank {odd}: {error}")
                     assert_tells(message, facts, "all ranks again")
-    # Seeds are counted as if those calls had not been made, but for the one that was.
+    # Seeds are counted as if those calls had not been made.
     assert [given for *_, given in ranks] == [given for *_, given in run_ranks(differing, 3, False)]
 
 

@@ -30,7 +30,7 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.errors import InvalidOptionError, MissingRanksError, message_of
-from ddp_patch.evaluation import sending
+from ddp_patch.evaluation import gather
 from ddp_patch.plan import Plan
 
 SEED = 100
@@ -140,7 +140,7 @@ def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
 
 def every_form(rank: int, world_size: int) -> None:
     for most in (50, 2**26):  # bytes at once
-        sending._LARGEST_MESSAGE = most
+        gather._LARGEST_MESSAGE = most
         ways: list[dict[str, Any]] = [{"uneven": "pad"}, {"uneven": "keep"}]
         for n, way in product((0, 1, N), ways):
             given = patch_dataloader_to_ddp(loader(sampler=list(range(n))), **way)
@@ -348,7 +348,7 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
     own = torch.tensor(outputs_of("sequential", given))
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sending, "_rows_at_once", None)
+            patch.setattr(gather, "_rows_at_once", None)
             with pytest.raises(TypeError):
                 gather_in_order(own, given)
         return "", ""

@@ -172,7 +172,7 @@ def test_an_error_of_one_rank_is_told(tmp_path: Path) -> None:
         assert words in done.stderr
 
 
-# torch's takes tensors of accelerators alone.
+# Batch normalisation that sees all ranks' parts, because torch's takes tensors of accelerators alone.
 SYNCHRONISED = """
     from torch.distributed.nn.functional import all_reduce
 

@@ -29,16 +29,6 @@ class Unequal(Sampler[list[int]]):
             indices = indices[size:]
 
 
-class SizedUnequal(Unequal):
-    """A fixed number of them, which is told."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([*range(k, k + random.randint(1, 9))] for k in range(8))
-
-
 def tokens(batch: list[int]) -> list[int]:
     return [index % 4 for index in batch]
 

@@ -10,25 +10,8 @@ import numpy as np
 import pytest
 import torch
 from messages import missing
-from torch.utils.data import (
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
-from zoo import (
-    KINDS,
-    Indices,
-    Kind,
-    N,
-    Own,
-    Source,
-    draw_ambient,
-    seed_ambient,
-    seeded_generator,
-    units,
-)
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from zoo import KINDS, Indices, Kind, N, Own, Source, draw_ambient, seed_ambient, seeded_generator, units
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.loaders.facts import StreamFacts

@@ -548,14 +548,7 @@ class OfEachEpoch(IterableDataset[int]):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     "make",
-    [
-        setups.Stream,
-        setups.SplitByWorker,
-        setups.Augmented,
-        lambda: AtRandom(2),
-        lambda: AtRandom(0.5),
-        OfEachEpoch,
-    ],
+    [setups.Stream, setups.SplitByWorker, setups.Augmented, lambda: AtRandom(2), lambda: AtRandom(0.5), OfEachEpoch],
 )
 def test_a_patched_loader_that_loses_nothing_is_no_false_alarm(make: Any, num_workers: int) -> None:
     audit(DataLoader(make(), 4, num_workers=num_workers), 3).raise_for_problems()

@@ -140,12 +140,7 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     add(InvalidOptionError, "audit allow", lambda value: audited(given(), 2, allow=value), ["x", ["x"], 3, None, [3]])
     add(InvalidOptionError, "audit max_items", lambda value: audited(given(), 2, max_items=value), [0, "3", 1.5])
     add(InvalidOptionError, "audit timeout", lambda value: audited(given(), 2, timeout=value), SECONDS)
-    add(
-        InvalidOptionError,
-        "audit factory",
-        lambda value: audited(value, 2),
-        [one_argument, three_arguments],
-    )
+    add(InvalidOptionError, "audit factory", lambda value: audited(value, 2), [one_argument, three_arguments])
     add(NotALoaderError, "audit factory", lambda value: audited(value, 2), [returns_none])
     add(InvalidOptionError, "run_ranks", lambda value: ran(value, 1), [lambda rank, _: rank, local(), 3, None, "x"])
     add(InvalidOptionError, "run_ranks args", lambda value: ran(operator.add, 1, value), [lambda: 3])

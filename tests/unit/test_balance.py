@@ -15,19 +15,7 @@ from messages import raises
 from resumed import as_saved
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from trying import over_in_turn
-from zoo import (
-    ALL_KINDS,
-    STEPS,
-    Indices,
-    Kind,
-    N,
-    Source,
-    as_it_is,
-    comparable,
-    loader,
-    seed_ambient,
-    units,
-)
+from zoo import ALL_KINDS, STEPS, Indices, Kind, N, Source, as_it_is, comparable, loader, seed_ambient, units
 
 from ddp_patch import Cost, iter_with_mask, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, StateError
@@ -178,10 +166,7 @@ def test_in_other_worlds_each_sample_comes_once(worlds: tuple[int, ...], whole: 
     assert seen == Counter(range(n))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"cost": [2.0] * N}, {"window": 3}, {"cost": None}, {"of": "padded"}],
-)
+@pytest.mark.parametrize("options", [{"cost": [2.0] * N}, {"window": 3}, {"cost": None}, {"of": "padded"}])
 def test_the_state_of_another_balance_is_refused(options: dict[str, Any]) -> None:
     given: dict[str, Any] = {"cost": [1.0] * N}
     running = balanced(loader(), **given)

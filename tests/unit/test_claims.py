@@ -79,11 +79,7 @@ HONEST: dict[str, tuple[Callable[[int, int], Iterable[Any]], int, bool]] = {
     "shuffled alike": (lambda r, w: np.random.default_rng(5).permutation(30_000)[r::w].tolist(), 30_000, False),
     "endless": (endless, 100, False),
     "few samples": (lambda r, w: [r % 2], 2, False),
-    "with replacement": (
-        lambda r, w: np.random.default_rng(5).integers(500, size=500)[r::w].tolist(),
-        500,
-        False,
-    ),
+    "with replacement": (lambda r, w: np.random.default_rng(5).integers(500, size=500)[r::w].tolist(), 500, False),
     "few samples drawn often": (lambda r, w: np.random.default_rng(r).integers(20, size=4000).tolist(), 4000, False),
     "names": (lambda r, w: [f"{i}.jpg" for i in range(r, 37, w)], 37, False),
     "tensors": (lambda r, w: [torch.tensor([i, i + 1]) for i in range(2 * r, 36, 2 * w)], 37, True),

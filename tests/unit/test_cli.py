@@ -184,14 +184,8 @@ def test_every_parameter_has_its_option() -> None:
     ("options", "passed"),
     [
         ([], {"patch": True, "padding": True}),
-        (
-            ["--order", "leader", "--share", "by_worker"],
-            {"order": "leader", "share": "by_worker"},
-        ),
-        (
-            ["--seed", "4", "--uneven", "drop"],
-            {"seed": 4, "uneven": "drop"},
-        ),
+        (["--order", "leader", "--share", "by_worker"], {"order": "leader", "share": "by_worker"}),
+        (["--seed", "4", "--uneven", "drop"], {"seed": 4, "uneven": "drop"}),
         (
             ["--max-items", "9", "--epochs", "3", "--epochs-differ"],
             {"max_items": 9, "epochs": 3, "epochs_differ": True},

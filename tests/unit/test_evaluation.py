@@ -212,11 +212,7 @@ def test_nothing_in_nothing_out() -> None:
 
 BY_HAND: dict[Any, tuple[Any, list[Any], list[Any]]] = {
     DDPSamplerWrapper: (range(5), [([1, 3], [True, True]), ([0], [False])], [0, 1, 2, 3, 4]),
-    DDPBatchSamplerWrapper: (
-        [[0], [1, 2], [3, 4]],
-        [([1, 2], [True, True]), ([0], [False])],
-        [[0], [1, 2], [3, 4]],
-    ),
+    DDPBatchSamplerWrapper: ([[0], [1, 2], [3, 4]], [([1, 2], [True, True]), ([0], [False])], [[0], [1, 2], [3, 4]]),
 }
 
 

@@ -165,14 +165,7 @@ def test_nothing_imports_upwards() -> None:
 
 
 # The audit's own floors; its other modules stand on top of all of these.
-AUDIT_FLOORS = {
-    "problems": 0,
-    "ranks": 0,
-    "world": 1,
-    "picture": 2,
-    "report": 3,
-    "judge": 4,
-}
+AUDIT_FLOORS = {"problems": 0, "ranks": 0, "world": 1, "picture": 2, "report": 3, "judge": 4}
 
 
 def test_nothing_in_the_audit_imports_upwards() -> None:

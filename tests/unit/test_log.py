@@ -91,11 +91,7 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     # (c) no longer than where it is over
     "left": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 4), "length"),
     "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), "length"),
-    "failed, and the others went through": (
-        Rank().takes(0, 3, State.FAILED).takes(1, 2),
-        Rank().all_of(0),
-        "length",
-    ),
+    "failed, and the others went through": (Rank().takes(0, 3, State.FAILED).takes(1, 2), Rank().all_of(0), "length"),
     "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
     "failed before the ranks compared, and an epoch set": (
         Rank().takes(0, 1, State.FAILED, compares=False).sets_an_epoch().takes(1, 2),

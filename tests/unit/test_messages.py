@@ -8,12 +8,7 @@ from messages import Words, assert_tells, raises
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from zoo import Indices, N, as_it_is, loader
 
-from ddp_patch import (
-    DDPSamplerWrapper,
-    assert_loaders_patched,
-    check_loaders_is_patched,
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import DDPSamplerWrapper, assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import (
     AlreadyPatchedError,
     InvalidOptionError,

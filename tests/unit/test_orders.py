@@ -25,7 +25,7 @@ from zoo import as_it_is
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.orders.chunks import MOST_AHEAD
-from ddp_patch.orders.orders import has_order, order_of
+from ddp_patch.orders.orders import has_order, in_blocks, order_of
 from ddp_patch.plan import Plan
 
 WORDS = [f"{index}.jpg" for index in range(103)]
@@ -313,3 +313,11 @@ def test_an_order_is_held_in_32_bits_and_once() -> None:
     look_up: Any = order.at
     (tensor,) = look_up.args
     assert tensor.untyped_storage().nbytes() == 4_000_000
+
+
+def test_positions_are_cut_where_turns_begin() -> None:
+    for positions in (range(0), range(7, 8), range(3, 100, 7), range(10, 30)):
+        turns = [*in_blocks(positions, 10)]
+        assert [10 * number + place for number, places in turns for place in places] == [*positions]
+        assert all({places[0], places[-1]} <= {*range(10)} for _, places in turns)
+        assert len({number for number, _ in turns}) == len(turns)

@@ -151,11 +151,7 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
     ids=lambda path: path.name,
 )
 def test_every_example_is_run_by_something(path: Path) -> None:
-    runners = [
-        CHECKOUT / "noxfile.py",
-        *MARKDOWN,
-        *(CHECKOUT / "tests").rglob("test_*.py"),
-    ]
+    runners = [CHECKOUT / "noxfile.py", *MARKDOWN, *(CHECKOUT / "tests").rglob("test_*.py")]
     module = rf"from {path.stem} import"
     run = any(path.name in runner.read_text() for runner in runners if runner != Path(__file__))
     imported = any(module in other.read_text() for other in path.parent.glob("*.py"))

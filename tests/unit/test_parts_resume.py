@@ -185,10 +185,7 @@ SET_UPS: dict[str, dict[str, Any]] = {
 
 
 FIRST = ("plain", "no workers")
-WHOLE = {
-    *(("plain", name) for name in ("parts, shuffled", "stateful parts")),
-    ("persistent", "stateful parts"),
-}
+WHOLE = {*(("plain", name) for name in ("parts, shuffled", "stateful parts")), ("persistent", "stateful parts")}
 OTHERS = SET_UPS.keys() - FIRST
 CASES: list[Any] = [(name, set_up) for name in MAKES for set_up in FIRST]
 CASES += [("stateful parts", set_up) for set_up in sorted(OTHERS)[::4]]

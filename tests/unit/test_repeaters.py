@@ -24,11 +24,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import (
-    InvalidOptionError,
-    StateError,
-    UnsupportedLoaderError,
-)
+from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import repeater_in
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 

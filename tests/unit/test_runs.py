@@ -8,13 +8,7 @@ import pytest
 import torch
 from messages import raises
 from quick import run_ranks
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 from zoo import Indices, N
 
 from ddp_patch import DDPSamplerWrapper, gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader

@@ -16,11 +16,7 @@ from zoo import as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
-from ddp_patch.orders.random_states import (
-    generator_state,
-    random_generators,
-    set_generator_state,
-)
+from ddp_patch.orders.random_states import generator_state, random_generators, set_generator_state
 from ddp_patch.samplers import ScalableRandomSampler
 
 N = 48

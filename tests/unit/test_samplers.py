@@ -15,13 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, loader, pk_batches
 
 from ddp_patch import DDPBatchSamplerWrapper, patch_dataloader_to_ddp

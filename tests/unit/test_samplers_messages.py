@@ -64,12 +64,7 @@ MESSAGES: list[tuple[Call, Words, Words]] = [
     (lambda: lengths([3, 4], max_tokens=5, batch_size=2), ("max_tokens=5", "batch_size=2"), "one"),
     *(
         (lambda odd=odd: lengths(odd, batch_size=5), ("lengths", kind, "whole number of tokens"), LISTED)
-        for odd, kind in [
-            ([], "(0,)"),
-            ([3, 4.0], "float64"),
-            ([1, 10**30], "object"),
-            ([True, False], "bool"),
-        ]
+        for odd, kind in [([], "(0,)"), ([3, 4.0], "float64"), ([1, 10**30], "object"), ([True, False], "bool")]
     ),
     (lambda: lengths([3, 0], max_tokens=5), ("lengths[1]=0", "at least 1"), "sample"),
     (lambda: lengths(np.array([2**63], np.uint64), batch_size=10), (f"lengths[0]={2**63}", "64 bits"), "sample"),

@@ -158,12 +158,7 @@ class Alike:
         return "key"
 
 
-@pytest.mark.parametrize(
-    ("nest", "why"),
-    [
-        ([MappingProxyType({"train": loader()})], "cannot pickle"),
-    ],
-)
+@pytest.mark.parametrize(("nest", "why"), [([MappingProxyType({"train": loader()})], "cannot pickle")])
 def test_a_nest_that_cannot_be_returned_with_others_is_refused(nest: Any, why: str) -> None:
     with raises(NotALoaderError, (type(nest).__name__, why), "list, tuple or dict"):
         patch_dataloader_to_ddp(nest, **WORLD)

@@ -9,32 +9,11 @@ import numpy as np
 import pytest
 import torch
 from messages import raises
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    Sampler,
-)
-from zoo import (
-    ALL_KINDS,
-    Kind,
-    PKBatches,
-    Source,
-    as_it_is,
-    by_torch,
-    loader,
-    seed_ambient,
-    units,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from zoo import ALL_KINDS, Kind, PKBatches, Source, as_it_is, by_torch, loader, seed_ambient, units
 from zoo import Drawn as DrawnIndices
 
-from ddp_patch import (
-    DDPBatchSamplerWrapper,
-    iter_with_mask,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import DDPBatchSamplerWrapper, iter_with_mask, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.plan import Plan
 from ddp_patch.sharding.sampler import describe_share

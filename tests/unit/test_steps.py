@@ -108,17 +108,6 @@ def test_it_is_refused_at_the_patch_and_every_remedy_helps(
         assert all(shares) or loses_nothing, remedy
 
 
-@pytest.mark.parametrize(("n", "made", "ranks", "options", "remedies"), HIDDEN)
-def test_a_stream_of_unknown_length_is_refused_before_any_step(
-    n: int, made: dict[str, Any], ranks: int, options: dict[str, Any], remedies: list[str]
-) -> None:
-    for rank in range(ranks):
-        mine = patch_dataloader_to_ddp(given(n, made, Bare(range(n))), rank=rank, num_replicas=ranks, **options)
-        with raises(NoStepsError, ("no step", "Bare", f"{n} items")) as caught:
-            next(iter(mine))
-        assert told(caught.value) == remedies
-
-
 @pytest.mark.parametrize(("case", "workers"), [*((case, 0) for case in HIDDEN), (HIDDEN[2], 2)])
 def test_so_is_an_iterable_dataset(case: Any, workers: int) -> None:
     """Its workers find that too: of the last case, where the first rank alone has a full batch."""

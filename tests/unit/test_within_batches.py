@@ -11,24 +11,9 @@ import torch
 from messages import raises
 from torch.utils.data import DataLoader, IterableDataset
 from trying import over_in_turn
-from zoo import (
-    ALL_KINDS,
-    STEPS,
-    Indices,
-    Kind,
-    Source,
-    as_it_is,
-    comparable,
-    loader,
-    seed_ambient,
-)
+from zoo import ALL_KINDS, STEPS, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
-from ddp_patch import (
-    iter_with_mask,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import iter_with_mask, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.plan import Plan
 

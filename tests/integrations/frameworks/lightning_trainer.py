@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 from ddp_patch import patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
 from frameworks.kinds import Batch, features, tiny_model
 
-__all__ = ["FRAMEWORK"]
+__all__ = ["FRAMEWORK", "quiet_trainer"]
 
 
 class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
@@ -42,21 +43,24 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
+def quiet_trainer(*callbacks: Any, **options: Any) -> Trainer:
+    """Return a Trainer that prints nothing, and saves where a callback does."""
+    return Trainer(
+        accelerator="cpu",
+        callbacks=[*callbacks],
+        logger=False,
+        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     """Fit for some epochs."""
     os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
     module = Module(loader, patched, epochs)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy="ddp",
-        max_epochs=len(epochs),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module)
+    quiet_trainer(devices=dist.get_world_size(), strategy="ddp", max_epochs=len(epochs)).fit(module)
     return module.seen
 
 
