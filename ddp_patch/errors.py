@@ -69,19 +69,16 @@ __all__ = [
 ]
 
 
-_LOOK_UP = "Causes and remedies: python -m ddp_patch explain"
-
-
 class _HasSection:
     """Ends the text of an error or warning with the command that shows its section of ``docs/errors.md``.
 
-    The line is added when the text is shown, so pickling carries the bare message. A text that ends with another error,
-    and so with its line, has that one: torch makes a worker's error anew from its shown text.
+    The line is added when the text is shown, so pickling carries the bare message. torch makes a worker's error anew
+    from its shown text, which then has the line already.
     """
 
     def __str__(self) -> str:
         shown, line = super().__str__(), self._section()
-        if shown.rstrip().rpartition("\n")[2].startswith(_LOOK_UP):
+        if shown.rstrip().endswith(line):
             return shown
         return f"{shown}\n{line}" if shown else line
 
@@ -89,7 +86,7 @@ class _HasSection:
     def _section(cls) -> str:
         """Return the line; a class that is derived elsewhere has its parent's section."""
         name = next(parent.__name__ for parent in cls.__mro__ if parent.__module__ == __name__)
-        return f"{_LOOK_UP} {name}"
+        return f"Causes and remedies: python -m ddp_patch explain {name}"
 
 
 def message_of(error: BaseException) -> str:

@@ -231,10 +231,9 @@ class StreamPasses(Passes[None]):
             remedy = f"Pass share='by_worker' if each worker shuffles its own. Or: {remedy}"
         return (
             f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. Set "
-            "is_ddp_aware = True in its class if it is sharded already, and gives each rank other samples: its loader "
-            f"is then left as it is. Or let it give every rank everything. If it only shuffles: {remedy}. Skip "
-            "unreadable items on every rank, or raise an error. If only augmentation differs, give items a string "
-            f"{SAMPLE_KEY!r}."
+            "is_ddp_aware = True in its class if it is sharded already. Or let it give every rank everything. If it "
+            f"only shuffles: {remedy}. Skip unreadable items on every rank or none. If only augmentation differs, give "
+            f"items a string {SAMPLE_KEY!r}."
         )
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:

@@ -342,6 +342,7 @@ def _rank_main(task: _Task, sender: Connection) -> None:
 def _shown_from_users_code(error: BaseException) -> str:
     """Return an error with its traceback, without the lines of this package; with these if one of them is at fault."""
     told = traceback.TracebackException.from_exception(error)
+    told.__suppress_context__ |= isinstance(error, DDPPatchError)  # what was raised meanwhile is this package's affair
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [frame.f_code.co_filename.startswith(_OWN) for frame, _ in frames]
     if isinstance(error, DDPPatchError) or not own[-1]:
