@@ -11,7 +11,7 @@ from zoo import seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.options import Uneven
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 __all__ = ["Read", "assert_nothing_is_lost", "assert_parts_are_shared", "epoch", "loader_of", "ranks", "share"]
 

@@ -27,7 +27,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 from ddp_patch.samplers import (
     GroupedBatchSampler,
     IterationBatchSampler,

@@ -13,7 +13,7 @@ from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
-from ddp_patch.positions import Batching, Plan
+from ddp_patch.positions_and_padding import Batching, Plan
 from ddp_patch.sharding.refusals import unit_shared
 
 __all__ = ["Costs", "Coverage", "EpochGiven", "StepCosts", "World", "counts_of", "coverage", "dense", "signature"]

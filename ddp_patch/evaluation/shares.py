@@ -8,7 +8,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ddp_patch.loaders.facts import ShardedUnit
-from ddp_patch.positions import Schedule
+from ddp_patch.positions_and_padding import Schedule
 from ddp_patch.ranks.log import State
 from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass

@@ -16,7 +16,7 @@ from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
-from ddp_patch.positions import BatchRecord
+from ddp_patch.positions_and_padding import BatchRecord
 from ddp_patch.ranks.group import closed_at_exit, opened_sums
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass

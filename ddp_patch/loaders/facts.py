@@ -40,7 +40,7 @@ from ddp_patch.loaders.samples import (
 )
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, random_generators
-from ddp_patch.positions import ONE_PER_STEP, Batching
+from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
 __all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "held_for_workers", "look_at"]

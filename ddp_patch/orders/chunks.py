@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 if TYPE_CHECKING:
     from ddp_patch.orders.digest import Digest

@@ -21,7 +21,7 @@ from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, Seed, generator_state, loader_seed, set_generator_state
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 from ddp_patch.ranks.exchange import FEW, by_value, exchange, parties_text, refuse, require_same, who_has_what
 from ddp_patch.ranks.mailbox import Mailbox, agreed_mailbox, mailbox_of_explicit_world
 from ddp_patch.ranks.packing import packed, unpacked

@@ -22,7 +22,7 @@ from ddp_patch.orders.chunks import copied_items
 from ddp_patch.orders.digest import Digest, number_of
 from ddp_patch.orders.orders import EpochOrder, in_blocks
 from ddp_patch.orders.random_states import Seed, balancing_key
-from ddp_patch.positions import Batching, Consumed, Plan
+from ddp_patch.positions_and_padding import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.positions import Batching
+from ddp_patch.positions_and_padding import Batching
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress, State
 from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.ranks.pass_monitor import PassMonitor

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.random_states import EpochCounter, one_at_a_time
-from ddp_patch.positions import Batching, Consumed, Plan
+from ddp_patch.positions_and_padding import Batching, Consumed, Plan
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.sampler_states import SamplerStates

@@ -12,7 +12,7 @@ from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import ReadAhead, copied_items, draw, split_chunks
 from ddp_patch.orders.digest import Digest, evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder, blocks
-from ddp_patch.positions import Part, Plan, Schedule, Sizes
+from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
 __all__ = ["FromLeader", "Indexed", "ItemSource", "Piece", "Streamed", "in_pieces"]

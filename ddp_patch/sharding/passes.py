@@ -8,7 +8,7 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddp_patch.orders.chunks import State
-from ddp_patch.positions import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
+from ddp_patch.positions_and_padding import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States, split_consumed

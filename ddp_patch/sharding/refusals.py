@@ -18,7 +18,7 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, Unsupporte
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
 from ddp_patch.loaders.recognition import ignores_index, line_for_inner, nested_datasets, streams_in
 from ddp_patch.options import Options, Share
-from ddp_patch.positions import ONE_PER_STEP, Batching, Plan, require_steps
+from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.validation import counted

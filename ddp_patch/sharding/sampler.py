@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.loaders.facts import StreamFacts
 from ddp_patch.loaders.samples import steps_of
-from ddp_patch.positions import ONE_PER_STEP, Batching, rest_of
+from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching, rest_of
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler_passes import SamplerPasses

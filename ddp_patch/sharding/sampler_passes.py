@@ -29,7 +29,7 @@ from ddp_patch.orders.random_states import (
     look,
     random_generators,
 )
-from ddp_patch.positions import Batching, Sizes
+from ddp_patch.positions_and_padding import Batching, Sizes
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.balancing import Balancer, balanced_order, balanced_stream, part_of_batch
 from ddp_patch.sharding.epochs import Passes

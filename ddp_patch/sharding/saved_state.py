@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.orders.random_states import Seed, is_stateful, look, random_generators, set_generator_state
-from ddp_patch.positions import Batching, Consumed
+from ddp_patch.positions_and_padding import Batching, Consumed
 from ddp_patch.validation import shown
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from ddp_patch.compat.private_torch import pinned_by
 from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
-from ddp_patch.positions import made_in_turn, turn_after
+from ddp_patch.positions_and_padding import made_in_turn, turn_after
 from ddp_patch.ranks.exchange import refuse
 from ddp_patch.ranks.group import Channel, closed_at_exit, opened
 from ddp_patch.streams.stream_sampler import StreamPasses, StreamSource

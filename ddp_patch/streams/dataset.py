@@ -29,7 +29,7 @@ from ddp_patch.orders.random_states import (
     reader_seed,
     set_generator_states,
 )
-from ddp_patch.positions import Batching, Consumed, Plan, turn_after
+from ddp_patch.positions_and_padding import Batching, Consumed, Plan, turn_after
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.saved_state import Position, split_consumed
 from ddp_patch.sharding.wrapper_attributes import AttributeProxy

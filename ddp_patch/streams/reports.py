@@ -87,7 +87,7 @@ class SharedWorkerState:
         (self._begun,) = memory[:begun].view(_BEGUN)
         self._reports = memory[begun:reported].view(_REPORT).reshape(_PASSES_KEPT, self.readers)
         # The dataset's own state, pickled, at the end of the latest pass.
-        self.states = memory[reported:].reshape(self.readers, LARGEST)
+        self.states: np.ndarray[Any, np.dtype[np.uint8]] = memory[reported:].reshape(self.readers, LARGEST)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"readers": self.readers, "_memory": self._memory}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
-from ddp_patch.positions import Consumed, Part, Schedule
+from ddp_patch.positions_and_padding import Consumed, Part, Schedule
 from ddp_patch.ranks.agreement import Agreed
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource

@@ -16,7 +16,7 @@ from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, draw, split_chunks
 from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
-from ddp_patch.positions import Consumed, Plan, require_steps
+from ddp_patch.positions_and_padding import Consumed, Plan, require_steps
 from ddp_patch.sharding.balancing import part_of_batch
 from ddp_patch.sharding.saved_state import (
     RECOGNISED_BY,

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper
 from ddp_patch.options import Uneven
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 lengths = st.integers(0, 2000)
 worlds = st.integers(1, 64)

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from ddp_patch.evaluation.shares import places_of, run_of
 from ddp_patch.options import Uneven
-from ddp_patch.positions import Batching, BatchRecord, Part, Plan, Schedule, Sizes
+from ddp_patch.positions_and_padding import Batching, BatchRecord, Part, Plan, Schedule, Sizes
 
 ranks_of = st.integers(1, 5)
 unevens: st.SearchStrategy[Uneven] = st.sampled_from(["pad", "drop", "keep"])

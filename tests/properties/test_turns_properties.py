@@ -5,7 +5,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from ddp_patch.positions import Batching, Part, Plan, Schedule
+from ddp_patch.positions_and_padding import Batching, Part, Plan, Schedule
 
 parts = st.lists(st.builds(Part, st.integers(0, 6), st.integers(0, 40)), min_size=1, max_size=5)
 

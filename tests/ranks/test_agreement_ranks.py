@@ -20,7 +20,7 @@ from zoo import KINDS, STEPS, Indices, N, Own, as_it_is, loader, seed_ambient, u
 
 import ddp_patch
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 SEED = 100
 

@@ -31,7 +31,7 @@ from ddp_patch import (
 )
 from ddp_patch.errors import InvalidOptionError, MissingRanksError, message_of
 from ddp_patch.evaluation import gather
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 SEED = 100
 # Those with the length of every epoch known first.

@@ -25,7 +25,7 @@ from zoo import (
 
 from ddp_patch import DDPSamplerWrapper, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import WorldError
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 SEED = 100
 EPOCHS = 2  # of a kind that has as many

@@ -17,7 +17,7 @@ from ddp_patch.auditing import Report, Reports, world
 from ddp_patch.auditing.ranks import Rank
 from ddp_patch.auditing.report import page
 from ddp_patch.errors import AuditError, InvalidOptionError, NotALoaderError
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 
 def test_lists_and_dicts_are_audited_one_by_one() -> None:

@@ -19,7 +19,7 @@ from zoo import ALL_KINDS, STEPS, Indices, Kind, N, Source, as_it_is, comparable
 
 from ddp_patch import Cost, iter_with_mask, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 

@@ -18,7 +18,7 @@ from zoo import ALL_KINDS, BY_NAME, STEPS, Kind, N, draw_ambient, loader, seed_a
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import ExhaustedSamplerError, NoStepsError, StreamLengthWarning
 from ddp_patch.options import Uneven
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 FINITE = [kind for kind in ALL_KINDS if not kind.endless]
 # A rank's own drop_last takes items off its share, so that shares of such a loader say nothing of the stream.

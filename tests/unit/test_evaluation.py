@@ -47,7 +47,7 @@ from ddp_patch.errors import (
     WorldError,
 )
 from ddp_patch.options import Uneven
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 

@@ -29,7 +29,7 @@ FLOORS = {
     "compat": 3,
     "costs": 3,
     "options": 4,
-    "positions": 5,
+    "positions_and_padding": 5,
     "orders": 6,
     "loaders": 7,
     "samplers": 8,  # a wing of its own: nothing of the core imports it
@@ -193,7 +193,7 @@ def test_the_samplers_know_nothing_of_ranks() -> None:
             "errors",
             "loaders",
             "orders",
-            "positions",
+            "positions_and_padding",
             "samplers",
             "validation",
         }

@@ -13,7 +13,7 @@ from zoo import Indices, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.orders.chunks import MOST_AHEAD
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 from ddp_patch.samplers import ScalableRandomSampler
 from ddp_patch.samplers.keyed import Permutation
 

@@ -26,7 +26,7 @@ from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloade
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.orders.chunks import MOST_AHEAD
 from ddp_patch.orders.orders import has_order, in_blocks, order_of
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 

@@ -37,7 +37,7 @@ from zoo import (
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
-from ddp_patch.positions import Batching, Plan
+from ddp_patch.positions_and_padding import Batching, Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 

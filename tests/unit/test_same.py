@@ -31,7 +31,7 @@ def compared(after: Path, kept: Path, before: Path = TREE) -> subprocess.Complet
 @pytest.mark.soak  # as below
 def test_a_program_that_differs_is_shown(kept: Path, tmp_path: Path) -> None:
     shutil.copytree(TREE / "ddp_patch", tmp_path / "ddp_patch", ignore=shutil.ignore_patterns("__pycache__"))
-    plan = tmp_path / "ddp_patch" / "positions.py"
+    plan = tmp_path / "ddp_patch" / "positions_and_padding.py"
     right, wrong = "range(self.rank, total, self.num_replicas)", "range(0, total, self.num_replicas)"
     assert plan.read_text().count(right) == 1
     plan.write_text(plan.read_text().replace(right, wrong))

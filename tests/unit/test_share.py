@@ -15,7 +15,7 @@ from zoo import Drawn as DrawnIndices
 
 from ddp_patch import DDPBatchSamplerWrapper, iter_with_mask, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, StateError
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 from ddp_patch.sharding.sampler import describe_share
 
 # Samplers of other packages, as they are there.

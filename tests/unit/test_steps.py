@@ -15,7 +15,7 @@ from zoo import Bare, Source, as_it_is, loader
 from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import NoStepsError, message_of
 from ddp_patch.options import Uneven
-from ddp_patch.positions import Batching, Plan
+from ddp_patch.positions_and_padding import Batching, Plan
 
 
 def test_a_rank_is_lost_where_no_batch_of_its_share_is_full() -> None:

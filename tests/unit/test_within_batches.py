@@ -15,7 +15,7 @@ from zoo import ALL_KINDS, STEPS, Indices, Kind, Source, as_it_is, comparable, l
 
 from ddp_patch import iter_with_mask, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 

@@ -1,7 +1,7 @@
 import pytest
 
 from ddp_patch.options import Uneven
-from ddp_patch.positions import Plan
+from ddp_patch.positions_and_padding import Plan
 
 # n, uneven -> each rank's positions; a position >= n repeats the item at position mod n.
 TABLE: list[tuple[int, Uneven, list[list[int]]]] = [
