@@ -142,8 +142,7 @@ def set_generator_state(generator: RandomGenerator, state: Any) -> None:
         case np.random.RandomState():
             generator.set_state(state)
         case _:
-            version, internal, gauss = state
-            generator.setstate((version, tuple(internal), gauss))
+            generator.setstate(_in_tuples(state))
 
 
 def _plain(value: Any) -> Any:
@@ -156,6 +155,11 @@ def _plain(value: Any) -> Any:
         case np.ndarray():
             return value.tolist()
     return value
+
+
+def _in_tuples(state: Any) -> Any:
+    """Return a state of one of Python's generators as that says it: tuples of numbers."""
+    return tuple(map(_in_tuples, state)) if isinstance(state, list) else state
 
 
 def was_seeded(generator: RandomGenerator, before: Any) -> bool:
@@ -183,7 +187,8 @@ def seeded_anew(generator: RandomGenerator, state: Any, *key: int) -> Any:
         case np.random.RandomState():
             other = np.random.RandomState(seed.generate_state(4))
         case _:
-            other = random.Random(told)
+            other = copy.copy(generator)  # its class may be the user's
+            other.seed(told)
     return generator_state(other)
 
 

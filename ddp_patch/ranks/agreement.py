@@ -73,7 +73,7 @@ class Leader:
 
         Args:
             facts: Tells which pass this is.
-            pieces: What the leader draws, without end.
+            pieces: What the leader draws.
 
         Raises:
             Exception: What drawing raises, on the leader.

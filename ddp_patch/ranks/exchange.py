@@ -117,8 +117,8 @@ _missed: dict[tuple[str, int], str] = {}
 
 Judge: TypeAlias = Callable[[Mapping[int, Any]], Any]
 
-# A record or an answer, as JSON: what the rank is doing; why it does not take part, empty
-# if it does; the error to raise, by the name of its class and its text; and what the rank says, or is answered.
+# A record or an answer, as JSON: what the rank is doing; why it does not take part, empty if it does; the error to
+# raise, by the name of its class and its text; and what the rank says, or is answered.
 _Message: TypeAlias = dict[str, Any]
 
 

@@ -5,8 +5,7 @@ meeting, and connect when they first send: a rank of W has connections to about 
 that double.
 
 Rows are gathered in a group of their own. A pass whose ranks talk in its steps opens a channel over another: each sends
-numbers to all, and may send values to one. The numbers are gathered in the background of the steps, and a rank that
-leaves or fails is named to the others.
+numbers to all, and may send values to one. A rank that leaves or fails is named to the others.
 """
 
 import atexit
@@ -39,7 +38,7 @@ T = TypeVar("T")
 # Tags of messages: what is sent, and nothing.
 _DATA, _NOTHING = 0, 2**30
 
-# What runs in the background may wait for some steps: whoever waits for it has the deadline.
+# Whoever waits for it has the deadline: it looks meanwhile who has left.
 _BACKGROUND = timedelta(days=1)
 
 # After so long, a rank that waits looks whether another has left, and says that it waits.

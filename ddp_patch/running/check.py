@@ -329,11 +329,16 @@ def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
 
 
 def _is_aside(path: Path) -> bool:
-    """Return whether a file is none of the script's results: a temporary one, or one in a hidden folder of the home."""
+    """Return whether a file is none of the script's results: a temporary one, or one in a hidden folder of the home.
+
+    Where the script runs in such a folder itself, its files there are results.
+    """
     home, temporary = (Path(os.path.realpath(each)) for each in (os.path.expanduser("~"), tempfile.gettempdir()))
-    whole = Path(os.sep, path)
-    is_hidden = whole.is_relative_to(home) and whole.relative_to(home).parts[0].startswith(".")
-    return (is_hidden or whole.is_relative_to(temporary)) and not whole.is_relative_to(Path.cwd())
+    whole, here = Path(os.sep, path), Path.cwd()
+    aside = [temporary] if whole.is_relative_to(temporary) else []
+    if whole.is_relative_to(home) and len(below := whole.relative_to(home).parts) > 1 and below[0].startswith("."):
+        aside.append(home / below[0])
+    return any(not (here.is_relative_to(each) and whole.is_relative_to(here)) for each in aside)
 
 
 def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:

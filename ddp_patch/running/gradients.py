@@ -331,8 +331,8 @@ class Gradients:
     def _look_at(self, loss: torch.Tensor) -> None:
         """Keep batches whole if their parts' losses would not make up the whole's."""
         samples = self._samples or len(self._outputs[0])
-        if WEIGHED in (kinds := reductions_of(loss, samples, samples)) or len(kinds) > 1:
-            self._want_whole(f"its loss is {' and '.join(sorted(kinds))}")
+        if WEIGHED in reductions_of(loss, samples, samples):
+            self._want_whole(f"its loss is {WEIGHED}")
         if not all(is_additive(loss, each, samples) for each in self._outputs):
             self._want_whole("its loss does not add up over samples")
 

@@ -243,11 +243,6 @@ class Passes(Generic[T]):
         except Exception:  # noqa: BLE001 - the user's code, which an unpatched loader may never call
             return None
 
-    def batches_in_epoch(self) -> int | None:
-        """Return how many batches this rank's share of the upcoming epoch has; None if that is not known."""
-        length = self.length_if_any(self.epochs.upcoming)
-        return None if length is None else self.batching.count(len(self.plan.share(length)))
-
     def items_left(self, position: Position) -> int | None:
         """Return how many items of this rank's share are left at a position; None if the length is not known."""
         length = self.length_if_any(position.epoch)

@@ -1,17 +1,16 @@
 """How a pass gets its items: looked up, drawn, or sent by the rank that draws for all. Chosen when the pass begins."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import ReadAhead, copied_items, draw, split_chunks
 from ddp_patch.orders.digest import Digest, evenly_spread, number_of, number_or_zero
-from ddp_patch.orders.orders import EpochOrder, blocks
+from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
 
@@ -160,13 +159,17 @@ class Indexed(ItemSource[T]):
         at: Callable[[range], Sequence[T]] = partial(_items_from, order, taken) if taken else order.at
         real, repeated = plan.own_and_repeated(length)
         padding = at(repeated) if repeated else []  # first: an order is looked up from its beginning on
-        self.sizes = self._sizes_in(order, taken)
         # The items that every rank has come first. Whoever asks for more finds the end, at the same step.
         rounds = length // plan.num_replicas
+        self.sizes = _sizes_in(order, taken)
+        if self.sizes is None and self._keeps_sizes:
+            self.sizes = Sizes()
+            self.sizes.add(0, batches=min(length, skip * plan.num_replicas))  # nobody asks for those that were done
+            at = partial(self._looking_at_all, at, length)
         yield from map(at, order.pieces(real[skip:rounds]))
         if self._balanced is not None:
             order.at(range(length)[-1:])  # balances the last window, in which this rank may have no item
-        yield at(real[max(skip, rounds) :])
+        yield from map(at, order.pieces(real[max(skip, rounds) :]) if len(real) > rounds else [range(length, length)])
         yield padding[max(0, skip - len(real)) :]
         self._finish()
 
@@ -183,17 +186,13 @@ class Indexed(ItemSource[T]):
             self._digest.end()
         return order
 
-    def _sizes_in(self, order: EpochOrder, taken: int) -> Sizes | None:
-        """Return how many samples each item after some has, if the order shows it, or somebody needs it."""
-        if order.sizes is None and not self._keeps_sizes:
-            return None
-        sizes, left = Sizes(), range(taken, order.length)
-        if order.sizes is None:
-            deque(sizes.recording(chain.from_iterable(map(order.at, blocks(left)))), maxlen=0)
-        else:
-            for size, batches in order.sizes(left):
-                sizes.add(size, batches)
-        return sizes
+    def _looking_at_all(self, at: Callable[[range], Sequence[T]], length: int, positions: range) -> Sequence[T]:
+        """Return the items at some of a rank's positions, and note the sizes of all ranks' items up to there."""
+        sizes, plan = cast(Sizes, self.sizes), self._plan
+        until = positions[-1] - plan.rank + plan.num_replicas if positions else length
+        first = len(sizes)
+        everybodys = list(sizes.recording(at(range(first, min(until, length)))))
+        return everybodys[positions.start - first :: plan.num_replicas] if positions else []
 
     def ends_within(self, items: int) -> bool:
         """Finish, wherever the pass is: the order was drawn as a whole."""
@@ -315,6 +314,16 @@ def _recognised(stream: Iterator[T], first: list[int], known: StreamStart | None
                 "give it a state_dict(), or put back what it draws from before you restore the state."
             )
         yield item
+
+
+def _sizes_in(order: EpochOrder, taken: int) -> Sizes | None:
+    """Return how many samples each item after some has, if the order shows it."""
+    if order.sizes is None:
+        return None
+    sizes = Sizes()
+    for size, batches in order.sizes(range(taken, order.length)):
+        sizes.add(size, batches)
+    return sizes
 
 
 def _items_from(order: EpochOrder, taken: int, positions: range) -> Sequence[Any]:

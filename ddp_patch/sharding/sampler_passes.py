@@ -88,7 +88,7 @@ class SamplerPasses(Passes[T]):
             self.monitor.let_epochs_be_alike()
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
-        self.monitor.why_orders_differ = partial(_why_orders_differ, self.name)
+        self.monitor.why_orders_differ = partial(_why_orders_differ, self.name, self._balancer is not None)
         if (held := stream.held_data) is not None:
             self.monitor.compare_held(held)
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
@@ -197,8 +197,9 @@ class SamplerPasses(Passes[T]):
             self.sampler_states.restore_states(start.states)
         else:
             start = Position(number, states=self.snapshot())
-        # Under a leader one rank draws for all, so there is nothing to compare.
-        digest = Digest() if self.monitor.is_on and self.agreed.leader is None else None
+        # Under a leader one rank draws for all, and nothing is compared but how each balances that.
+        may_differ = self.agreed.leader is None or self._balancer is not None
+        digest = Digest() if self.monitor.is_on and may_differ else None
         source = self._chosen_source(start, digest)
         current = Pass(
             start,
@@ -266,7 +267,8 @@ class SamplerPasses(Passes[T]):
         first = _LARGEST_PIECE if leader.is_leader and self.length_if_any(epoch) is not None else _FIRST_PIECE
         sizes = (plan.num_replicas,) * 2 if self._is_one_shot else (first, _LARGEST_PIECE)
         pieces = in_pieces(begin, random_context, (start.states, self.snapshot), *sizes)
-        return FromLeader(leader.sent(partial(self._pass_facts, epoch), pieces), start.states, rest, **how)
+        sent = leader.sent(partial(self._pass_facts, epoch), pieces)
+        return FromLeader(sent, start.states, rest, digest=digest, **how)
 
     def _begun_by(self, order: Callable[[], EpochOrder], start: Position) -> Callable[[], Iterator[T]]:
         """Return what begins to yield an epoch's items."""
@@ -372,8 +374,14 @@ def _left(taken: int, stream: Iterator[T]) -> Iterator[T]:
     return islice(stream, taken, None) if taken else stream
 
 
-def _why_orders_differ(name: str) -> str:
+def _why_orders_differ(name: str, is_balanced: bool) -> str:
     """Return what may cause that ranks draw different orders, and what to do."""
+    if is_balanced:
+        return (
+            f"{name} gave each its own, or cost= said something else of an item on each, and each rank keeps its shard "
+            "of what should be one order, so samples would be lost. Let the cost of an item follow from the item "
+            "alone, and draw the order from a generator that is seeded alike."
+        )
     return (
         f"{name} gave each its own, and each rank keeps its shard of what should be one order, so samples would be "
         "lost. Make the order the same on every rank: if the sampler learns from its rank's losses, let every rank "

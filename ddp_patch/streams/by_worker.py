@@ -11,7 +11,7 @@ from itertools import cycle
 from typing import Any, NamedTuple, cast
 
 from ddp_patch.compat.private_torch import pinned_by
-from ddp_patch.errors import NoStepsError
+from ddp_patch.errors import NoStepsError, RankMismatchError
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import made_in_turn, turn_after
 from ddp_patch.ranks.exchange import refuse
@@ -265,8 +265,11 @@ class OwnBatches:
         rows = channel.gathered([self.held, state, *ends])
         if state == _FAILED:
             self.raise_failure()
-        if any(row[1] == _FAILED for row in rows):
+        if failed := [rank for rank, row in enumerate(rows) if row[1] == _FAILED]:
             channel.require_nobody_left()
+            raise RankMismatchError(
+                f"Member {failed[0]} of {len(rows)} failed; it could not say why. Look at its error."
+            )
         return rows
 
     def exchanged(self, rounds: Sequence[Round], channel: Channel) -> deque[Any]:

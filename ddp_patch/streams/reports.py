@@ -32,6 +32,8 @@ _COUNTS = list(islice(mark_counts(), 128))
 _PLACES = {count: place for place, count in enumerate(_COUNTS)}
 # So many names are hashed at once, which takes less time than one by one.
 _AT_ONCE = 64
+# So many items have one name before their numbers count: a stream may well begin with some of one class.
+_MANY_ALIKE = 64
 # The largest state of a dataset, in bytes, that travels. A stream with larger ones is read again.
 LARGEST = 64 * 1024
 
@@ -232,31 +234,37 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
     """
     number, digest, names, are_named, wanted = report["number"], Digest(), list[bytes](), False, 1
     report["marks"] = 0
-    first: bytes | None = None
-    are_one = True  # whether all names so far are the same, which tells no items apart
+    # As long as all names are the same, which tells no items apart: the digest of the names with numbers.
+    numbered, names_with_numbers, first, are_one = Digest(), list[bytes](), b"", True
     for item in items:
         name = name_of(item)
-        if first is None:
-            first = name
-        elif are_one and (are_one := name == first):
-            name = name_of(item, with_numbers=True)
+        first = (name or b"") if not digest.count + len(names) else first
+        if are_one and (are_one := name is not None and name == first):
+            names_with_numbers.append(name_of(item, with_numbers=True) or b"")
         # One that has none counts as any other such, so that the others are compared.
         names.append(name or b"")
         are_named = are_named or name is not None
         if len(names) == wanted:
             digest.add_names(names)
             names.clear()
+            if are_one:
+                numbered.add_names(names_with_numbers)
+                names_with_numbers.clear()
             place = _PLACES.get(digest.count)
             if place is not None and report["number"] == number:  # else a later pass has the memory
-                report["values"][place], report["has_names"] = digest.value, are_named
+                value = numbered.value if are_one and digest.count >= _MANY_ALIKE else digest.value
+                report["values"][place], report["has_names"] = value, are_named
                 report["marks"] = place + 1  # last: the mark is there when it counts
             wanted = min(_AT_ONCE, digest.until_mark)
         yield item
     if names:
         digest.add_names(names)
-    digest.end()
+        if are_one:
+            numbered.add_names(names_with_numbers)
+    whole = numbered if are_one else digest
+    whole.end()
     if report["number"] == number:
-        report["end"], report["has_names"] = digest.marks[END], are_named
+        report["end"], report["has_names"] = whole.marks[END], are_named
         report["read"] = digest.count
 
 

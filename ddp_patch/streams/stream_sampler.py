@@ -43,6 +43,9 @@ __all__ = ["StreamPasses", "StreamSampler", "StreamSource"]
 
 logger: logging.Logger = logging.getLogger("ddp_patch")
 
+# Who waits for less than this for a pass has nothing to gain.
+_LONG_S = 1.0
+
 # What to do where ranks read different streams, and no package is known to shuffle.
 _SEED: Final = (
     "Give its shuffle a seed, the same on every rank, as random.Random(epoch) with set_epoch()'s epoch, and sort files"
@@ -341,7 +344,7 @@ class StreamSource(ItemSource[None]):
         is_whole = self._start.is_at_epoch_start and None not in lengths
         # by_worker divides no batches.
         reads_too_much = is_whole and ranks > 1 and self.is_in_parts and self._worker.batch_plan is None
-        if reads_too_much and spent_s > took_s / 2 and self._passes.may_say("by_worker"):
+        if reads_too_much and spent_s > max(took_s / 2, _LONG_S) and self._passes.may_say("by_worker"):
             logger.warning(
                 f"{self._worker.name}: each of {ranks} ranks read all {sum(filter(None, lengths)):,} items, and waited "
                 f"for them for {spent_s:.1f} of {took_s:.1f} s. The dataset splits itself over workers, so "

@@ -1,5 +1,6 @@
 """Real gloo ranks whose steps cost alike: all ways to draw, and what is told of costs that differ."""
 
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -116,7 +117,7 @@ def refusing(rank: int, world_size: int) -> list[str]:
 
 
 def test_costs_that_differ_are_told_at_the_patch_and_found_in_the_pass() -> None:
-    at_the_patch, in_the_pass = run_each(2, refusing, disagreeing)
+    at_the_patch, in_the_pass, under_a_leader = run_each(2, refusing, disagreeing, partial(disagreeing, order="leader"))
     for rank, heard in enumerate(at_the_patch):
         same, wrong, missing, window, cost_of = heard
         for text in (same, missing, window, cost_of):
@@ -125,19 +126,19 @@ def test_costs_that_differ_are_told_at_the_patch_and_found_in_the_pass() -> None
         assert "-1.0" in wrong
         assert wrong.startswith("RankMismatchError" if rank else "InvalidOptionError")
     assert_tells(window, ("cost_window", "2", "3"))
-    for text in in_the_pass:
+    for text in (*in_the_pass, *under_a_leader):
         assert text.startswith("RankMismatchError"), text
-        assert "order" in text
+        assert "cost= said something else of an item" in text
 
 
-def disagreeing(rank: int, world_size: int) -> str:
+def disagreeing(rank: int, world_size: int, order: Any = "auto") -> str:
     """What ranks are told in the epoch, of a function that says another cost on each."""
 
     def cost(index: int) -> float:
         return float(index + 7 * rank if 0 < index % 312 < 99 else index)
 
     given = DataLoader(Indices(10_000), 4, shuffle=True)
-    one = patch_dataloader_to_ddp(given, seed=3, timeout=60, cost=Cost(cost, window=64))
+    one = patch_dataloader_to_ddp(given, seed=3, timeout=60, order=order, cost=Cost(cost, window=64))
     try:
         list(one)
     except DDPPatchError as error:

@@ -32,6 +32,7 @@ from zoo import Source
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.options import Uneven
+from ddp_patch.streams import stream_sampler
 
 THREE: Any = {"lengths": (2, 14, 7)}
 # By name: the dataset, and which numbers of workers it can be read by.
@@ -205,7 +206,10 @@ class SlowSource(Slow, Source):
     pass
 
 
-def test_what_would_be_faster_is_said_after_the_first_pass(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_would_be_faster_is_said_after_the_first_pass(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_sampler, "_LONG_S", 0.05)
     loader: Any = patch_dataloader_to_ddp(DataLoader(SlowShards(), 4, num_workers=2), rank=0, num_replicas=4)
     next(iter(loader))  # a look is no pass
     assert not [text for text in caplog.messages if "by_worker" in text]

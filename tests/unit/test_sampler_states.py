@@ -30,6 +30,26 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class Congruential(random.Random):
+    """A generator of the user's own, with a state of its own form."""
+
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        self.x = int(a or 0)
+
+    def random(self) -> float:
+        self.x = (self.x * 6364136223846793005 + 1) % 2**64
+        return (self.x >> 11) / 2**53
+
+    def getrandbits(self, k: int, /) -> int:
+        return int(self.random() * 2**k)
+
+    def getstate(self) -> tuple[Any, ...]:
+        return (self.x,)
+
+    def setstate(self, state: tuple[Any, ...]) -> None:
+        (self.x,) = state
+
+
 class Drawing(Sampler[int]):
     """Draws from a generator that it holds."""
 
@@ -104,6 +124,7 @@ GENERATORS: dict[str, Callable[..., Any]] = {
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
     **{name: partial(lambda make: Drawing(make()), make) for name, make in GENERATORS.items()},
+    "a generator of the user's own": lambda: Drawing(Congruential(1)),
     "counts when it begins": Counting,
     "counts when it has ended": lambda: Counting(at_end=True),
     "its own iterator": Again,

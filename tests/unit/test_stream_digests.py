@@ -125,6 +125,20 @@ def test_readers_of_one_stream_that_differ_are_told(place: int) -> None:
     assert read(range(100), others).workers_differ() is None  # of parts nobody expects that
 
 
+@pytest.mark.parametrize(("alike", "is_told"), [(60, False), (80, True)])
+def test_numbers_count_once_many_items_have_one_text(alike: int, is_told: bool) -> None:
+    """A stream may begin with samples of one class, cut where a rank draws for itself."""
+    one, other = (
+        read([*(("cat", shift + item) for item in range(alike)), *(("dog", shift) for _ in range(100))])
+        for shift in (0, 1000)
+    )
+    assert (one.marks != other.marks) == is_told
+
+
+def test_numbers_count_where_all_items_of_a_pass_have_one_text() -> None:
+    assert read([("cat", 1), ("cat", 2)]).marks != read([("cat", 2), ("cat", 1)]).marks
+
+
 class Made(IterableDataset[Any]):
     def __init__(self, make: Callable[[int], Any], splits: bool) -> None:
         self.make, self.splits = make, splits
