@@ -264,10 +264,10 @@ class StreamPasses(Passes[None]):
 
     def snapshot(self) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
-        worker = self.worker
+        worker, latest = self.worker, self.worker.shared.latest_pass
         written = [] if self._workers else [worker.unread()]
-        if self._are_kept:
-            written = PassReports(worker.shared, worker.shared.latest_pass).states
+        if self._are_kept:  # these go on from where they ended
+            written = [worker.unread()] if latest < 0 else PassReports(worker.shared, latest).states
         before = [() if state is None else (pickle.loads(state),) for state in written]  # noqa: S301 - our reader's
         streams = [StreamSnapshot(initial_state=state) for state in before]
         return replace(super().snapshot(), streams=streams if any(written) else ())

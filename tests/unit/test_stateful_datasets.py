@@ -190,3 +190,15 @@ def test_stops_with_workers(kind: Any, persistent: bool, first: int) -> None:
     ways = zip(STOPS, cycle(PLACES), cycle(SHARES[:1] + SHARES[-1:]), strict=False)
     for stop, place, share in islice(ways, first, None, 2):
         assert_goes_on(kind, options, share, 1, stop, place)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_before_the_first_pass_has_where_the_dataset_stands(num_workers: int) -> None:
+    def made(at: int) -> Any:
+        dataset = Own()
+        dataset.at = at
+        return patched(dataset, SHARES[0], (("num_workers", num_workers), ("persistent_workers", num_workers > 0)))
+
+    stopped, resumed = made(17), made(0)
+    restore_loader(resumed, loader_state(stopped))
+    assert list(resumed) == list(stopped)
