@@ -265,10 +265,10 @@ class OwnBatches:
         rows = channel.gathered([self.held, state, *ends])
         if state == _FAILED:
             self.raise_failure()
-        if failed := [rank for rank, row in enumerate(rows) if row[1] == _FAILED]:
+        if any(row[1] == _FAILED for row in rows):
             channel.require_nobody_left()
             raise RankMismatchError(
-                f"Member {failed[0]} of {len(rows)} failed; it could not say why. Look at its error."
+                "Another rank failed while it read its batches, and could not say why: its own error does."
             )
         return rows
 

@@ -16,6 +16,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from ddp_patch.errors import RankMismatchError
 from ddp_patch.options import Uneven
 from ddp_patch.streams.by_worker import AHEAD, BalancedRounds, OwnBatches, even_steps, next_round
 
@@ -265,3 +266,18 @@ def test_whoever_holds_most_hands_over_most(held: list[int]) -> None:
         donors = {each[0] for rank, each in enumerate(step.gets) if each and each[0] != rank}
         assert all(each == (rank, 0) for rank, each in enumerate(step.gets) if held[rank])
         assert all(after[rank] >= max(after) - 1 for rank in donors)
+
+
+def test_a_rank_that_fails_and_cannot_say_why_ends_the_others() -> None:
+    class Mute:
+        index = 0
+
+        def gathered(self, row: Sequence[int]) -> list[list[int]]:
+            return [list(row), [0, 2]]  # the other one failed
+
+        def require_nobody_left(self) -> None:
+            pass
+
+    steps = even_steps(OwnBatches(iter("ab")), cast(Any, Mute()), BalancedRounds(), "pad", list)
+    with pytest.raises(RankMismatchError, match="Another rank failed"):
+        next(steps)
