@@ -99,7 +99,6 @@ class BalancedRounds:
 
     Attributes:
         count: How many rounds there were.
-        batches_delivered: How many batches this rank was given in them.
         ends: Each rank's workers, as they take turns: how many batches each made in all; -1 where that is not known
             yet.
         is_over: Whether all ranks came to the end.
@@ -107,7 +106,6 @@ class BalancedRounds:
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.batches_delivered: int = 0
         self.ends: Sequence[Sequence[int]] = ()
         self.is_over: bool = False
         self._runs: list[list[Any]] = []  # what a round took, and how often: most are alike
@@ -119,9 +117,7 @@ class BalancedRounds:
             self._runs[-1][1] += 1
         else:
             self._runs.append([step.taken, 1])
-        is_given = step.gets[rank] is not None
-        self.batches_delivered += is_given
-        return is_given
+        return step.gets[rank] is not None
 
     def taken(self, rounds: int) -> tuple[int, ...]:
         """Return how many of each rank's own batches the first rounds took.
