@@ -32,7 +32,7 @@ from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, with_notes
+from ddp_patch.sharding.batches import CountedIterator, RepeatedPasses, WatchedIterator, by_value, with_notes
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import no_state
@@ -191,12 +191,13 @@ class OwnMethods:
 
     @contextmanager
     def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """While entered, a new iterator's workers send with each batch what they note of it."""
-        if not self._takes_notes:
+        """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
+        if self._passes is None or "collate_fn" not in vars(loader):
             yield
             return
         collate_fn = loader.collate_fn
-        loader.collate_fn = with_notes(loader)
+        noted = with_notes(loader) if self._takes_notes else collate_fn
+        loader.collate_fn = by_value(noted) if loader.num_workers > 0 else noted
         try:
             yield
         finally:

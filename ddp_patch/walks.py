@@ -9,12 +9,15 @@ from operator import getitem
 from types import MemberDescriptorType
 from typing import Any, Final, TypeAlias, TypeVar
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from ddp_patch.errors import NotALoaderError
 
 __all__ = [
     "LOOKED_AT",
+    "SCALARS",
     "KeyPath",
     "Nest",
     "copied",
@@ -24,6 +27,7 @@ __all__ = [
     "is_empty",
     "nested",
     "place_of",
+    "plain_tensors",
     "stored",
     "walk",
 ]
@@ -90,6 +94,39 @@ def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[An
             seen.add(id(found))
             yield found
             waiting += parts(found)
+
+
+# What torch's own functions make batches of without calling any other code, and what may hold that.
+SCALARS: Final = frozenset({bool, int, float, str, bytes, type(None)})
+_CONTAINERS = frozenset({list, tuple, dict})
+
+
+def plain_tensors(value: Any) -> dict[int, torch.Tensor] | None:
+    """Return the tensors in lists, tuples and dicts of plain values, by their ids.
+
+    None if anything else is in these, such as an object of a class, or a container that comes twice.
+
+    Examples:
+        >>> found = plain_tensors({"x": torch.ones(2), "y": [1, "a"]})
+        >>> [tensor.tolist() for tensor in found.values()], plain_tensors([object()])
+        ([[1.0, 1.0]], None)
+    """
+    tensors: dict[int, torch.Tensor] = {}
+    seen = set[int]()
+
+    def is_plain(part: Any) -> bool:
+        kind = type(part)
+        if kind is torch.Tensor:
+            tensors[id(part)] = part
+        if kind not in _CONTAINERS:
+            return kind in SCALARS or kind is torch.Tensor or kind is np.ndarray
+        if id(part) in seen:
+            return False
+        seen.add(id(part))
+        parts = elements(part)
+        return SCALARS.issuperset(map(type, parts)) or all(map(is_plain, parts))
+
+    return tensors if is_plain(value) else None
 
 
 # An object's address in memory, which differs between ranks.

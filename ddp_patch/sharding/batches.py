@@ -1,7 +1,9 @@
-"""What a patched loader's batches are, and the iterators that give and count them."""
+"""What a patched loader's batches are, how they leave workers, and the iterators that give and count them."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -21,12 +23,14 @@ from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.positions_and_padding import Batching
+from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.epochs import Passes
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.passes import Pass, WatchedPass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import NotedBatch
+from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [
     "Batches",
@@ -35,15 +39,87 @@ __all__ = [
     "WatchedIterator",
     "batches_delivered",
     "batches_of",
+    "by_value",
     "patched_sampler",
     "with_notes",
 ]
+
+
+# Small tensors leave a worker in the message itself, if a batch has at most so many bytes of them. torch would make a
+# file in shared memory for each, and open it in the main process: several times the cost.
+_SMALL_BYTES = 2**16
+
+
+def by_value(collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a ``collate_fn`` whose batches leave a worker by value if they are small and plain."""
+    return partial(_collated, collate_fn, os.getpid())
+
+
+def _collated(collate_fn: Callable[[Any], Any], process: int, samples: Any) -> Any:
+    """Return the batch of some samples, ready to be pickled if this is a worker's process."""
+    made = collate_fn(samples)
+    if os.getpid() == process:  # where nothing is sent
+        return made
+    if type(made) is NotedBatch:
+        return made._replace(batch=_by_value(made.batch, samples))
+    return _by_value(made, samples)
 
 
 def with_notes(loader: DataLoader[Any]) -> Callable[[Any], Any]:
     """Return the loader's ``collate_fn``; with its batches travels what workers note, where these read a stream."""
     noted: Callable[[Any], Any] | None = getattr(loader.dataset, "collate_with_notes", None)
     return loader.collate_fn if noted is None else noted(loader.collate_fn)
+
+
+def _by_value(batch: Any, samples: Any) -> Any:
+    """Return a batch whose tensors are pickled by value if they are small and plain; or as it is."""
+    tensors = plain_tensors(batch) or {}
+    if not tensors or not all(map(_is_dense, tensors.values())):
+        return batch
+    filled = [tensor for tensor in tensors.values() if tensor.nbytes]
+    memories = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in filled}
+    if sum(tensor.nbytes for tensor in filled) > _SMALL_BYTES or len(memories) < len(filled):
+        return batch  # views of the same memory stay that
+    # torch's collate_fn makes batches in shared memory; of its own there, a dataset may want that others see it write.
+    are_shared = any(memory.is_shared() for memory in memories.values())
+    if are_shared and (plain_tensors(samples) or {}).keys() & tensors.keys():
+        return batch
+    return _replaced(batch, {key: _TensorByValue(tensor) for key, tensor in tensors.items()})
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether its values, its type and its shape make a tensor. What others are like, torch sends."""
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
+        return False
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _replaced(value: Any, new: Mapping[int, Any]) -> Any:
+    """Return plain containers with other tensors in them."""
+    if id(value) in new:
+        return new[id(value)]
+    if SCALARS.issuperset(map(type, elements(value))):
+        return value
+    if isinstance(value, dict):
+        return {key: _replaced(each, new) for key, each in value.items()}
+    return type(value)(_replaced(each, new) for each in value)
+
+
+class _TensorByValue:
+    """Is pickled as a tensor of its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._parts = bytes_of(tensor).numpy().tobytes(), tensor.dtype, tuple(tensor.shape)
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        return _tensor, self._parts
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()  # where torch puts tensors
+    return values.view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +385,7 @@ class RepeatedPasses(Iterator[Any]):
         """Return a DataLoader of torch's own that makes one pass after the other with the same workers."""
         plain: DataLoader[Any] = DataLoader.__new__(DataLoader)
         vars(plain).update(self._attributes)
-        plain.collate_fn = with_notes(plain)
+        plain.collate_fn = by_value(with_notes(plain))
         # The given loader drew its workers' seed once. Each pass would draw one, from a generator that samplers share.
         plain.generator = torch.Generator()
         return plain
