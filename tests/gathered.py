@@ -34,7 +34,7 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, in_step:
         batches = shared_batches(operation, shared)
         assert batches is not None
         share_of = partial(share_of_step, shared, batches) if in_step else partial(share_of_pass, batches)
-        given.append(OwnOutputs(own, share_of, None))
+        given.append(OwnOutputs(own, share_of))
     chosen = judge_outputs(operation, {rank: own.said() for rank, own in enumerate(given)})
     if not are_alike(np.stack([own.header for own in given])):
         for own in given:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ddp_patch.errors import InvalidOptionError, OutputsError
+from ddp_patch.errors import OutputsError
 from ddp_patch.evaluation.shares import Misfit, RankShare
 from ddp_patch.ranks.exchange import by_value, ranks_text
 
@@ -210,20 +210,12 @@ def judge_outputs(operation: str, records: Mapping[int, Mapping[str, Any]]) -> d
 
     Raises:
         OutputsError: The outputs are not those of the same pass or step, or differ in form.
-        InvalidOptionError: ``dst`` is none of the ranks.
     """
-    for said in records.values():
-        if said["dst"] is not None and said["dst"] not in records:
-            raise InvalidOptionError(
-                f"dst={said['dst']!r} is none of the ranks {list(records)} that share the loader with this one. Pass "
-                "one of these, or leave it out."
-            )
     if problems := {rank: said["problem"] for rank, said in records.items() if said["problem"]}:
         raise _refusal(operation, problems)
-    for told in ("calls {at}", "passed dst={dst}"):
-        each = {rank: told.format(**said) for rank, said in records.items()}
-        if len(by_value(each)) > 1:
-            raise _refusal(operation, each)
+    calls = {rank: f"calls {said['at']}" for rank, said in records.items()}
+    if len(by_value(calls)) > 1:
+        raise _refusal(operation, calls)
     chosen, with_rows = {}, {rank: said["ways"] for rank, said in records.items() if said["ways"]}
     for path in dict.fromkeys(path for ways in with_rows.values() for path in ways):
         ways = {rank: of_rank.get(path, ["nothing"]) for rank, of_rank in with_rows.items()}
