@@ -23,8 +23,8 @@ from ddp_patch.evaluation.outputs import (
     joined,
     judge_outputs,
     mapped,
+    read,
     row_bytes,
-    ways_to_read,
 )
 from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, run_of, share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_batches
@@ -48,15 +48,14 @@ def gather_in_order(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
 
     Call it on every rank after a whole pass over the loader. The result is what one process would have: metrics
     computed from it equal those of one process. Samples that ``uneven="drop"`` or ``drop_last=True`` left out are not
-    in it. Besides the result, it needs copies of this rank's outputs, and up to 64 MiB of memory. Lists, strings, and
-    all rows where whole batches are shared, are pickled, which needs all ranks' once more.
+    in it. Besides the result, it needs copies of this rank's outputs, and up to 64 MiB of memory. Lists and strings are
+    pickled, which needs all ranks' once more.
 
     Args:
         outputs: This rank's outputs of the pass, in its own order, padding included. Each tensor, array or list has one
             row (a list: one element) per sample. It may also be a list with one entry per batch, as collected in the
-            loop; the result is then such a list, too, with the batches of the unpatched loader. Where whole batches are
-            shared, one row per batch will do as well. Dicts, tuples and dataclasses may hold these, and None. A rank
-            that got nothing may pass None.
+            loop; the result is then such a list, too, with the batches of the unpatched loader. Dicts, tuples and
+            dataclasses may hold these, and None. A rank that got nothing may pass None.
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where the outputs
             come back unchanged.
 
@@ -93,8 +92,8 @@ def gather_step(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
     process. With ``cost=``, the rows of a step are in an order of its own.
 
     Args:
-        outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included; where
-            whole batches are shared, one row for the batch will do as well. Otherwise as in ``gather_in_order``.
+        outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included, as in
+            ``gather_in_order``.
         loader: The loader that is iterated, or an unpatched one in a single process, where the outputs come back
             unchanged.
 
@@ -160,8 +159,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int |
     with _Members(agreed.world.peer_ranks(operation), agreed.options.timeout) as members:
         headers = members.headers(own.header)
         if not are_alike(headers):
-            own.choose(exchange(members.ranks, GATHERING, own.said(), judge, agreed.options.timeout))
-            headers = members.headers(own.header)
+            exchange(members.ranks, GATHERING, own.said(), judge, agreed.options.timeout)
         return own.whole(headers, (members.sent(data, sizes.tolist()) for data, sizes in own.parts(headers)))
 
 
@@ -241,22 +239,21 @@ class OwnOutputs:
     def __init__(self, outputs: Any, share_of: Callable[[], RankShare]) -> None:
         self.header: Array = np.zeros(7, np.int64)
         self._given, self._problem = outputs, ""
-        self._ways: Mapping[str, Mapping[str, Reading]] = {}
+        self._readings: Mapping[str, Reading] = {}
         try:
             self._share = share_of()
-            self._ways = ways_to_read(outputs, self._share)
-            self.choose({path: next(iter(ways)) for path, ways in self._ways.items()})
+            self._readings = read(outputs, self._share)
+            self._make_ready()
         except Exception as error:  # noqa: BLE001 - of the user's objects, too; all ranks get the error
             self._problem = f"{error}" if type(error) is Misfit else f"met {type(error).__name__}: {message_of(error)}"
 
     def said(self) -> dict[str, Any]:
-        """Return what the others may hear, as plain values: for each leaf the ways to read it, if there are rows."""
-        ways = {path: [*ways] for path, ways in self._ways.items()}
-        return {"at": "" if self._problem else self._share.at, "problem": self._problem, "ways": ways}
+        """Return what the others may hear, as plain values: for each leaf what it is, if there are rows."""
+        forms = {path: reading.text for path, reading in self._readings.items()}
+        return {"at": "" if self._problem else self._share.at, "problem": self._problem, "forms": forms}
 
-    def choose(self, chosen: Mapping[str, str]) -> None:
-        """Read each leaf in a way, and make ready what is sent."""
-        self._readings = {path: ways[chosen[path]] for path, ways in self._ways.items()}
+    def _make_ready(self) -> None:
+        """Make ready what is sent."""
         (fixed, objects), keys = _columns(self._readings), self._share.keys
         nest = mapped(self._given, lambda _, leaf: leaf[:0]) if self._readings else None
         form = nest, {path: reading.without_rows() for path, reading in self._readings.items()}

@@ -93,6 +93,7 @@ def every_kind(rank: int, world_size: int) -> None:
             rows = expected(stream_of(name, 3), plans, given)
             steps = list(by_steps(name, given))
             flat = [row for step in steps for row in step]
+            rows = [row for batch in rows for row in batch] if BY_NAME[name].batches else rows
             in_order = name not in WORKERS
             assert (flat if in_order else sorted(flat, key=repr)) == (rows if in_order else sorted(rows, key=repr)), (
                 name,
@@ -101,13 +102,12 @@ def every_kind(rank: int, world_size: int) -> None:
 
 
 def in_all_forms(name: str, batches: list[Any], given: DataLoader[Any]) -> dict[str, Any]:
-    """Outputs with a row per sample, and per batch where whole batches are shared, and as a list of batches."""
+    """Outputs with a row per sample, and as a list of batches."""
     if given.batch_sampler is None:
         return {"rows": batches}
     lists = [list(batch) for batch in batches]
     flat = [item for batch in lists for item in batch]
-    forms = {"rows": flat, "list": lists, "nests": [{"a": batch, "b": (batch, None)} for batch in lists]}
-    return forms | {"batches": [tuple(batch) for batch in lists]} if BY_NAME[name].batches else forms
+    return {"rows": flat, "list": lists, "nests": [{"a": batch, "b": (batch, None)} for batch in lists]}
 
 
 def batches_of_one_process(name: str, rows: list[Any], epochs: int, given: DataLoader[Any], size: int) -> list[Any]:
@@ -121,15 +121,10 @@ def batches_of_one_process(name: str, rows: list[Any], epochs: int, given: DataL
 
 
 def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
-    """What all ranks gather in each step; of whole batches, batches."""
+    """What all ranks gather in each step."""
     for batch in given:
         if given.batch_sampler is None:
             yield gather_step([batch], given)
-        elif BY_NAME[name].batches:
-            one, samples = [tuple(batch)], list(batch)
-            of_batches, of_samples = gather_step((one, samples), given)
-            assert [item for row in of_batches for item in row] == of_samples
-            yield of_batches
         else:
             yield gather_step(list(batch), given)
 
@@ -169,14 +164,11 @@ def led_by_rank_0(rank: int, world_size: int) -> None:
         given = patched(name, rank, order="leader")
         batches = list(iter_with_mask(given))
         own = [(row, bool(flag)) for batch, mask in batches for row, flag in zip(batch, mask, strict=True)]
-        whole = gather_in_order(
-            [tuple(b) for b, _ in batches] if BY_NAME[name].batches else [row for row, _ in own], given
-        )
+        whole = gather_in_order([[*batch] for batch, _ in batches], given)
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, (whole, [row for row, flag in own if flag]))
         assert all(found == everyone[0][0] for found, _ in everyone)
-        flat = [row for batch in whole for row in batch] if BY_NAME[name].batches else whole
-        assert sorted(flat) == sorted(row for _, rows in everyone for row in rows)
+        assert sorted(row for batch in whole for row in batch) == sorted(row for _, rows in everyone for row in rows)
 
 
 def nothing_is_left(rank: int, world_size: int) -> None:

@@ -284,7 +284,7 @@ def test_outputs_that_are_none_of_a_pass(outputs: Any, facts: tuple[str, ...]) -
 
 def test_rows_are_called_what_they_stand_for() -> None:
     for name, unit in (
-        ("a list of lists", ("3, one per batch", "6, one per sample")),
+        ("a list of lists", ("6, one per sample", "a list")),
         ("batch_size=None", ("23, one per item",)),
         ("iterable", ("23, one per sample", "a list")),
     ):
