@@ -38,7 +38,7 @@ MEASURED = [
 ]
 # The minor versions before those of constraints.txt, and what resumes within an epoch in these frameworks.
 PREVIOUS = ["accelerate==1.14.0", "lightning==2.5.6", "pytorch-ignite==0.5.4", "transformers==5.22.2"]
-RESUMING = [f"tests/integrations/test_{name}.py" for name in ("accelerate_resume", "hf_resume", "hf_trainer")]
+RESUMING = [f"tests/integrations/test_{name}.py" for name in ("accelerate_resume", "hf_resume")]
 RESUMING += [
     f"tests/integrations/test_{name}.py" for name in ("ignite_attached", "lightning_callback", "lightning_resume")
 ]
