@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple, cast
 
-from ddp_patch.compat.private_torch import pinned_by
 from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import made_in_turn, turn_after
@@ -277,10 +276,7 @@ class OwnBatches:
         }
         swapped = channel.swapped(handed, sorted({source for source, _ in gets[own]} - {own}))
         came = {rank: iter(batches) for rank, batches in swapped.items()}
-        due = deque(
-            self._held[place] if rank == own else pinned_by(self._wrapped, next(came[rank]))
-            for rank, place in gets[own]
-        )
+        due = deque(self._held[place] if rank == own else next(came[rank]) for rank, place in gets[own])
         for _ in range(sum(step.taken[own] for step in rounds)):
             self._held.popleft()
         return due
