@@ -152,8 +152,8 @@ def patch_dataloader_to_ddp(
             ``mesh["replica", "shard"]``. Ranks that differ only in other dimensions (tensor, context or pipeline
             parallelism) get the same batches.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
-            whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
-            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch for all and sends it.
+            whatever the ranks' own seeds. ``"auto"`` does the same, and raises if the ranks' datasets hold other
+            samples. With ``"leader"``, rank 0 draws each epoch for all and sends it.
             A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
             From then on it draws what it would in one process.
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th

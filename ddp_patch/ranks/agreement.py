@@ -249,8 +249,8 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
 def _report(options: Options, subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
     """Return what a rank reports of one loader.
 
-    It has fingerprints of the order of the stream's first items, of the samples that the dataset holds, and of what
-    distinguishes the stream from others; and the first rank's states of the user's generators.
+    It has fingerprints of the samples that the dataset holds, and of what distinguishes the stream from others; and the
+    first rank's states of the user's generators.
     """
     stream = subject.stream
     samples: Sequence[Any] = ()
@@ -260,8 +260,6 @@ def _report(options: Options, subject: Subject, generators: Sequence[RandomGener
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators)},
-        "name": "" if stream is None else stream.name,
-        "order": stream.order if stream is not None and options.order == "auto" else None,
         "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],
@@ -271,7 +269,7 @@ def _report(options: Options, subject: Subject, generators: Sequence[RandomGener
 
 
 def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
-    """Compare the ranks' loaders, and decide for each what is used on all ranks: seed, generators, order, number.
+    """Compare the ranks' loaders, and decide for each what is used on all ranks: seed, generators, number.
 
     Raises:
         RankMismatchError: They differ. No seed counts as given then.
@@ -296,15 +294,13 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
 
 
 def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
-    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or draw other orders."""
+    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit."""
     if all(loader["made_for"] for loader in of_ranks.values()):
         require_all_shares({rank: (shares[rank], (*loader["made_for"],)) for rank, loader in of_ranks.items()})
     claims: dict[int, Claim] = {rank: loader["claim"] for rank, loader in of_ranks.items() if loader["claim"]}
     if len(claims) == len(of_ranks):
         of_shares = {rank: (shares[rank], claim) for rank, claim in claims.items()}
         require_apart(of_shares, even=common["uneven"] != "keep")
-    name: str = next(iter(of_ranks.values()))["name"]
-    require_one_order({rank: loader["order"] for rank, loader in of_ranks.items()}, name)
 
 
 def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
@@ -375,25 +371,6 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
         "in the dataset's class: its loader is left as it is. If only the content differs, order='seeded' does not "
         "compare it."
     )
-
-
-def require_one_order(orders: Mapping[int, str | None], name: str) -> None:
-    """Raise unless the ranks would draw one order, as far as all of them know theirs.
-
-    Args:
-        orders: A fingerprint of each rank's first items; None where it is not known.
-        name: The class that they come from.
-    """
-    parties = by_value(orders)
-    if len(parties) > 1 and None not in parties:
-        raise RankMismatchError(
-            f"{AGREEING}: {parties_text(parties)} would draw different orders from {name}, and each keep its shard of "
-            "what should be one order, so samples would be lost. Usually its random generator is seeded by rank, or "
-            "its data (weights, indices, a set, files) differ, or it gives each rank a part. Make its order the same "
-            "on every rank; or, unless it gives parts, pass order='leader', and rank 0 draws each epoch for all. "
-            f"If it does, build {name} for one process, or say is_ddp_aware = True in it, and its loader is left as "
-            "it is."
-        )
 
 
 def require_apart(claims: Mapping[int, tuple[int, Claim]], *, even: bool = True) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from ddp_patch.errors import InvalidOptionError, WorldError
 from ddp_patch.options import Options
-from ddp_patch.running.check import Recording, check, recorded
+from ddp_patch.running.check import RECORDING, check, recorded
 from ddp_patch.running.context import EachRank, running
 from ddp_patch.running.launch import (
     ONE_NODE,
@@ -59,11 +59,11 @@ def run(arguments: Sequence[str]) -> None:
         whole = Patterns("--whole", given.whole)
     except (InvalidOptionError, WorldError) as error:
         parser.error(str(error))
-    recording = Recording.here()
+    recording = Path(os.environ[RECORDING]) if RECORDING in os.environ else None
     if starts and given.check and recording is None:
         sys.exit(check(int(given.nproc_per_node), given.steps, given.training_script, arguments))
     if starts:
-        with made_equal(given.keep_shadows if recording is None else recording.files):
+        with made_equal(given.keep_shadows if recording is None else recording / "files"):
             sys.exit(started(given, arguments))
     rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
     with ExitStack() as stack:
@@ -148,7 +148,7 @@ def _of_torchrun(given: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in sorted(names)]
 
 
-def _begin(given: argparse.Namespace, recording: Recording | None, seed: int, stack: ExitStack) -> None:
+def _begin(given: argparse.Namespace, recording: Path | None, seed: int, stack: ExitStack) -> None:
     """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
     rank = int(told("RANK", "0"))
     if is_started():
@@ -159,7 +159,7 @@ def _begin(given: argparse.Namespace, recording: Recording | None, seed: int, st
             stack.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
     seed_all(seed if given.seed is None else given.seed)
     if recording is not None:
-        stack.enter_context(recorded(recording, rank, sync_batchnorm=given.sync_batchnorm))
+        stack.enter_context(recorded(recording, rank, given.steps, sync_batchnorm=given.sync_batchnorm))
 
 
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:

@@ -10,7 +10,14 @@ import torch
 import users
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
-from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from users import ITEMS, SHUFFLERS, SIZE, N, loader
 from zoo import Bare
 
@@ -54,6 +61,19 @@ def weights_follow_the_losses_of_a_rank(job: Job, through: bool) -> None:
         job.train(train)
         sampler: Any = (train if through else raw).sampler
         sampler.weights = torch.rand(N, dtype=torch.double) + 0.1
+
+
+PARTS: dict[str, Callable[[int, int], Any]] = {
+    "a closure's generator, seeded by rank": lambda rank, _: users.ByClosure(random.Random(rank)),
+    "files in another order": lambda rank, _: [(row + rank) % N for row in range(N)],
+    "a part of the indices": lambda rank, ranks: SubsetRandomSampler([*range(rank, N, ranks)] * ranks),
+}
+ORDERS = ("draw different orders", "seed what it draws from", "weights, indices, sorted files", "order='leader'")
+
+
+@program("error", each=PARTS, tells=(*ORDERS, "build it for one process", "is_ddp_aware = True"))
+def an_order_differs_from_the_beginning(job: Job, make: Callable[[int, int], Any]) -> None:
+    job.train(job.patch(loader(sampler=make(job.rank, job.world))))
 
 
 ENTROPIC: dict[str, Make] = {
