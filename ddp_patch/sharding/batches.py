@@ -320,7 +320,7 @@ class WatchedIterator(AroundIterator):
         if logged.is_told:  # another pass has begun since
             logged.tell(self._progress())
         if self._given <= MORE_THAN_A_LOOK:
-            self._monitor.goes_on(logged)
+            self._monitor.log.goes_on(logged)
         self._monitor.note_batch(given, logged)
         if self._is_open_ended:
             self._monitor.give_step(logged, self._given)

@@ -252,7 +252,7 @@ class Pass(Generic[T]):
         if logged.is_told:
             self._tell_log()
         if delivered <= MORE_THAN_A_LOOK:
-            monitor.goes_on(logged)
+            monitor.log.goes_on(logged)
         if delivered <= _READS:
             monitor.note_read(logged)
         if self._is_open_ended:
