@@ -234,8 +234,8 @@ def test_a_loader_of_torchdatas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     exec("class Loader: pass", vars(module))  # noqa: S102 - a class of that module
     given: Any = module.Loader()
     message = told(NotALoaderError, lambda: patch_dataloader_to_ddp(given, **HERE))
-    assert "torchdata's Loader is another class" in message
-    assert "Wrap it in an IterableDataset whose __iter__ returns iter(loader)" in message
+    assert "torchdata.nodes.loader.Loader" in message
+    assert "an IterableDataset whose __iter__ returns iter(loader)" in message
 
 
 def test_a_dataset_of_energon_by_worker() -> None:
