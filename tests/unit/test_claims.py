@@ -211,17 +211,6 @@ def test_a_subclass_that_draws_in_its_own_way_counts_by_its_samples_too() -> Non
         judge(lambda rank, ranks: DataLoader(data, 4, sampler=Slicing(data, ranks, rank)), 2)
 
 
-def test_drawing_a_copy_leaves_all_states_where_they_are_and_sends_little() -> None:
-    generator = torch.Generator().manual_seed(5)
-    sampler = Stored(lambda r, w: torch.randperm(30_000, generator=generator)[r::w].tolist(), 0, 2, 15_000)
-    sampler.generator = generator  # type: ignore[attr-defined]  # as samplers hold what they draw from
-    before = torch.get_rng_state(), generator.get_state()
-    claim = claim_of(look_at(DataLoader(Indices(30_000), 4, sampler=sampler)), 2)
-    assert len(claim["first"]["hashes"]) == 512 < claim["first"]["drawn"]
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert torch.equal(generator.get_state(), before[1])
-
-
 # What ranks show of their streams at the patch: their orders, and for which ranks they are.
 
 
