@@ -99,6 +99,20 @@ class Counting(Sampler[int]):
         self.passes += self.at_end
 
 
+class Indirect(Counting):
+    """Counts by a method, and in a function within it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.advanced()).sample(range(N), N))
+
+    def advanced(self) -> int:
+        def advance() -> int:
+            self.passes += 1
+            return self.passes
+
+        return advance()
+
+
 class Again(Counting):
     """Is its own iterator, which begins anew."""
 
@@ -127,6 +141,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "a generator of the user's own": lambda: Drawing(Congruential(1)),
     "counts when it begins": Counting,
     "counts when it has ended": lambda: Counting(at_end=True),
+    "counts by a method": Indirect,
     "its own iterator": Again,
 }
 
