@@ -68,6 +68,20 @@ class CountsLate(Counts):
         self.passes += 1
 
 
+class Indirect(Counts):
+    """Counts by a method, and in a function within it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.advanced()).sample(range(N), N))
+
+    def advanced(self) -> int:
+        def advance() -> int:
+            self.passes += 1
+            return self.passes
+
+        return advance()
+
+
 class Again(Counts):
     """Is its own iterator, which begins anew."""
 
@@ -95,6 +109,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "a generator of the user's own": lambda: Shuffles(Congruential(1)),
     "counts when it begins": Counts,
     "counts when it has ended": CountsLate,
+    "counts by a method": Indirect,
     "its own iterator": Again,
 }
 
