@@ -261,17 +261,6 @@ def test_a_checkpoint_without_positions_is_refused_within_an_epoch(tmp_path: Pat
     assert sorted(chain.from_iterable(module.seen["epoch 1"])) == list(range(27))
 
 
-class Wrapping(DataLoader[Any]):
-    """Holds another loader, from which it may take batches for all that anybody knows."""
-
-    def __init__(self, inner: DataLoader[Any]) -> None:
-        super().__init__(inner.dataset, inner.batch_size, collate_fn=inner.collate_fn)
-        self.inner = inner
-
-    def __iter__(self) -> Any:
-        return iter(self.inner)
-
-
 # Lightning warns of small data, of CPUs and of its own deprecations.
 @pytest.mark.filterwarnings("ignore")
 def test_one_process_patches_its_training_loaders_alone() -> None:
@@ -282,10 +271,6 @@ def test_one_process_patches_its_training_loaders_alone() -> None:
         trainer.fit(module, loader, valuation)
     assert (trainer.train_dataloader.sampler.num_replicas, trainer.val_dataloaders) == (1, valuation)
     assert sorted(chain.from_iterable(module.seen["epoch 1"])) == list(range(27))
-    unpatchable = Wrapping(KINDS[0].make())
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, unpatchable)
-    assert trainer.train_dataloader is unpatchable
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
