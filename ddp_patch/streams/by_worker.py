@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple, cast
 
-from ddp_patch.compat.private_torch import pinned_by
 from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import made_in_turn, turn_after
@@ -97,7 +96,6 @@ class BalancedRounds:
 
     Attributes:
         count: How many rounds there were.
-        batches_delivered: How many batches this rank was given in them.
         ends: Each rank's workers, as they take turns: how many batches each made in all; -1 where that is not known
             yet.
         is_over: Whether all ranks came to the end.
@@ -105,7 +103,6 @@ class BalancedRounds:
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.batches_delivered: int = 0
         self.ends: Sequence[Sequence[int]] = ()
         self.is_over: bool = False
         self._runs: list[list[Any]] = []  # what a round took, and how often: most are alike
@@ -117,9 +114,7 @@ class BalancedRounds:
             self._runs[-1][1] += 1
         else:
             self._runs.append([step.taken, 1])
-        is_given = step.gets[rank] is not None
-        self.batches_delivered += is_given
-        return is_given
+        return step.gets[rank] is not None
 
     def taken(self, rounds: int) -> tuple[int, ...]:
         """Return how many of each rank's own batches the first rounds took.
@@ -281,10 +276,7 @@ class OwnBatches:
         }
         swapped = channel.swapped(handed, sorted({source for source, _ in gets[own]} - {own}))
         came = {rank: iter(batches) for rank, batches in swapped.items()}
-        due = deque(
-            self._held[place] if rank == own else pinned_by(self._wrapped, next(came[rank]))
-            for rank, place in gets[own]
-        )
+        due = deque(self._held[place] if rank == own else next(came[rank]) for rank, place in gets[own])
         for _ in range(sum(step.taken[own] for step in rounds)):
             self._held.popleft()
         return due

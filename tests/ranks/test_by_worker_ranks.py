@@ -30,7 +30,6 @@ from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, rest
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError
 from ddp_patch.ranks.group import Channel, opened
-from ddp_patch.streams import by_worker
 
 BATCH = 2
 
@@ -311,12 +310,6 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
             found += [("a copy", len(list(one)) == len(whole)) for one in copies]
         with raises(UnsupportedLoaderError, "shallow copy", "deepcopy"):
             iter(copy.copy(loader))
-    pinned: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_worker, "pinned_by", lambda _, batch: [pinned.append(batch), batch][1])  # type: ignore[func-returns-value]  # it notes what comes
-        given_out = list(made(Case([3, 9])))
-    received = [batch for batch in given_out if any(batch is one for one in pinned)]
-    found.append(("what came is pinned", len(received) == len(pinned) == (2 if rank == 0 else 0)))
     found.append(("freed with its workers", failed_loader()() is None))
     given = OwnIteration(Shards([9]), BATCH, collate_fn=list)
     own = patch_dataloader_to_ddp(given, share="by_worker")
