@@ -10,14 +10,34 @@ from typing import Any
 
 import numpy as np
 import torch
-from iterables import Goes
+from iterables import Goes, Standing
 from repeaters import Infinite, MultiEpochs
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
-from zoo import Indices, Kind, N, Source, as_it_is, loader, seeded_generator
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from zoo import Bare, Indices, Kind, N, Source, as_it_is, loader, seeded_generator
 
 from ddp_patch.samplers import GroupedBatchSampler, WeightedClassSampler
 
-__all__ = ["RESUMED", "BeginsAnew", "ByClass", "Fetched", "Lazily", "Parts", "Shuffled", "as_saved", "of"]
+__all__ = [
+    "OF_ANY_SIZE",
+    "RESUMED",
+    "BeginsAnew",
+    "ByClass",
+    "Fetched",
+    "Lazily",
+    "Parts",
+    "Shuffled",
+    "as_saved",
+    "of",
+]
 
 
 def as_saved(state: dict[str, Any]) -> Any:
@@ -325,3 +345,56 @@ RESUMED = [
     ),
     Kind("other numbers of batches", lambda: of_other_lengths(1), batches=True),
 ]
+
+
+class Unsized(Sampler[int]):
+    """Draws its items one by one; an epoch has between n - 3 and n of them, and tells no length."""
+
+    def __init__(self, n: int, own: torch.Generator | None = None) -> None:
+        self.n, self.own = n, own
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(max(0, self.n - int(torch.randint(4, (), generator=self.own)))):
+            yield index + 100 * int(torch.randint(9, (), generator=self.own))
+
+
+class Batches(Sampler[list[int]]):
+    """Shuffled batches of any size."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in torch.randperm(self.n).tolist():
+            yield [index] * int(torch.randint(1, 4, ()))
+
+
+def drawn(n: int, size: int, sampler: Any, **options: Any) -> DataLoader[Any]:
+    """A loader whose sampler may be one that torch makes for no empty data."""
+    return DataLoader(Indices(n), size, sampler=sampler if n else [], collate_fn=as_it_is, **options)
+
+
+def by_a_generator(n: int, size: int) -> DataLoader[Any]:
+    own = seeded_generator()
+    return drawn(n, size, n and RandomSampler(range(n), generator=own), generator=own)
+
+
+# By the number of items, or of batches, and the size of a batch.
+OF_ANY_SIZE: dict[str, Callable[[int, int], DataLoader[Any]]] = {
+    "sequential": lambda n, size: drawn(n, size, range(n)),
+    "shuffled": lambda n, size: drawn(n, size, n and RandomSampler(range(n))),
+    "by a generator": lambda n, size: drawn(n, size, n and RandomSampler(range(n), generator=seeded_generator())),
+    "by a generator of the loader, too": by_a_generator,
+    "in several turns": lambda n, size: drawn(n, size, n and RandomSampler(range(n), num_samples=2 * n + 1)),
+    "weighted": lambda n, size: drawn(n, size, n and WeightedRandomSampler([1.0] * (n + 1), n)),
+    "without length": lambda n, size: drawn(n, size, Unsized(n)),
+    "without length, by a generator": lambda n, size: drawn(n, size, Unsized(n, seeded_generator())),
+    "bare": lambda n, size: drawn(n, size, Bare(range(n))),
+    "stream": lambda n, size: of(Source(n, shuffles=True), size)(),
+    "stream with a state": lambda n, size: of(Standing(n), size)(),
+    "batches": lambda n, _: DataLoader(Indices(n), batch_sampler=Batches(n), collate_fn=as_it_is),
+    "batches without collation": lambda n, _: DataLoader(Indices(n), batch_size=None, sampler=Batches(n)),
+}

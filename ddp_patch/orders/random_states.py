@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from dis import get_instructions
+from functools import lru_cache, partial
 from itertools import islice
-from types import BuiltinMethodType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -50,6 +51,7 @@ __all__ = [
     "random_generators",
     "reader_seed",
     "seeded_anew",
+    "set_by_iterating",
     "set_generator_state",
     "set_generator_states",
     "shuffle_key",
@@ -217,6 +219,23 @@ def plain_attributes(holder: object) -> dict[str, Any]:
         for name, value in getattr(holder, "__dict__", {}).items()
         if type(value) in _PLAIN and not (name == "epoch" and hasattr(holder, "set_epoch"))  # set_epoch() sets it
     }
+
+
+@lru_cache
+def set_by_iterating(kind: type[object]) -> frozenset[str]:
+    """Return the names of the attributes that ``__iter__`` and ``__next__`` of a class set: what its samplers count.
+
+    Examples:
+        >>> class Advances:
+        ...     def __iter__(self):
+        ...         self.epoch += 1
+        ...         return iter(range(self.epoch))
+        >>> set_by_iterating(Advances), set_by_iterating(range)
+        (frozenset({'epoch'}), frozenset())
+    """
+    methods = (vars(base).get(name) for base in kind.__mro__ for name in ("__iter__", "__next__"))
+    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+    return frozenset(step.argval for code in codes for step in get_instructions(code) if step.opname == "STORE_ATTR")
 
 
 # ---- seeds and epochs ----

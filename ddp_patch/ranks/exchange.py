@@ -27,6 +27,7 @@ __all__ = [
     "exchange",
     "parties_text",
     "ranks_text",
+    "refusal",
     "refuse",
     "require_same",
     "store_reached",
@@ -164,7 +165,15 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
         meeting.bring(None, why)
         if meeting.leads:
-            meeting.announce(meeting.refusal({meeting.rank: why}))
+            meeting.announce(refusal(doing, {meeting.rank: why}))
+
+
+def refusal(doing: str, refused: Mapping[int, str]) -> RankMismatchError:
+    """Return the error of ranks that cannot continue, with why each cannot."""
+    listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
+    return RankMismatchError(
+        f"{doing}: not every rank could continue.\n{listed}\nCorrect the error above and start all ranks again."
+    )
 
 
 @contextmanager
@@ -275,7 +284,7 @@ class _Meeting:
             came.update(zip(others, map(self._read, keys, self.store.multi_get(keys)), strict=True))
         self._clear()
         if refused := {rank: message["refusal"] for rank, message in came.items() if message["refusal"]}:
-            raise self.refusal(refused)
+            raise refusal(self.doing, refused)
         if elsewhere := {rank: message["doing"] for rank, message in came.items() if message["doing"] != self.doing}:
             where = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(elsewhere).items())
             raise RankMismatchError(
@@ -301,13 +310,6 @@ class _Meeting:
         if self.leads:
             self.left_behind.append(key)
         return str(self.store.compare_set(key, "", outcome).decode())
-
-    def refusal(self, refused: Mapping[int, str]) -> RankMismatchError:
-        listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
-        return RankMismatchError(
-            f"{self.doing}: not every rank could continue.\n{listed}\n"
-            "Correct the error above and start all ranks again."
-        )
 
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")

@@ -1,7 +1,7 @@
 """What samplers hold that passes change: random generators, counters, and states of their own."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from ddp_patch.orders.random_states import (
     plain_attributes,
     random_generators,
     seeded_anew,
+    set_by_iterating,
     set_generator_state,
     set_generator_states,
     was_seeded,
@@ -39,14 +40,11 @@ class SamplerStates:
 
     Args:
         holders: Those objects. The attributes that they have now count as unchanged.
-        changing: The attributes that a pass is known to change, by the position of their holder, and name.
         is_private: Whether the passes draw from them by this object alone. A dataset draws from its own while it is
             read, by workers or in the main process.
     """
 
-    def __init__(
-        self, holders: Sequence[Any], changing: Collection[tuple[int, str]] = (), *, is_private: bool = True
-    ) -> None:
+    def __init__(self, holders: Sequence[Any], *, is_private: bool = True) -> None:
         self.holders: Sequence[Any] = holders
         self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
@@ -59,7 +57,11 @@ class SamplerStates:
         self._seeded: dict[RandomGenerator, Any] = {}
         self._is_drawing = False
         self._attributes_before: Sequence[Mapping[str, Any]] = ()  # what a pass draws
-        self._counter_keys = set(changing)
+        self._counter_keys = {
+            (place, name)
+            for place, (holder, plain) in enumerate(zip(holders, self._at_first, strict=True))
+            for name in set_by_iterating(holder.__class__) & plain.keys()
+        }
         self._find()
         self._note_counters()
         # What epochs begin with: generators and counters, as above.

@@ -2,46 +2,50 @@
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from messages import assert_tells
+import users
+from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
-from third_party.base import tars
-from told import FOUND, WARNED, Told, in_step
-from torch.utils.data import DataLoader, IterableDataset
-from worlds import assert_shared_exactly
-from zoo import as_it_is, seed_ambient
-
-from ddp_patch import patch_dataloader_to_ddp
+from third_party.base import files, tars
+from torch.utils.data import IterableDataset
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
 
 import datasets
 import webdataset as wds
 
+program = Programs()
+Make = Callable[[], Any]
 N = 300
 SHARDS = 6
-STEPS = 12  # of 16 samples on each of two ranks, and more than an epoch has
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return tars(tmp_path_factory.mktemp("shards"), (range(shard, N, SHARDS) for shard in range(SHARDS)))
-
-
-def web(shards: list[str], shardshuffle: int | bool = False, **options: Any) -> Any:
+def web(shardshuffle: int | bool = False, **options: Any) -> Any:
+    written = (range(shard, N, SHARDS) for shard in range(SHARDS))
+    shards = sorted(map(str, files("stream orders", lambda folder: tars(folder, written)).iterdir()))
     return wds.WebDataset(shards, nodesplitter=None, shardshuffle=shardshuffle, **options).decode()
+
+
+def rows(numbers: range = range(N)) -> Any:
+    table = {"cls": numbers, "text": [f"line {number}" for number in numbers]}
+    return datasets.Dataset.from_dict(table).to_iterable_dataset(4)
+
+
+def mixed() -> Any:
+    halves = [rows(range(N // 2)), rows(range(N // 2, N))]
+    return datasets.interleave_datasets(halves, [0.5, 0.5], seed=3, stopping_strategy="all_exhausted")
 
 
 def noisy(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "noise": np.random.default_rng().random(), "crop": random.Random().randrange(10**9)}
 
 
-def noisy_rows(row: dict[str, Any]) -> dict[str, Any]:
+def noisy_number(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "noise": np.random.default_rng().random()}
 
 
@@ -59,121 +63,109 @@ class Wrapped(IterableDataset[Any]):
         yield from self.source
 
 
-WEB: dict[str, tuple[Callable[[list[str]], Any], str]] = {
-    "shuffle": (lambda shards: web(shards).shuffle(100), FOUND),
-    "shuffle, tuples": (lambda shards: web(shards).shuffle(100).to_tuple("cls"), FOUND),
-    "shuffle over all": (lambda shards: web(shards).shuffle(1000), FOUND),
-    "shuffle, augmented": (lambda shards: web(shards).shuffle(1000).map(noisy), FOUND),
-    "shuffle, wrapped": (lambda shards: Wrapped(web(shards).shuffle(100).to_tuple("cls")), FOUND),
-    "shards shuffled": (lambda shards: web(shards, shardshuffle=SHARDS), FOUND),
-    "shards shuffled by detshuffle alone": (lambda shards: web(shards, shardshuffle=SHARDS, detshuffle=True), FOUND),
-    "in order": (web, ""),
-    "augmented": (lambda shards: web(shards).map(noisy), ""),
-    "remedy for shards": (lambda shards: web(shards, shardshuffle=100, detshuffle=True, seed=0), ""),
-    "remedy for samples": (lambda shards: web(shards).compose(wds.detshuffle(1000, seed=0)), ""),
-    "second remedy for samples": (lambda shards: web(shards).shuffle(1000, seed=0), ""),
+def train(job: Job, stream: Any, due: Iterable[int] = range(N), **how: Any) -> None:
+    """Without workers, and on two ranks with some."""
+    for workers in (0, 2) if job.world == 2 else (0,):
+        job.train(job.patch(users.loader(stream, batch_size=16, num_workers=workers)), due, **how)
+
+
+SEED = "detshuffle=True, seed=0"
+OF_WEB: dict[str, Make] = {
+    "samples": lambda: web().shuffle(100),
+    "tuples": lambda: web().shuffle(100).to_tuple("cls"),
+    "all samples": lambda: web().shuffle(1000),
+    "augmented": lambda: web().shuffle(1000).map(noisy),
+    "shards": lambda: web(SHARDS),
+    "shards, by detshuffle alone": lambda: web(SHARDS, detshuffle=True),
 }
 
 
-def rows(numbers: range = range(N)) -> Any:
-    table = {"cls": numbers, "text": [f"line {number}" for number in numbers]}
-    return datasets.Dataset.from_dict(table).to_iterable_dataset(4)
+@program("error", each=OF_WEB, tells=("WebDataset", "rank", "lost", SEED))
+def webdataset_shuffles_by_itself(job: Job, make: Make) -> None:
+    train(job, make())
 
 
-def mixed(seed: int | None) -> Any:
-    halves = [rows(range(N // 2)), rows(range(N // 2, N))]
-    return datasets.interleave_datasets(halves, [0.5, 0.5], seed=seed, stopping_strategy="all_exhausted")
+@program("error", tells=("Wrapped", "rank", "lost", SEED))
+def a_wrapped_webdataset_shuffles_by_itself(job: Job) -> None:
+    train(job, Wrapped(web().shuffle(100).to_tuple("cls")))
 
 
-HUGGING_FACE: dict[str, tuple[Callable[[], Any], str]] = {
-    "shuffle": (lambda: rows().shuffle(buffer_size=100), FOUND),
-    "shuffle over all": (lambda: rows().shuffle(buffer_size=1000), FOUND),
-    "shuffle, augmented": (lambda: rows().shuffle(buffer_size=100).map(noisy_rows), FOUND),
-    "shuffle, tensors": (lambda: rows().select_columns(["cls"]).shuffle(buffer_size=100).with_format("torch"), FOUND),
-    "in order": (rows, ""),
-    "augmented": (lambda: rows().map(noisy_rows), ""),
-    "augmented tensors": (lambda: rows().select_columns(["cls"]).map(noisy_rows).with_format("torch"), ""),
-    "no names": (lambda: rows().map(noise_alone, remove_columns=["cls", "text"]).with_format("torch"), WARNED),
-    "interleaved": (lambda: mixed(3), ""),
-    "shuffled by a generator": (lambda: rows().shuffle(buffer_size=100, generator=np.random.default_rng(5)), ""),
-    "remedy": (lambda: rows().shuffle(seed=0, buffer_size=1000), ""),
+OF_ROWS: dict[str, Make] = {
+    "rows": lambda: rows().shuffle(buffer_size=100),
+    "all rows": lambda: rows().shuffle(buffer_size=1000),
+    "augmented": lambda: rows().shuffle(buffer_size=100).map(noisy),
+    "tensors": lambda: rows().select_columns(["cls"]).shuffle(buffer_size=100).with_format("torch"),
 }
 
 
-def watched(rank: int, world_size: int, shards: list[str]) -> dict[tuple[str, str, int], Told]:
-    told = {}
-    seed_ambient(rank)
-    given = {("web", name): make(shards) for name, (make, _) in WEB.items()}
-    given |= {("hf", name): make() for name, (make, _) in HUGGING_FACE.items()}
-    for (package, name), dataset in given.items():
-        for workers in (0, 2) if world_size == 2 else (0,):
-            seed_ambient(rank)
-            loader: DataLoader[Any] = DataLoader(dataset, batch_size=16, collate_fn=as_it_is, num_workers=workers)
-            seen = in_step(patch_dataloader_to_ddp(loader), STEPS)
-            told[package, name, workers] = seen._replace(batches=list(map(number_of, chain(*seen.batches))))
-    return told
+@program("error", each=OF_ROWS, tells=("IterableDataset", "rank", "lost", "Give its shuffle a seed"))
+def hugging_face_shuffles_by_itself(job: Job, make: Make) -> None:
+    train(job, make())
 
 
-def number_of(item: Any) -> int:
-    return int(item[0] if isinstance(item, tuple) else item.get("cls", item.get("noise")))
+WEB_ALIKE: dict[str, Make] = {
+    "in order": web,
+    "augmented": lambda: web().map(noisy),
+    "the remedy for shards": lambda: web(100, detshuffle=True, seed=0),
+    "the remedy for samples": lambda: web().compose(wds.detshuffle(1000, seed=0)),
+    "the second remedy for samples": lambda: web().shuffle(1000, seed=0),
+}
+ROWS_ALIKE: dict[str, Make] = {
+    "in order": rows,
+    "augmented": lambda: rows().map(noisy),
+    "tensors augmented": lambda: rows().select_columns(["cls"]).map(noisy_number).with_format("torch"),
+    "shuffled by a generator": lambda: rows().shuffle(buffer_size=100, generator=np.random.default_rng(5)),
+    "the remedy": lambda: rows().shuffle(seed=0, buffer_size=1000),
+}
+
+
+@program("complete", each=WEB_ALIKE)
+def all_ranks_read_webdataset_alike(job: Job, make: Make) -> None:
+    train(job, make())
+
+
+@program("complete", each=ROWS_ALIKE)
+def all_ranks_read_rows_alike(job: Job, make: Make) -> None:
+    train(job, make())
+
+
+@program("complete")
+def rows_are_interleaved(job: Job) -> None:
+    train(job, mixed(), padding=N)  # some are repeated
+
+
+@program("complete", tells=("tensors and floats",))
+def rows_have_no_names(job: Job) -> None:
+    train(job, rows().map(noise_alone, remove_columns=["cls", "text"]).with_format("torch"))
+
+
+def unpack(corrupt: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Find one sample corrupt, as on one rank's disk; it comes after the first ones, which are compared one by one."""
+    if row["__key__"] == corrupt:
+        raise ValueError(f"{corrupt} is corrupt")
+    return row
+
+
+def skipping(corrupt: str) -> Any:
+    unpacked = web().map(partial(unpack, corrupt), handler=wds.handlers.warn_and_continue)
+    return unpacked.to_tuple("cls")
+
+
+@program("complete")
+def webdataset_skips_a_sample_on_every_rank(job: Job) -> None:
+    train(job, skipping("0125"), set(range(N)) - {125}, padding=1)
+
+
+@program("error")
+def webdataset_skips_a_sample_on_one_rank(job: Job) -> None:
+    train(job, skipping("0125" if job.rank == 1 else ""))
+
+
+def on_rank(rank: int, world_size: int) -> dict[str, Run]:
+    return program.run(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
-def test_the_order_that_each_rank_draws_for_itself_is_found_and_the_remedies_work(
-    shards: list[str], world_size: int
-) -> None:
-    ranks = run_ranks(watched, world_size, shards)
-    expected = {("web", name): found for name, (_, found) in WEB.items()}
-    expected |= {("hf", name): found for name, (_, found) in HUGGING_FACE.items()}
-    wrong = []
-    for case in ranks[0]:
-        seen, wanted = [told[case] for told in ranks], expected[case[:2]]
-        found = {told.found for told in seen}
-        if wanted not in found or not found <= ({WARNED, ""} if wanted == WARNED else {wanted}):
-            wrong.append((case, [(told.found, told.message) for told in seen]))
-        elif not wanted and case[1] != "interleaved":  # which repeats some
-            assert_shared_exactly([told.batches for told in seen], N)
-    assert not wrong
-    seeds = ("detshuffle=True, seed=0", ".compose(webdataset.detshuffle(1000, seed=0))", ".shuffle(1000, seed=0)")
-    assert_tells(ranks[0]["web", "shuffle", 0].message, ("WebDataset", "rank", "lost"), seeds)
-    assert_tells(ranks[0]["web", "shuffle, wrapped", 0].message, ("Wrapped", "rank", "lost"), seeds)
-    assert_tells(
-        ranks[0]["hf", "shuffle", 0].message,
-        ("IterableDataset", "rank", "lost"),
-        (".shuffle(seed=0, buffer_size=1000)",),
-    )
-
-
-class Unpacks:
-    """Finds one sample corrupt, as on one rank's disk."""
-
-    def __init__(self, corrupt: str) -> None:
-        self.corrupt = corrupt
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        if row["__key__"] == self.corrupt:
-            raise ValueError(f"{self.corrupt} is corrupt")
-        return row
-
-
-def skipping(rank: int, world_size: int, shards: list[str], on: str) -> list[Told]:
-    """Every rank, or one, skips a sample that comes after the first ones, which are compared one by one."""
-    seed_ambient(rank)
-    told = []
-    for workers in (0, 2):
-        unpacks = Unpacks("0125" if on == "every rank" or rank == 1 else "")
-        data = wds.WebDataset(shards, nodesplitter=None, shardshuffle=False)
-        data = data.map(unpacks, handler=wds.handlers.warn_and_continue).decode().to_tuple("cls")
-        loader: DataLoader[Any] = DataLoader(data, batch_size=16, collate_fn=as_it_is, num_workers=workers)
-        told.append(in_step(patch_dataloader_to_ddp(loader), STEPS)._replace(batches=[]))
-    return told
-
-
-@pytest.mark.parametrize(("on", "found"), [("every rank", ""), ("one rank", FOUND)])
-def test_a_sample_that_webdataset_skips_is_told_within_the_epoch_if_only_one_rank_skips_it(
-    shards: list[str], on: str, found: str
-) -> None:
-    for told in zip(*run_ranks(skipping, 2, shards, on), strict=True):
-        seen = {rank.found for rank in told}
-        assert found in seen
-        assert seen <= {found, ""}  # of the last comparison, the first rank that makes it has nothing to compare with
+def test_the_order_that_each_rank_draws_for_itself_is_found_and_the_remedies_work(world_size: int) -> None:
+    web()  # writes the files that all ranks read
+    assert program.unexpected(run_ranks(on_rank, world_size)) == {}

@@ -13,18 +13,14 @@ between its dearest item and its cheapest. So D is at most the dearest item of a
    (1 - 1/W) D. In each step, the slowest is ahead of the batch in place j by some gap. The gaps of one j do not overlap
    over the steps, because batches are sorted over all steps, so they sum up to D at most; the mean is behind the
    slowest by the W - 1 gaps over W.
-3. Swaps keep both bounds: two batches of a step come closer, so the step's slowest does not rise, nor do two batches of
-   the window get further apart.
-4. So the slowest ranks' sum is at most 2 - 1/W times the least there can be, which is at least the sum of the means,
-   and at least the dearest item. Filling alone has no smaller factor: see the test of one item beside many.
+3. So the slowest ranks' sum is at most 2 - 1/W times the least there can be, which is at least the sum of the means,
+   and at least the dearest item. There is no smaller factor: see the test of one item beside many.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import cache
 from itertools import combinations
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,7 +29,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ddp_patch.costs import CostOf
-from ddp_patch.sharding import balancing
 from ddp_patch.sharding.balancing import balance_window
 
 ROUNDING = 1e-5  # of single precision, over some additions: of all that a batch costs
@@ -169,21 +164,6 @@ def test_all_waiting_of_a_window_is_less_than_one_item(window: tuple[Costs, int,
     assert waiting <= (1 - 1 / ranks) * widest_layer(costs, ranks, size) + ROUNDING * batches.sum()
 
 
-def typical(n: int = 4 * 3 * 40, sigma: float = 1) -> Costs:
-    return np.random.default_rng(5).lognormal(sigma=sigma, size=n)
-
-
-@pytest.mark.parametrize("sigma", [0.1, 0.5, 1, 2])
-def test_the_bounds_of_a_window_of_many_steps(sigma: float) -> None:
-    ranks, size = 4, 3
-    costs = typical(sigma=sigma)
-    batches, widest = batch_costs(costs, ranks, size, "sum"), widest_layer(costs, ranks, size)
-    assert np.ptp(batches) <= widest * (1 + ROUNDING)
-    assert slowest(batches) - batches.mean(axis=1).sum() <= (1 - 1 / ranks) * widest * (1 + ROUNDING)
-    as_they_came = stepped(costs, ranks, size).sum(axis=2)
-    assert slowest(as_they_came) - as_they_came.mean(axis=1).sum() > 3 * widest
-
-
 @given(st.data(), st.sampled_from([(8, 2, 2), (8, 2, 4), (9, 3, 3), (8, 4, 2), (10, 2, 5), (12, 3, 2)]))
 @example(None, (8, 2, 4))
 def test_against_the_best_of_all_batches(data: st.DataObject | None, shape: tuple[int, int, int]) -> None:
@@ -197,55 +177,22 @@ def test_against_the_best_of_all_batches(data: st.DataObject | None, shape: tupl
     assert found <= least + (1 - 1 / ranks) * widest_layer(costs, ranks, size) + rounding
 
 
-def in_layers_alone() -> AbstractContextManager[Any]:
-    """Batches as they are filled, before items are swapped."""
-    return patch.object(balancing, "ROUNDS", 0)
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_one_item_beside_many_comes_near_the_bound(ranks: int) -> None:
     size = 30 * ranks + 1
     costs = np.zeros(ranks * size)
     costs[0], costs[1 : (ranks - 1) * size + 1] = size, 1
     best = size  # the one item and nothing beside it, and on every other rank as many ones as fit
-    with in_layers_alone():
-        in_layers = slowest(batch_costs(costs, ranks, size, "sum"))
-    assert (2 - 1 / ranks) * 0.98 < in_layers / best <= 2 - 1 / ranks
-    assert best <= slowest(batch_costs(costs, ranks, size, "sum")) <= in_layers
+    assert (2 - 1 / ranks) * 0.98 < slowest(batch_costs(costs, ranks, size, "sum")) / best <= 2 - 1 / ranks
 
 
-@given(windows())
-def test_swaps_make_no_window_slower(window: tuple[Costs, int, int]) -> None:
-    costs, ranks, size = window
-    swapped = batch_costs(costs, ranks, size, "sum")
-    with in_layers_alone():
-        filled = batch_costs(costs, ranks, size, "sum")
-    rounding = ROUNDING * costs.sum()
-    assert slowest(swapped) <= slowest(filled) + rounding
-    assert np.max(swapped, initial=0) <= np.max(filled, initial=0) + rounding
-    assert np.min(swapped, initial=np.inf) >= np.min(filled, initial=np.inf) - rounding
-
-
-def test_a_short_epoch_over_many_ranks_waits_little() -> None:
-    """20,000 samples on 64 ranks make 19 steps, and the longest sample may cost as much as a batch."""
-
-    def figures() -> list[float]:
-        found = []
-        for seed in range(8):
-            costs = np.random.default_rng(seed).lognormal(sigma=0.8, size=20_000)
-            batches = batch_costs(costs, 64, 16, "sum")
-            found.append(slowest(batches) / batches.mean(axis=1).sum())
-        return found
-
-    assert np.mean(figures()) < 1.015
-    with in_layers_alone():
-        assert np.mean(figures()) > 1.03
+TYPICAL = np.random.default_rng(5).lognormal(size=4 * 3 * 40)
 
 
 @pytest.mark.parametrize("cost_of", ["sum", "padded"])
 def test_the_order_has_no_trend(cost_of: CostOf) -> None:
     ranks, size, keys = 4, 3, 400
-    costs = typical()
+    costs = TYPICAL
     steps, of_ranks = [], []
     for number in range(keys):
         batches = stepped(costs[balance_window(costs, ranks, size, cost_of, key(number))], ranks, size).sum(axis=2)
@@ -261,7 +208,7 @@ def test_the_order_has_no_trend(cost_of: CostOf) -> None:
 
 @pytest.mark.parametrize("cost_of", ["sum", "padded"])
 def test_another_key_gives_another_order_of_the_same_batches(cost_of: CostOf) -> None:
-    orders = [balance_window(typical(), 4, 3, cost_of, key(number)) for number in range(2)]
+    orders = [balance_window(TYPICAL, 4, 3, cost_of, key(number)) for number in range(2)]
     batches = [sorted(stepped(order, 4, 3).reshape(-1, 3).tolist()) for order in orders]
     assert orders[0].tolist() != orders[1].tolist()
     assert batches[0] == batches[1]

@@ -10,11 +10,11 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from iterables import Standing
+from hypothesis import Phase, assume, given, settings
 from quick import soaked
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
-from zoo import as_it_is, seed_ambient
+from resumed import OF_ANY_SIZE
+from torch.utils.data import DataLoader
+from zoo import seed_ambient
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.elastic import ElasticLoader
@@ -23,80 +23,14 @@ EPOCHS = 2
 MOST = 16  # replicas
 
 
-class Keys(Dataset[Any]):
-    """Gives the key back."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, key: Any) -> Any:
-        return key
-
-
-class Lazily(Sampler[int]):
-    """Draws its items one by one, and tells no length."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(self.n):
-            yield index + 1000 * int(torch.randint(9, ()))
-
-
-class Batches(Sampler[list[int]]):
-    """Shuffled batches of any size."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for index in torch.randperm(self.n).tolist():
-            yield [index] * int(torch.randint(1, 4, ()))
-
-
-class Items(IterableDataset[int]):
-    """A shuffled stream that tells no length."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.n).tolist()
-
-
-def of(n: int, size: int, sampler: Any = None) -> DataLoader[Any]:
-    return DataLoader(Keys(n), size, sampler=sampler, collate_fn=as_it_is)
-
-
-Make = Callable[[int, int], DataLoader[Any]]
-SAMPLES: dict[str, Make] = {
-    "sequential": of,
-    "shuffled": lambda n, size: DataLoader(Keys(n), size, shuffle=True, collate_fn=as_it_is),
-    "by a generator": lambda n, size: of(n, size, RandomSampler(range(n), generator=torch.Generator().manual_seed(3))),
-    "weighted": lambda n, size: of(n, size, WeightedRandomSampler([1.0] * n, n)),
-    "without length": lambda n, size: of(n, size, Lazily(n)),
-    "stream": lambda n, size: DataLoader(Items(n), size, collate_fn=as_it_is),
-    "stream with a state": lambda n, size: DataLoader(Standing(n), size, collate_fn=as_it_is),
-}
-BATCHES: dict[str, Make] = {
-    "batch sampler": lambda n, _: DataLoader(Keys(n), batch_sampler=Batches(n), collate_fn=as_it_is)
-}
-
-
 def cost_of(index: int) -> int:
     return 1 + index % 5
 
 
+KINDS = ("sequential", "shuffled", "by a generator", "weighted", "without length", "stream", "stream with a state")
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in SAMPLES | BATCHES),
-    *((name, {"share": "within_batches"}) for name in SAMPLES | BATCHES),
+    *((name, {}) for name in (*KINDS, "batches")),
+    *((name, {"share": "within_batches"}) for name in (*KINDS, "batches")),
     *((name, {"cost": cost_of}) for name in ("sequential", "shuffled")),
 ]
 
@@ -212,7 +146,7 @@ def samples_of(given: Sequence[tuple[list[Any], torch.Tensor]], in_batches: bool
 def test_each_sample_comes_once_in_the_steps_that_count(
     kind: str, options: Any, examples: int, most: int, steps: int
 ) -> None:
-    make_any = (SAMPLES | BATCHES)[kind]
+    make_any = OF_ANY_SIZE[kind]
 
     @settings(max_examples=examples, phases=[Phase.generate])  # to shrink takes minutes
     @given(
@@ -223,6 +157,7 @@ def test_each_sample_comes_once_in_the_steps_that_count(
         seed=st.integers(0, 2**32),
     )
     def check(n: int, size: int, replicas: int, last: int, seed: int) -> None:
+        assume(kind != "without length" or n > 3)  # of which so many may be missing: an epoch needs a step
         training = Training(lambda: make_any(n, size), options, replicas)
         for attempt in attempts(random.Random(seed), replicas, steps):
             if training.epoch >= EPOCHS:
@@ -235,7 +170,7 @@ def test_each_sample_comes_once_in_the_steps_that_count(
             training.attempt(Attempt(alive, ["commits"] * replicas, True, True, [False] * replicas))
         alone = patch_dataloader_to_ddp(make_any(n, size), rank=0, num_replicas=1, seed=11)
         for epoch in range(EPOCHS):
-            of_steps = [samples_of(given, kind in BATCHES and not options) for given in training.trained(epoch)]
+            of_steps = [samples_of(given, kind == "batches" and not options) for given in training.trained(epoch)]
             of_one = [*alone]
             if "share" in options:
                 assert of_steps == of_one

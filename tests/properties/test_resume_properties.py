@@ -1,103 +1,21 @@
 """Stopped anywhere and gone on with any number of ranks, any number of times: each epoch's stream exactly once."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import assume, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from iterables import Standing
 from quick import soaked
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
-from zoo import Bare, as_it_is, seed_ambient
+from resumed import OF_ANY_SIZE
+from zoo import seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 
-
-class Lazily(Sampler[int]):
-    """Draws its items one by one; an epoch has between n - 3 and n of them, and tells no length."""
-
-    def __init__(self, n: int, own: torch.Generator | None = None) -> None:
-        self.n, self.own = n, own
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(max(0, self.n - int(torch.randint(4, (), generator=self.own)))):
-            yield index + 100 * int(torch.randint(9, (), generator=self.own))
-
-
-class Batches(Sampler[list[int]]):
-    """Shuffled batches of any size."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for index in torch.randperm(self.n).tolist():
-            yield [index] * int(torch.randint(1, 4, ()))
-
-
-class Items(IterableDataset[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.n).tolist()
-
-
-def indices(n: int, batch_size: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Anything(n), batch_size, collate_fn=as_it_is, **options)
-
-
-class Anything(Dataset[Any]):
-    """A dataset that gives the key back."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, key: Any) -> Any:
-        return key
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
-Make = Callable[[int, int], DataLoader[Any]]
-SAMPLES: dict[str, Make] = {
-    "sequential": lambda n, size: indices(n, size),
-    "shuffled": lambda n, size: indices(n, size, sampler=RandomSampler(range(n)) if n else []),
-    "shuffled by a generator": lambda n, size: indices(
-        n, size, generator=(own := generator()), sampler=RandomSampler(range(n), generator=own) if n else []
-    ),
-    "in several turns": lambda n, size: indices(
-        n, size, sampler=RandomSampler(range(n), num_samples=2 * n + 1) if n else []
-    ),
-    "weighted": lambda n, size: indices(n, size, sampler=WeightedRandomSampler([1.0] * (n + 1), n) if n else []),
-    "without length": lambda n, size: indices(n, size, sampler=Lazily(n)),
-    "without length, by a generator": lambda n, size: indices(n, size, sampler=Lazily(n, generator())),
-    "bare": lambda n, size: indices(n, size, sampler=Bare(range(n))),
-    "iterable": lambda n, size: DataLoader(Items(n), size, collate_fn=as_it_is),
-    "iterable with a state": lambda n, size: DataLoader(Standing(n), size, collate_fn=as_it_is),
-}
-BATCHES: dict[str, Make] = {
-    "batches": lambda n, _: DataLoader(Anything(n), batch_sampler=Batches(n), collate_fn=as_it_is),
-    "batches without collation": lambda n, _: DataLoader(Anything(n), batch_size=None, sampler=Batches(n)),
-}
 MOST_RANKS = 6
-WITHOUT_LENGTH = {"without length", "without length, by a generator", "bare", "iterable with a state"}
+WITHOUT_LENGTH = {"without length", "without length, by a generator", "bare", "stream", "stream with a state"}
 
 
 class Resuming(RuleBasedStateMachine):
@@ -105,15 +23,15 @@ class Resuming(RuleBasedStateMachine):
 
     @initialize(
         n=st.integers(0, 40),
-        kind=st.sampled_from([*SAMPLES, *BATCHES]),
+        kind=st.sampled_from([*OF_ANY_SIZE]),
         uneven=st.sampled_from(["pad", "drop", "keep"]),
         batch_size=st.integers(1, 5),
     )
     def begin(self, n: int, kind: str, uneven: Any, batch_size: int) -> None:
         # A round that nobody takes is refused where it is all there is; a stream may be 3 items shorter than n.
         assume(uneven != "drop" or n == 0 or n >= MOST_RANKS + 3)
-        self.n, self.make = n, (SAMPLES | BATCHES)[kind]
-        self.is_batches, self.has_length = kind in BATCHES, kind not in WITHOUT_LENGTH
+        self.n, self.make = n, OF_ANY_SIZE[kind]
+        self.is_batches, self.has_length = "batches" in kind, kind not in WITHOUT_LENGTH
         self.options: Any = {"uneven": uneven, "seed": 11}
         self.reference = patch_dataloader_to_ddp(self.make(n, 1), rank=0, num_replicas=1, seed=11)
         self.epoch = 0

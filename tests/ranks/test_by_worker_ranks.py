@@ -30,7 +30,6 @@ from ddp_patch import DDPPatchError, loader_state, patch_dataloader_to_ddp, rest
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError
 from ddp_patch.ranks.group import Channel, opened
-from ddp_patch.streams import by_worker
 
 BATCH = 2
 
@@ -251,12 +250,9 @@ VALUES: Mapping[str, Any] = {
 def handed_over(rank: int, world_size: int) -> list[Any]:
     """Rank 0 sends each value, twice, as what comes next must not be mistaken for a rest."""
     with opened(range(world_size), "Testing", "a test", {}, 60) as channel:
-        if rank == 0:
-            for value in (*VALUES.values(), *VALUES.values()):
-                channel.send(1, value)
-            channel.all_sent()
-            return []
-        return [channel.receive(0) for _ in range(2 * len(VALUES))]
+        values = [*VALUES.values(), *VALUES.values()]
+        came = [channel.swapped({} if rank else {1: value}, [0] if rank else []) for value in values]
+        return [each[0] for each in came if each]
 
 
 def borrowing(rank: int, world_size: int) -> list[str]:
@@ -268,8 +264,8 @@ def borrowing(rank: int, world_size: int) -> list[str]:
             if nested:
                 with opened(range(world_size), "Testing", "to borrow", {}, 60) as inner:
                     used.append(inner._group.name)
-                    inner.sum_over_ranks(1.0)
-            channel.sum_over_ranks(1.0)
+                    inner.gathered([1.0])
+            channel.gathered([1.0])
     return used
 
 
@@ -314,12 +310,6 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
             found += [("a copy", len(list(one)) == len(whole)) for one in copies]
         with raises(UnsupportedLoaderError, "shallow copy", "deepcopy"):
             iter(copy.copy(loader))
-    pinned: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_worker, "pinned_by", lambda _, batch: [pinned.append(batch), batch][1])  # type: ignore[func-returns-value]  # it notes what comes
-        given_out = list(made(Case([3, 9])))
-    received = [batch for batch in given_out if any(batch is one for one in pinned)]
-    found.append(("what came is pinned", len(received) == len(pinned) == (2 if rank == 0 else 0)))
     found.append(("freed with its workers", failed_loader()() is None))
     given = OwnIteration(Shards([9]), BATCH, collate_fn=list)
     own = patch_dataloader_to_ddp(given, share="by_worker")
@@ -438,8 +428,9 @@ def dies(rank: int) -> None:
             os._exit(3)
 
 
-LEFT, LATE = "RankMismatchError: rank 1; 3 batches", f"MissingRanksError: rank 1; {TIMEOUT:g} s"
-BROKEN, GONE = "RankMismatchError: rank 1", "MissingRanksError: rank 1"
+LEFT, BROKEN = "RankMismatchError: rank 1; 3 batches", "RankMismatchError: rank 1"
+# Of a rank that is late, the others find that it is missing; it finds that they are there, and the connection broken.
+GONE, BETWEEN_ALL = "MissingRanksError: rank 1 of [0, 1, 2]", "MissingRanksError: ranks 0 to 2"
 FAILED = "RankMismatchError: rank 1; LookupError; item {} is missing"
 EPOCHS, WORKERS = "RankMismatchError: epoch: 1 on rank 2; 0 on ranks 0, 1", "RankMismatchError: num_workers"
 # What a rank does, and what each rank says: an error with facts that its message tells, or nothing.
@@ -453,7 +444,7 @@ FAULTS: list[tuple[Callable[[int], None], list[str]]] = [
     (partial(raises_an_error, at=5, workers=0, most=2), [FAILED.format(25), "LookupError", FAILED.format(25)]),
     (partial(raises_an_error, at=5, workers=2, most=4), [FAILED.format(45), "LookupError", FAILED.format(45)]),
     (hands_over_what_cannot_be_pickled, [BROKEN, "AttributeError", BROKEN]),
-    (stops_for_long, [LATE] * 3),
+    (stops_for_long, [GONE, BETWEEN_ALL, GONE]),
     (is_in_another_epoch, [EPOCHS] * 3),
     (has_other_workers, [WORKERS] * 3),
     (drops_all_there_is, ["NoStepsError: made 2; 3 ranks"] * 3),

@@ -267,7 +267,7 @@ NORMALISED = """
                 optimizer.step()
             """,
             1,
-            ["The script draws random numbers between its steps"],
+            ["Not the same. The parts' losses have the mean", "random numbers"],
         ),
         soaked(
             "model(next(iter(train)).view(7, 2))\nnext(iter(train))", 1, ["No optimizer of torch.optim made a step"]

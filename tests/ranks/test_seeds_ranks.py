@@ -101,4 +101,4 @@ def given_a_generator(rank: int, world_size: int) -> str:
 
 def test_generators_that_the_ranks_did_not_agree_on_are_told() -> None:
     for message in run_ranks(given_a_generator, 2):
-        assert_tells(message, ("RandomSampler", "gave each its own"), ("a generator of its own", "'leader'"))
+        assert_tells(message, ("RandomSampler", "gave each its own"), ("seed what it draws from", "'leader'"))

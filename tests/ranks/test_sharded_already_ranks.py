@@ -15,7 +15,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
-    SubsetRandomSampler,
 )
 from zoo import Indices, N
 
@@ -23,18 +22,10 @@ from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError
 
 
-class Striding(Sampler[int]):
-    """Shards by what it asks for when it is iterated, and holds no number of it."""
+class Marked(Sampler[int]):
+    """Shards by what it asks for when it is iterated, and says so."""
 
-    def __len__(self) -> int:
-        return len(range(dist.get_rank(), N, dist.get_world_size()))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(dist.get_rank(), N, dist.get_world_size()))
-
-
-class Padded(Striding):
-    """Repeats the first samples, so that all ranks have equally many."""
+    is_ddp_aware = True
 
     def __len__(self) -> int:
         return -(-N // dist.get_world_size())
@@ -42,10 +33,6 @@ class Padded(Striding):
     def __iter__(self) -> Iterator[int]:
         ranks = dist.get_world_size()
         return (place % N for place in range(dist.get_rank(), len(self) * ranks, ranks))
-
-
-class Marked(Padded):
-    is_ddp_aware = True
 
 
 class Made(Sampler[int]):
@@ -108,17 +95,6 @@ SAME: list[Words] = ["as it is"]
 # A loader, given this rank and the number of ranks; and what it becomes, or what the ranks are told, before the remedy
 # and of it. ``tests/unit/test_claims.py`` has more.
 CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
-    "by itself": (
-        lambda rank, ranks: over(Padded()),
-        [
-            ("rank 0 and rank 1", "different orders from Padded"),
-            ("build Padded for one process", "is_ddp_aware = True"),
-        ],
-    ),
-    "by indices": (
-        lambda rank, ranks: over(SubsetRandomSampler([*range(N - 1)][rank::ranks])),
-        [("rank 0 and rank 1", "different orders from SubsetRandom"), "build SubsetRandomSampler for one process"],
-    ),
     "marked": (lambda rank, ranks: over(Marked()), SAME),
     "made for this world": (lambda rank, ranks: over(Made(rank, ranks)), SAME),
     "made for a larger one": (

@@ -15,6 +15,7 @@ import users
 from iterables import ShardPerWorker
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
+from repeaters import Infinite
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
@@ -145,6 +146,17 @@ def rows_that_name_samples_are_shuffled_alike(job: Job, how: Any) -> None:
         dataset.arrange(random.Random(epoch).sample(range(N), N))
 
 
+@program("complete")
+def each_rank_begins_with_a_generator_of_its_own(job: Job) -> None:
+    job.train(job.patch(loader(shuffle=True, generator=torch.Generator().manual_seed(job.rank))), epochs=3)
+
+
+@program("complete")
+def workers_are_spawned(job: Job) -> None:
+    spawned: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    job.train(job.patch(loader(shuffle=True, **spawned)), epochs=2)
+
+
 @program("complete", all_reduce="never")
 def ranks_are_fast_and_slow(job: Job) -> None:
     train = job.patch(loader(shuffle=True, generator=users.seeded()))
@@ -165,6 +177,7 @@ LED: dict[str, Make] = {
     **SHUFFLERS,
     "entropy": lambda: loader(sampler=users.Entropic()),
     "entropy, an iterator": lambda: loader(sampler=users.Iterates()),
+    "one iterator for all": lambda: Infinite(users.Numbers(), SIZE, shuffle=True, collate_fn=users.listed),
 }
 
 

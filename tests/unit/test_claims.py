@@ -13,7 +13,7 @@ from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.facts import claim_of, look_at
-from ddp_patch.ranks.agreement import require_all_shares, require_apart, require_one_order
+from ddp_patch.ranks.agreement import require_all_shares, require_apart
 
 
 class Stored(Sampler[Any]):
@@ -211,15 +211,15 @@ def test_a_subclass_that_draws_in_its_own_way_counts_by_its_samples_too() -> Non
         judge(lambda rank, ranks: DataLoader(data, 4, sampler=Slicing(data, ranks, rank)), 2)
 
 
-# What ranks show of their streams at the patch: their orders, and for which ranks they are.
-
-
-def test_orders_that_differ_are_refused_and_one_that_is_unknown_is_not() -> None:
-    facts = ("rank 0 and ranks 1, 2", "different orders from Mine", "random generator", "weights", "set", "files")
-    with raises(RankMismatchError, facts, ("same on every rank", "order='leader'", "is_ddp_aware = True")):
-        require_one_order({0: "a", 1: "b", 2: "b"}, "Mine")
-    require_one_order({0: "a", 1: "a"}, "Mine")
-    require_one_order({0: "a", 1: None}, "Mine")
+def test_drawing_a_copy_leaves_all_states_where_they_are_and_sends_little() -> None:
+    generator = torch.Generator().manual_seed(5)
+    sampler = Stored(lambda r, w: torch.randperm(30_000, generator=generator)[r::w].tolist(), 0, 2, 15_000)
+    sampler.generator = generator  # type: ignore[attr-defined]  # as samplers hold what they draw from
+    before = torch.get_rng_state(), generator.get_state()
+    claim = claim_of(look_at(DataLoader(Indices(30_000), 4, sampler=sampler)), 2)
+    assert len(claim["first"].hashes) == 512 < claim["first"].drawn
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(generator.get_state(), before[1])
 
 
 # Loaders that are sharded already, by what each rank's was made for: its place here, and (rank, ranks) there.

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 from repeaters import MultiEpochs
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from zoo import Indices
 
 from ddp_patch import patch_dataloader_to_ddp, restore_loader
@@ -43,6 +44,24 @@ def test_a_loader_that_is_sharded_already_is_refused() -> None:
 def test_a_loader_with_one_iterator_for_all_epochs_is_refused() -> None:
     with pytest.raises(UnsupportedLoaderError, match="has one iterator for all epochs"):
         ElasticLoader(MultiEpochs(Indices(8)))
+
+
+@pytest.mark.parametrize("make", [list, SubsetRandomSampler, lambda rows: iter([*rows])])
+def test_replicas_that_draw_other_orders_have_other_numbers(make: Any) -> None:
+    replicas = [ElasticLoader(loader_of(range(8), sampler=make(rows))) for rows in (range(4), range(4, 8), range(4))]
+    one, other, again = (replica.numbers(0)[0] for replica in replicas)
+    assert one == again != other
+
+
+def test_a_generator_of_a_replicas_own_is_a_matter_of_its_place() -> None:
+    """A replica that joins takes it from another."""
+    replicas = [
+        ElasticLoader(loader_of(range(8), shuffle=True, generator=torch.Generator().manual_seed(seed)))
+        for seed in (1, 2)
+    ]
+    (one, here), (other, there) = (replica.numbers(0) for replica in replicas)
+    assert one == other
+    assert here != there
 
 
 def test_a_position_after_the_last_batch_is_the_next_epochs() -> None:

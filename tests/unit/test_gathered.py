@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gathered import assert_same, outputs_for, shares, together
@@ -44,20 +43,23 @@ BATCHES = [[0, 1, 2], [3], [], [4, 5], [6, 7, 8, 9], [10]]
 
 
 @pytest.mark.parametrize("uneven", ["pad", "keep"])
-def test_whole_batches_have_rows_of_samples_or_of_batches(uneven: Any) -> None:
-    for world_size in (1, 2, 4, 5, 7):
-        loaders = shares(world_size, batch_sampler=BATCHES, uneven=uneven)
+def test_whole_batches_have_rows_or_are_a_list_unless_one_is_empty(uneven: Any) -> None:
+    filled = [batch for batch in BATCHES if batch]
+    for world_size, given_batches in product((1, 2, 4, 5, 7), (BATCHES, filled)):
+        loaders = shares(world_size, batch_sampler=given_batches, uneven=uneven)
         batches = [list(given) for given in loaders]
-        samples = [
-            torch.tensor([item for batch in of_rank for item in batch], dtype=torch.int64) for of_rank in batches
+        flat = [[item for batch in of_rank for item in batch] for of_rank in batches]
+        rows = [
+            (torch.tensor(own, dtype=torch.int64), own) if one else None for own, one in zip(flat, batches, strict=True)
         ]
-        means = [np.array([len(batch) for batch in of_rank]) for of_rank in batches]
-        found = together(
-            [(*rows, one) if one else None for *rows, one in zip(samples, means, batches, strict=True)], loaders
-        )
-        assert found[0].tolist() == list(range(11))
-        assert found[1].tolist() == [len(batch) for batch in BATCHES]
-        assert found[2] == BATCHES
+        tensor, items = together(rows, loaders)
+        assert tensor.tolist() == items == list(range(11))
+        lists = [[(torch.tensor(batch), batch) for batch in of_rank] or None for of_rank in batches]
+        if given_batches is filled:
+            assert [items for _, items in together(lists, loaders)] == filled
+        else:
+            with raises(OutputsError, "one per sample", "one row per sample"):
+                together(lists, loaders)
 
 
 def wide(items: list[int], least: int = 1) -> torch.Tensor:

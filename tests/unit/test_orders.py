@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from contextlib import nullcontext
+from itertools import count, islice, product
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper
 from ddp_patch.errors import StreamLengthError
 from ddp_patch.orders.orders import has_order, in_blocks, order_of
 from ddp_patch.positions_and_padding import Plan
+from ddp_patch.sharding.item_sources import in_pieces
+from ddp_patch.sharding.saved_state import States
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 
@@ -248,3 +251,11 @@ def test_positions_are_cut_where_turns_begin() -> None:
         assert [10 * number + place for number, places in turns for place in places] == [*positions]
         assert all({places[0], places[-1]} <= {*range(10)} for _, places in turns)
         assert len({number for number, _ in turns}) == len(turns)
+
+
+def test_a_leader_draws_an_ordinary_epoch_at_once_and_an_endless_one_in_pieces_that_grow_to_a_limit() -> None:
+    states = States(), lambda: States((1,))
+    ((items, before, after),) = in_pieces(lambda: iter(range(100_000)), nullcontext, states, 2**20, 2**20)
+    assert (items, before, after) == ([*range(100_000)], States(), States((1,)))
+    endless = in_pieces(count, nullcontext, states, 2**12, 2**20)
+    assert [len(items) for items, *_ in islice(endless, 12)] == [min(2 ** (12 + place), 2**20) for place in range(12)]

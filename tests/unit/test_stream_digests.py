@@ -137,6 +137,11 @@ def test_numbers_count_once_many_items_have_one_text(alike: int, is_told: bool) 
 
 def test_numbers_count_where_all_items_of_a_pass_have_one_text() -> None:
     assert read([("cat", 1), ("cat", 2)]).marks != read([("cat", 2), ("cat", 1)]).marks
+    order = [*range(200)]
+    for place in (0, 62, 63, 64, 65, 198):
+        other = [*order[:place], order[place + 1], order[place], *order[place + 2 :]]
+        assert read([("cat", item) for item in order]).marks != read([("cat", item) for item in other]).marks
+    assert read(["cat"] * 200).marks == read(["cat"] * 200).marks
 
 
 class Made(IterableDataset[Any]):
