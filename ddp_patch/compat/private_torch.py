@@ -184,8 +184,7 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
 def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, timeout: timedelta) -> Any:
     """Begin to gather every member's row, and return the work to wait for.
 
-    It comes to an end by itself after ``timeout``, and may be waited for in slices before. The public functions take
-    registered groups alone.
+    The public functions take registered groups alone, and their timeout is the group's.
 
     Raises:
         TorchVersionError: This torch takes no such options.

@@ -135,7 +135,7 @@ class StreamPasses(Passes[None]):
         if is_compared:
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
-            self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
+            self.monitor.why_in_common = partial(_why_parts_overlap, type(given.dataset).__name__)
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers

@@ -102,7 +102,7 @@ def test_a_seed_or_a_folder_that_is_none_is_told_before_the_script_begins(tmp_pa
     wrong: list[tuple[str, list[str], dict[str, str]]] = [
         ("unset DDP_PATCH_SEED", [], {"DDP_PATCH_SEED": "1.5"}),
         ("unset DDP_PATCH_SEED", ["-n", "2"], {"DDP_PATCH_SEED": "1" * 10**4}),
-        ("taken is a file. Pass the path of a folder.", ["-n", "2", "--keep-shadows", "taken/logs"], {}),
+        ("taken/logs'. Pass the path of a folder.", ["-n", "2", "--keep-shadows", "taken/logs"], {}),
     ]
     for remedy, arguments, environment in wrong:
         code, said = run_command(tmp_path, *arguments, **environment)
