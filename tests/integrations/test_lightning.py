@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks.kinds import KINDS, Batch
-from frameworks.lightning_trainer import quiet_trainer
+from frameworks.lightning_trainer import Trained, quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
@@ -66,21 +66,16 @@ def test_of_an_iterable_dataset_predict_says_what_it_lost() -> None:
         make_trainer().predict(Predicting(KINDS[-1].make))
 
 
-class Recording(LightningModule):  # type: ignore[misc]  # as above
+class Recording(Trained):
     """Keeps the samples of each step with the epoch's number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = torch.nn.Linear(1, 1)
         self.seen: list[tuple[int, list[int]]] = []
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+    def training_step(self, batch: torch.Tensor) -> Any:
         self.seen.append((self.current_epoch, batch.tolist()))
-        loss: torch.Tensor = self.model(batch.float()[:, None]).mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.001)
+        return self.loss_of(batch)
 
 
 class Resuming:

@@ -14,8 +14,7 @@ from lightning.fabric import Fabric
 from messages import assert_tells, raises
 from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
-from worlds import assert_shared_exactly
-from zoo import seed_ambient
+from zoo import assert_shared_exactly, seed_ambient
 
 from ddp_patch import (
     check_loaders_is_patched,

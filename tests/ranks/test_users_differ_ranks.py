@@ -317,7 +317,7 @@ def one_rank_reads_a_stream_otherwise(job: Job, reading: Reading) -> None:
     job.train(train, range(LONG), epochs=reading.epochs)
 
 
-OF_A_STREAM = ("Stream", "lost", "seed", "same on every rank", "random.Random(epoch)", "set_epoch()")
+OF_A_STREAM = ("Stream", "lost", "seed", "same on every rank", "detshuffle=True, seed=0")
 
 
 def shuffled(made: Callable[[int], Any] = int, *, splits: bool = True, **how: Any) -> Any:

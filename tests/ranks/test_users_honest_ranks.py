@@ -124,9 +124,17 @@ def rows_that_name_samples_are_shuffled_alike(job: Job, how: Any) -> None:
         dataset.arrange(random.Random(epoch).sample(range(N), N))
 
 
-@program("complete")
-def each_rank_begins_with_a_generator_of_its_own(job: Job) -> None:
-    job.train(job.patch(loader(shuffle=True, generator=torch.Generator().manual_seed(job.rank))), epochs=3)
+OF_EACH_RANK: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "generator=": lambda rank: loader(shuffle=True, generator=torch.Generator().manual_seed(rank)),
+    "numpy Generator": lambda rank: loader(sampler=users.Shuffles(np.random.default_rng())),
+    "numpy RandomState": lambda rank: loader(sampler=users.Shuffles(np.random.RandomState(rank))),
+    "random.Random": lambda rank: loader(sampler=users.Shuffles(random.Random(rank))),
+}
+
+
+@program("complete", each=OF_EACH_RANK)
+def each_rank_begins_with_a_generator_of_its_own(job: Job, make: Callable[[int], DataLoader[Any]]) -> None:
+    job.train(job.patch(make(job.rank)), epochs=3)
 
 
 @program("complete")
