@@ -203,12 +203,8 @@ class _Members:
 
     def sent(self, data: Array, sizes: Sequence[int]) -> list[Array]:
         """Send bytes, and return all ranks', of which each has so many."""
-        try:
+        with self._group.explained(GATHERING):
             return self._all_gather(data, sizes)
-        except RuntimeError as error:
-            failure = self._group.failure(GATHERING, error)
-            self._group.close()
-            raise failure from error
 
     def _all_gather(self, data: Array, sizes: Sequence[int]) -> list[Array]:
         return [block.numpy() for block in self._group.all_gather(torch.from_numpy(data), sizes, self._timeout)]

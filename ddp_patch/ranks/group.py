@@ -124,7 +124,17 @@ class Group:
         blocks = torch.split(held, [end - begin for begin, end in pairwise(ends)])
         return [*blocks[ranks - self.index :], *blocks[: ranks - self.index]]
 
-    def failure(self, doing: str, error: RuntimeError) -> DDPPatchError:
+    @contextmanager
+    def explained(self, doing: str) -> Iterator[None]:
+        """Raise an error of ours where a connection fails, and break all others."""
+        try:
+            yield
+        except RuntimeError as error:  # what gloo raises
+            failure = self._failure(doing, error)
+            self.close()
+            raise failure from error
+
+    def _failure(self, doing: str, error: RuntimeError) -> DDPPatchError:
         """Return the error of a connection that failed: what another rank says, or which ones say nothing."""
         self._say("")
         until = monotonic() + MARGIN_S
@@ -305,7 +315,7 @@ class Channel:
             MissingRanksError: A rank has ended, or sent nothing in time.
         """
         self._columns = len(row)
-        with self._explained():
+        with self._group.explained(self._doing):
             work, rows = self._begin([*row, 0], self._timeout)
             work.wait()
         came = rows[self._in_group].tolist()
@@ -340,7 +350,7 @@ class Channel:
             self._in_group[to]: torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
             for to, value in given.items()
         }
-        with self._explained():
+        with self._group.explained(self._doing):
             works = []
             for to, body in bodies.items():
                 works += [self._group.send(part, to) for part in (torch.tensor([len(body)]).view(torch.uint8), body)]
@@ -355,13 +365,6 @@ class Channel:
         body = torch.empty(int(size.view(torch.int64).item()), dtype=torch.uint8)
         self._group.receive(body, index).wait()
         return body
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # what gloo raises
-            raise self._group.failure(self._doing, error) from error
 
 
 # ---- the end of the process ----

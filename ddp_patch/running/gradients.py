@@ -176,40 +176,30 @@ def reductions_of(loss: torch.Tensor, part: int, whole: int) -> set[str]:
         >>> reductions_of(x.norm(), 4, 8)
         set()
     """
-    return {*_terms(loss.grad_fn, part, whole, [_MOST_OPERATIONS])}
+    return {*_terms(loss.grad_fn, 1.0, part, whole, [_MOST_OPERATIONS])}
 
 
-def _terms(node: Any, part: int, whole: int, left: list[int]) -> Iterator[str]:
+def _terms(node: Any, by: float, part: int, whole: int, left: list[int]) -> Iterator[str]:
+    """Yield what the terms are that an operation gives, and that constants divide after it."""
     left[0] -= 1
     if node is None or left[0] < 0:
         return
     name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
     inner = [each for each, _ in node.next_functions]
-    reduction = _SAVED.get(getattr(node, "_saved_reduction", 0))
-    if reduction is not None:
-        is_weighed = reduction == MEAN and getattr(node, "_saved_weight", None) is not None and name.startswith("Nll")
-        yield WEIGHED if is_weighed else reduction
-    elif name == "Mean":
-        yield MEAN
-    elif name == "Sum":
-        if (*getattr(node, "_saved_self_sym_sizes", ()), 0)[0] == part:
-            yield SUM
+    reduction = _SAVED.get(getattr(node, "_saved_reduction", 0), MEAN if name == "Mean" else "")
+    if name == "Sum" and (*getattr(node, "_saved_self_sym_sizes", ()), 0)[0] == part:
+        reduction = SUM
+    if reduction == MEAN:
+        yield WEIGHED if getattr(node, "_saved_weight", None) is not None and name.startswith("Nll") else MEAN
+    elif reduction == SUM:
+        yield from [SUM] if math.isclose(by, 1) or math.isclose(by, whole) else [MEAN] if math.isclose(by, part) else []
     elif name == "Div" and inner[1:] in ([], [None]):
-        for term in _terms(inner[0], part, whole, left):
-            yield from _divided(term, node, part, whole)
+        divisor = getattr(node, "_saved_other", None)
+        constant = float(divisor) if isinstance(divisor, torch.Tensor) and divisor.numel() == 1 else 1.0
+        yield from _terms(inner[0], by * constant, part, whole, left)
     elif name in _ADDED or (name in _PASSED_ON and sum(each is not None for each in inner) == 1):
         for each in inner:
-            yield from _terms(each, part, whole, left)
-
-
-def _divided(term: str, node: Any, part: int, whole: int) -> Iterator[str]:
-    """Yield what a term is that was divided by a constant, if that is known."""
-    divisor = getattr(node, "_saved_other", None)
-    by = float(divisor) if isinstance(divisor, torch.Tensor) and divisor.numel() == 1 else whole
-    if term != SUM or math.isclose(by, whole):
-        yield term
-    elif math.isclose(by, part):
-        yield MEAN
+            yield from _terms(each, by, part, whole, left)
 
 
 def is_additive(loss: torch.Tensor, outputs: torch.Tensor, samples: int) -> bool:

@@ -104,8 +104,7 @@ class Lockstep:
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
         values = [value] * self.ranks
-        if self.ranks > 1:
-            self._together(lambda: dist.all_gather_object(values, value, self._group))
+        self._together(lambda: dist.all_gather_object(values, value, self._group))
         return values
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -119,7 +118,7 @@ class Lockstep:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make tensors of any dtypes those of rank 0. They have the same shapes, dtypes and order on every rank."""
-        for flat in _flattened(tensors if self.ranks > 1 else []):
+        for flat in _flattened(tensors):
             dist.broadcast(flat.view(torch.uint8), 0)
 
     def _together(self, communicate: Callable[[], object]) -> None:
@@ -194,12 +193,10 @@ class Replicas:
         models = self.models()
         for model in models if sync_batchnorm else ():
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        named = (pair for model in models for pair in model.named_modules(prefix=type(model).__name__))
-        if names := [name for name, module in named if isinstance(module, _BATCH_NORMS)]:
+        if any(isinstance(module, _BATCH_NORMS) for model in models for module in model.modules()):
             self._tell(
-                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
-                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
-                "SyncBatchNorm in its place."
+                "Batch normalisation sees this rank's part of each batch, not all of it. On accelerators, "
+                "--sync-batchnorm puts torch's SyncBatchNorm in its place."
             )
         self._lockstep.broadcast([*self.parameters, *self.buffers()])
 

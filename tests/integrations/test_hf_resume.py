@@ -21,7 +21,7 @@ from messages import assert_tells, raises
 from quick import run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from zoo import seed_ambient
 
 from ddp_patch import autopatch, loader_state, patch_dataloader_to_ddp, restore_loader
@@ -348,6 +348,58 @@ def test_what_tells_no_place_is_refused_and_what_the_trainer_shares_rightly_is_l
     monkeypatch.setattr("ddp_patch.integrations.transformers.TRAINER_RUNS_EPOCH", "_of_another_version")
     with raises(StateError, ("step 2", "9", transformers.__version__), "transformers 5.22"):
         trained(Patched, FEW, tmp_path / "two", 2)
+
+
+class Ordered(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS[:23])
+
+
+class Sequences(PatchedLoadersMixin, Seq2SeqTrainer):  # type: ignore[misc]  # as above
+    pass
+
+
+class OwnEvaluation(Patched):
+    """Makes its loader without accelerate."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return DataLoader(eval_dataset, 4, collate_fn=self.data_collator)
+
+    get_test_dataloader = get_eval_dataloader
+
+
+# What is evaluated, of 23 rows in batches of 4: steps in which one rank has a batch of three and the other none.
+EVALUATED: dict[str, tuple[type[Any], Any]] = {
+    "rows": (Patched, ROWS[:23]),
+    "stream": (Patched, Ordered()),
+    "own loader": (OwnEvaluation, ROWS[:23]),
+    "one row": (Patched, ROWS[:1]),
+    "sequences": (Sequences, ROWS[:23]),
+}
+
+
+def evaluated(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[float], float, float]]:
+    found = {}
+    for name, (kind, rows) in EVALUATED.items():
+        of_sequences: Any = Seq2SeqTrainingArguments if kind is Sequences else TrainingArguments
+        always = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "remove_unused_columns": False}
+        trainer = kind(
+            model=Model(),
+            args=of_sequences(folder, per_device_eval_batch_size=4, **always),
+            data_collator=collated,
+            compute_metrics=lambda of: {"sum": of.predictions.sum()},
+        )
+        metrics = trainer.evaluate(rows)
+        predicted = trainer.predict(rows).predictions[:, 0].tolist()
+        found[name] = predicted, metrics["eval_sum"], metrics["eval_loss"]
+    return found
+
+
+def test_evaluation_gives_the_rows_and_the_loss_of_one_process(tmp_path: Path) -> None:
+    for found in run_ranks(evaluated, 3, str(tmp_path)):
+        for name, (rows, total, loss) in found.items():
+            assert rows == list(range(1 if name == "one row" else 23)), name
+            assert (total, loss) == (sum(rows), sum(rows) / len(rows)), name
 
 
 def by_hand(rank: int, world_size: int, shared: str) -> list[list[bool]]:
