@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from repeaters import MultiEpochs
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
@@ -181,20 +181,6 @@ def test_a_generator_given_by_the_user_begins_anew_with_the_process(tmp_path: Pa
     assert epochs[0] != epochs[1]
 
 
-class OwnBatches:
-    """A batch sampler that knows nothing of torch's."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
-
-    def __len__(self) -> int:
-        return 4
-
-
-class PairedBatches(BatchSampler):
-    """A subclass of torch's."""
-
-
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(16))
@@ -213,9 +199,9 @@ def test_overfit_batches() -> None:
     data: Any = range(8)
     assert overfit(DataLoader(data, 2, shuffle=True)) == [[0, 1], [2, 3]]
     with raises(UnsupportedLoaderError, "Lightning's overfit_batches", "whole batch sampler"):
-        overfit(DataLoader(data, batch_sampler=PairedBatches(RandomSampler(data), 2, drop_last=False)))
+        overfit(KINDS[2].make())
     with pytest.raises(TypeError, match=r"can't inject a .distributed. sampler into your batch sampler"):
-        overfit(DataLoader(data, batch_sampler=OwnBatches()))
+        overfit(KINDS[3].make())
     with raises(UnsupportedLoaderError, "Lightning's predict and overfit_batches", "patch_dataloader_to_ddp()"):
         overfit(DataLoader(Stream(), 2))
 

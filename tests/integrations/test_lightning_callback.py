@@ -3,14 +3,13 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from frameworks.kinds import KINDS, Batch
+from frameworks.kinds import KINDS, Batch, Stream
 from frameworks.lightning_trainer import Trained, every_step, quiet_trainer
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from quick import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from zoo import seed_ambient
 
 from ddp_patch import autopatch, check_loaders_is_patched
@@ -181,22 +180,12 @@ class Recording(Module):
         self.noted: list[tuple[int, Any]] = []
 
 
-class Stream(IterableDataset[int]):
-    """Has a length, by which the Trainer knows that nothing has to be fetched ahead."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(20).tolist())
-
-    def __len__(self) -> int:
-        return 20
-
-
 def nest(workers: int) -> Any:
     weighted = WeightedRandomSampler([float(number + 1) for number in NUMBERS], len(NUMBERS), replacement=False)
     longer: Any = range(40)
     made = {
         "weighted": [DataLoader(NUMBERS, 3, sampler=weighted, num_workers=workers, persistent_workers=workers > 0)],
-        "others": [DataLoader(longer if workers else NUMBERS, 3, shuffle=True), DataLoader(Stream(), 2)],
+        "others": [DataLoader(longer if workers else NUMBERS, 3, shuffle=True), DataLoader(Stream(20), 2)],
     }
     return CombinedLoader(made, "min_size") if workers else made
 

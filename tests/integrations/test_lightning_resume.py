@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from frameworks.kinds import Stream as Sized
 from frameworks.lightning_trainer import Trained, every_step, quiet_trainer
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -29,11 +30,6 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(SAMPLES).tolist())
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return SAMPLES
 
 
 def shuffled(workers: int = 0, batch_size: int = 2) -> DataLoader[int]:
@@ -136,8 +132,8 @@ TORCHDATA: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
 MAKERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
     "samples": (shuffled, [(step, ranks) for step in (1, 4, 8) for ranks in (1, 2, 3, 4)]),
     "workers": (lambda: shuffled(workers=2), [(4, 2)]),
-    "stream with a length": (lambda: DataLoader(Sized(), 2), [(1, 4), (4, 2)]),
-    "workers of a stream": (lambda: DataLoader(Sized(), 2, num_workers=2), [(4, 2)]),
+    "stream with a length": (lambda: DataLoader(Sized(SAMPLES), 2), [(1, 4), (4, 2)]),
+    "workers of a stream": (lambda: DataLoader(Sized(SAMPLES), 2, num_workers=2), [(4, 2)]),
     "stream": (STREAM, [(1, 4), (4, 1), (4, 2), (8, 4)]),
     "torchdata": (TORCHDATA, [(4, 2), (4, 4)]),
 }

@@ -51,16 +51,13 @@ def refused(rank: int, at: int | None = None) -> None:
 MADE: dict[str, Callable[[int], object]] = {
     "patched": lambda rank: patch_dataloader_to_ddp(given()),
     "read": lambda rank: whole(patch_dataloader_to_ddp(given())),
-    "stream": lambda rank: whole(patch_dataloader_to_ddp(stream())),
     "several": lambda rank: patch_dataloader_to_ddp({"train": given(), "val": given(20)}),
     "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
     "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), order="leader")),
     "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), share="by_worker")),
     "by hand": lambda rank: whole(by_hand(rank)),
     "by hand, grown": lambda rank: whole(grown(rank)),
-    "half of a world by hand": lambda rank: whole(patch_dataloader_to_ddp(given(), rank=0, num_replicas=1)),
     "refused": refused,
-    "refused by the first": lambda rank: refused(rank, 0),
     "refused by the last": lambda rank: refused(rank, 1),
 }
 

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import users
-from jobs import Job, Programs, Run
-from quick import run_ranks, soaked
+from jobs import Job, Programs
+from quick import soaked
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     DistributedSampler,
+    RandomSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -21,7 +22,7 @@ from torch.utils.data import (
 from users import ITEMS, SHUFFLERS, SIZE, N, loader
 from zoo import Bare
 
-program = Programs()
+program = Programs(__name__)
 Make = Callable[..., DataLoader[Any]]
 LONG = 480  # more than the first items that are compared
 WORKERS = {"no workers": 0, "workers": 1}
@@ -139,6 +140,14 @@ def each_rank_seeds_a_generator_of_pythons_anew(job: Job) -> None:
     job.train(train)
     sampler.rng.seed(job.rank)
     job.train(train)
+
+
+@program("error", tells=("RandomSampler gave each its own", "seed what it draws from", "'leader'"))
+def each_rank_gives_its_sampler_a_generator_later(job: Job) -> None:
+    sampler = RandomSampler(range(N))
+    train = job.patch(loader(sampler=sampler))
+    sampler.generator = torch.Generator().manual_seed(job.rank)
+    job.train(train, epochs=2)
 
 
 @program("error")
@@ -394,8 +403,4 @@ def parts_of_other_lengths(job: Job) -> None:
 
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_what_differs_between_ranks_is_an_error_within_the_epoch(world_size: int) -> None:
-    assert program.unexpected(run_ranks(program_on_rank, world_size)) == {}
-
-
-def program_on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return program.run(rank, world_size)
+    assert program.unexpected(world_size) == {}

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 import users
 from iterables import ShardPerWorker
-from jobs import Job, Programs, Run
-from quick import run_ranks, soaked
+from jobs import Job, Programs
+from quick import soaked
 from repeaters import Infinite
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state
 
-program = Programs()
+program = Programs(__name__)
 Make = Callable[[], DataLoader[Any]]
 WORKERS = {
     "no workers": {},
@@ -390,10 +390,6 @@ def parts_of_other_lengths_are_on_purpose(job: Job) -> None:
     job.train(train, is_uneven=True, epochs=2)
 
 
-def on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return program.run(rank, world_size)
-
-
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_nothing_is_raised_where_nothing_is_lost(world_size: int) -> None:
-    assert program.unexpected(run_ranks(on_rank, world_size)) == {}
+    assert program.unexpected(world_size) == {}
