@@ -275,6 +275,20 @@ class Reused(Sampler[list[int]]):
         batch.clear()
 
 
+class Unequal(Sampler[list[int]]):
+    """Batches of 1 to 9 samples, drawn anew in each epoch, of which one process alone knows how many there are."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = torch.randperm(self.n).tolist()
+        while indices:
+            size = int(torch.randint(1, 10, ()))
+            yield indices[:size]
+            indices = indices[size:]
+
+
 class Bare:
     """An iterable that has nothing but ``__iter__``."""
 

@@ -10,7 +10,6 @@ from frameworks.kinds import KINDS, Batch
 from frameworks.lightning_trainer import Trained, quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from repeaters import MultiEpochs
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,11 +17,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch import (
-    assert_loaders_patched,
-    check_loaders_is_patched,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.errors import NotALoaderError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import StateError, UnsupportedLoaderError
 
 # predict() loses the sampler of an iterable dataset.
 MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, IterableDataset)]
@@ -204,12 +201,3 @@ def test_overfit_batches() -> None:
         overfit(KINDS[3].make())
     with raises(UnsupportedLoaderError, "Lightning's predict and overfit_batches", "patch_dataloader_to_ddp()"):
         overfit(DataLoader(Stream(), 2))
-
-
-@pytest.mark.filterwarnings("ignore")  # as above
-def test_the_guard_takes_what_a_combined_loader_wraps() -> None:
-    data: Any = range(8)
-    combined: Any = CombinedLoader([patch_dataloader_to_ddp(DataLoader(data, 2), rank=0, num_replicas=2)])
-    with raises(NotALoaderError, ("CombinedLoader", "loaders['train']"), "loaders['train'].iterables"):
-        assert_loaders_patched({"train": combined})
-    assert check_loaders_is_patched({"train": combined.iterables})

@@ -36,14 +36,6 @@ LEAVE_OUT = ("whole dataset", "split_dataset_by_node()", "shard()", "random_spli
 SAME = "same on every rank"
 
 
-class Started(DataLoader[Any]):
-    """Keeps an iterator of its own that was begun, so that it cannot be copied."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.running = map(str, range(1))
-
-
 # What a rank patches, given whether it is rank 1 and its number; and the facts and the remedy that all are told.
 DIFFERING: list[tuple[Callable[[bool, int], Any], Words, Words]] = [
     (lambda odd, _: loader(sampler=range(9 if odd else 10)), "sampler length: 9 on rank 1; 10 on ranks 0, 2", SAME),
@@ -86,7 +78,6 @@ DIFFERING: list[tuple[Callable[[bool, int], Any], Words, Words]] = [
 # What one rank refuses, given whether it is that one; and by which error.
 REFUSED: list[tuple[Callable[[bool], Any], str]] = [
     (lambda odd: patch_dataloader_to_ddp(loader(), seed=-1 if odd else 1), "InvalidOptionError"),
-    (lambda odd: patch_dataloader_to_ddp((Started if odd else DataLoader)(Indices(N))), "UnsupportedLoaderError"),
     (
         lambda odd: patch_dataloader_to_ddp(loader(sampler=iter(range(N)) if odd else range(N)), cost=[1] * N),
         "InvalidOptionError",

@@ -223,13 +223,11 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
         "another key": lambda: gather_in_order({"b" if odd else "a": own}, given),
         "another dtype": lambda: gather_in_order(torch.tensor(own).to(torch.int8 if odd else torch.int64), given),
         "another shape": lambda: gather_in_order(torch.zeros(len(own), 2 + odd), given),
-        "more dimensions": lambda: gather_in_order(torch.zeros(len(own), *[1] * odd), given),
         "a list of batches": lambda: gather_in_order(in_batches if odd else own, given),
         "a class of its own": lambda: gather_in_order(Local(own) if odd else own, given),
         "what raises": lambda: gather_in_order(Unmeasured(own) if odd else own, given),
         "another loader": lambda: gather_in_order(own, other if odd else given),
         "another call": lambda: (gather_step if odd else gather_in_order)(own, given),
-        "an array": lambda: gather_in_order(np.array(own, "f4") if odd else torch.zeros(len(own)), given),
         "no pickle": lambda: gather_in_order([lambda: 0] * len(own) if odd else own, given),
     }
     said = {}
@@ -250,8 +248,6 @@ SAID: dict[str, list[tuple[str, ...]]] = {
     "another key": [("ranks 0, 2", "passed list at ['a']"), ("rank 1", "passed nothing at ['a']")],
     "another dtype": [("ranks 0, 2", "tensor torch.int64 (n)"), ("rank 1", "tensor torch.int8 (n)")],
     "another shape": [("ranks 0, 2", "tensor torch.float32 (n, 2)"), ("rank 1", "tensor torch.float32 (n, 3)")],
-    "more dimensions": [("ranks 0, 2", "tensor torch.float32 (n)"), ("rank 1", "tensor torch.float32 (n, 1)")],
-    "an array": [("ranks 0, 2", "tensor torch.float32 (n)"), ("rank 1", "array float32 (n)")],
     "a list of batches": [("ranks 0, 2", "passed list"), ("rank 1", "passed a list of batches of list")],
     "no pickle": [("rank 1", "pickle")],
     "a class of its own": [("rank 1", "pickle")],

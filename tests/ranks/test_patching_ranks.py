@@ -1,7 +1,6 @@
 """Real gloo ranks, each seeded differently, over every kind of loader: the patch as users call it."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,26 +141,18 @@ def several(rank: int) -> list[DataLoader[Any]]:
     ]
 
 
-def drawn(rank: int, world_size: int, patch: Callable[[list[Any]], list[Any]]) -> tuple[list[Any], int]:
+def drawn(rank: int, world_size: int, at_once: bool) -> tuple[list[Any], int]:
     """What all loaders give in two epochs, and how often the ranks met to patch."""
     seed_ambient(100 + rank)
     given = several(rank)
     before = meetings()
-    patched = patch(given)
+    patched = patch_dataloader_to_ddp(given) if at_once else [patch_dataloader_to_ddp(one) for one in given]
     met = meetings() - before
     return [[list(one) for one in patched] for _ in range(2)], met
 
 
-def in_turn(given: list[Any]) -> list[Any]:
-    return [patch_dataloader_to_ddp(one) for one in given]
-
-
-def in_one_call(given: list[Any]) -> list[Any]:
-    return patch_dataloader_to_ddp(given)
-
-
 def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
-    schedule, calls = (run_ranks(drawn, 2, patch) for patch in (in_turn, in_one_call))
-    for (epochs, met), (expected, met_in_turn) in zip(calls, schedule, strict=True):
+    in_turn, calls = (run_ranks(drawn, 2, at_once) for at_once in (False, True))
+    for (epochs, met), (expected, met_in_turn) in zip(calls, in_turn, strict=True):
         assert epochs == expected
         assert (met, met_in_turn) == (1, 9)
