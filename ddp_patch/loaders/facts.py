@@ -1,7 +1,7 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain, cycle, islice
@@ -312,7 +312,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         >>> claim["steps"], claim["settings"]["seed"]
         (3, 7)
     """
-    holder, dataset, n = facts.sharded_by, facts.dataset, facts.dataset_length
+    holder, dataset = facts.sharded_by, facts.dataset
     samples = chosen_samples(dataset)
     claim: dict[str, Any] = {
         "name": type(holder).__name__,
@@ -322,7 +322,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         "samples": [],
     }
     if isinstance(holder, DistributedSampler):
-        claim["samples"] = [astuple(one) for one in samples]
+        claim["samples"] = samples
         # Without a shuffle, the seed is of no account.
         names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
         claim["settings"] = {name: getattr(holder, name, None) for name in names}
@@ -332,8 +332,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         isinstance(holder, DistributedSampler) and type(holder).__iter__ is DistributedSampler.__iter__
     )
     if not is_known and any(sampler is holder for sampler in samplers):
-        first = first_samples(facts.stream.source, dataset, n, ranks)
-        claim["first"] = first and asdict(first)
+        claim["first"] = first_samples(facts.stream.source, dataset, facts.dataset_length, ranks)
     return claim
 
 

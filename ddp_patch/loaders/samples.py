@@ -13,13 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler, length_not_noted
 from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
-from ddp_patch.orders.random_states import (
-    look,
-    random_generators,
-    seeded_anew,
-    set_by_iterating,
-    set_generator_state,
-)
+from ddp_patch.orders.random_states import look, random_generators, set_by_iterating
 from ddp_patch.walks import held, walk
 
 __all__ = [
@@ -118,23 +112,22 @@ def or_unknown(length: int | None) -> int | str:
 
 
 @contextmanager
-def copy_to_draw(sampler: object, dataset: object, *, seeded: bool = True) -> Iterator[Any]:
-    """Give a copy to draw from, under the same random states on every rank; the original's generators stay put.
+def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
+    """Give a copy to draw from, which draws what the sampler would draw next; the original's generators stay put.
 
-    Args:
-        sampler: The sampler.
-        dataset: What the samples come from. It is not copied.
-        seeded: Whether to seed all generators alike; otherwise the copy draws what the sampler would draw next.
+    It shares the dataset, other datasets, modules and loaders with the original.
+
+    Raises:
+        TypeError: It has no copy.
     """
-    # A copy may share with the original what cannot be copied.
-    with look(random_generators(nested_samplers(sampler)), seed=0 if seeded else None):
-        drawn = _copied(sampler, dataset)
-        if not seeded:
-            yield drawn
-            return
-        for generator in random_generators(nested_samplers(drawn)):
-            set_generator_state(generator, seeded_anew(generator, None))
-        yield drawn
+    shared = [dataset]
+    for nested in nested_samplers(sampler):
+        shared += held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))
+    with look(random_generators(nested_samplers(sampler))):  # a copy may share with it what cannot be copied
+        copied = deep_copy(sampler, shared)
+        if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
+            raise TypeError("its copy is the sampler itself")
+        yield copied
 
 
 def is_one_shot(sampler: object, dataset: object = None) -> bool:
@@ -164,14 +157,3 @@ def _first_items(sampler: Any) -> list[bytes]:
     """Begin a sampler, and return its first items, pickled: they may be of any class."""
     with look(seed=0):
         return [pickle.dumps(copy_item(item)) for item in islice(start_iterating(sampler), _TRIED)]
-
-
-def _copied(sampler: Any, dataset: object) -> Any:
-    """Return a copy of a sampler to draw from, which shares datasets, modules and loaders; TypeError if it has none."""
-    shared = [dataset]
-    for nested in nested_samplers(sampler):
-        shared += held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))
-    copied = deep_copy(sampler, shared)
-    if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
-        raise TypeError("its copy is the sampler itself")
-    return copied

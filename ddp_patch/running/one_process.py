@@ -7,7 +7,6 @@ A pass begins whole, and shows by ``backward()`` after its first batch whether i
 import logging
 import os
 import tempfile
-import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,13 +27,12 @@ from ddp_patch.evaluation.steps import steps_of
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.hooks import Use, called_before
-from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.orders.random_states import GlobalState, loader_seed
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.resume import loader_state, resume_loader
-from ddp_patch.running.gradients import Gradients
+from ddp_patch.running.gradients import Gradients, PassWeights
 from ddp_patch.running.launch import backend_here, group_made, is_hidden, is_started, told
 from ddp_patch.running.loader_reports import (
     Patterns,
@@ -54,10 +52,7 @@ __all__ = ["OneProcess"]
 
 
 # What only a script calls that has ranks of its own.
-_OF_RANKS: list[tuple[Any, str]] = [
-    *((torch.multiprocessing, name) for name in ("spawn", "start_processes")),
-    (dist, "init_process_group"),
-]
+_OF_RANKS = {"spawn": torch.multiprocessing, "start_processes": torch.multiprocessing, "init_process_group": dist}
 
 
 @dataclass
@@ -65,20 +60,20 @@ class _Loader:
     """What is known of a loader of the script.
 
     Attributes:
-        record: What is reported of it.
+        record: What is reported of it: if it has a note, the loader is never divided, and why.
         whole: A copy that gives every rank all of it; None if the loader is left as it is.
         seed: What its order follows from.
         is_stream: Whether its dataset is iterable, so that it cannot be read twice.
-        is_whole: Whether it is never divided.
         trains: Whether ``backward()`` was called for its batches.
+        weights: Those of its latest divided pass.
     """
 
     record: UsedLoader
     whole: Any
     seed: int
     is_stream: bool
-    is_whole: bool
     trains: bool = False
+    weights: PassWeights | None = None
 
     @property
     def is_divided(self) -> bool:
@@ -139,7 +134,7 @@ class OneProcess(Summary):
                 self._replicas.add(optimizer, sync_batchnorm=self._sync_batchnorm)
 
         with self._stack as stack, patch.object(Optimizer, "__init__", made):
-            for module, name in _OF_RANKS:
+            for name, module in _OF_RANKS.items():
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
             stack.enter_context(called_before("__iter__", self._iterated))
@@ -181,7 +176,7 @@ class OneProcess(Summary):
         if self._has_begun and use in {Use.ASKED, Use.HANDED} and not self._is_off():
             with unpatched():
                 known = self._look(loader)
-                if known.whole is not None and not known.is_whole:
+                if known.whole is not None and not known.record.note:
                     self._divide(known, loader)
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
@@ -194,7 +189,7 @@ class OneProcess(Summary):
             known.record.passes += 1
             if known.whole is None:
                 return None
-            may_train = torch.is_grad_enabled() and not known.is_whole
+            may_train = torch.is_grad_enabled() and not known.record.note
             is_divided = may_train and (known.trains or known.is_stream) and not self._replicas.are_evaluated
             if is_divided:
                 known.trains = True
@@ -204,11 +199,9 @@ class OneProcess(Summary):
                 self._replicas.share_buffers()
                 if known.is_divided:
                     _go_on_after(loader, known.whole)
-            passes: list[weakref.ref[_Pass]] = []
-            may_go_on = may_train and not known.is_stream
-            found = _Pass(self._sources(known, loader, passes, is_divided=is_divided, may_go_on=may_go_on))
-            passes.append(weakref.ref(found))
-            return found
+            return _Pass(
+                self._sources(known, loader, is_divided=is_divided, may_go_on=may_train and not known.is_stream)
+            )
 
     @property
     def _ranks(self) -> int:
@@ -244,19 +237,19 @@ class OneProcess(Summary):
             self._stack.enter_context(group_made(backend_here(), timeout=timedelta(seconds=timeout)))
         self._lockstep.join(timeout)
         self._world = find_world() or self._world
-        seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))
-        if len(set(seeds)) > 1:
+        home = "" if is_started() or self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
+        ranks = self._lockstep.gathered((self._seed, torch.initial_seed(), hash("ddp_patch"), home))
+        self._seed, of_torch, _, home = ranks[0]
+        if len({(seed, of_torch) for seed, of_torch, _, _ in ranks}) > 1:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
-            seed_all(seeds[0][1] % 2**63)
-        self._seed = seeds[0][0]
-        if len(set(self._lockstep.gathered(hash("ddp_patch")))) > 1:
+            seed_all(of_torch % 2**63)
+        if len({hashed for _, _, hashed, _ in ranks}) > 1:
             self._tell(
                 "The ranks hash strings differently, so a set of strings has another order on each. Set "
                 "PYTHONHASHSEED=0 before they start."
             )
-        if not is_started():  # else the command has done so
-            home = "" if self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
-            self._stack.enter_context(shadowed(self._lockstep.rank, self._lockstep.gathered(home)[0]))
+        if home:  # else the command has done so
+            self._stack.enter_context(shadowed(self._lockstep.rank, home))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
@@ -270,7 +263,7 @@ class OneProcess(Summary):
             return known
         record, facts = self._looked_at(loader)
         seed = loader_seed(self._seed, digest(record.what), len(self.records) + 1)
-        known = _Loader(record, None, seed, is_stream=facts.unit is ShardedUnit.ITERABLE, is_whole=bool(record.note))
+        known = _Loader(record, None, seed, is_stream=facts.unit is ShardedUnit.ITERABLE)
         if not record.note:
             if loader.batch_sampler is None:
                 record.note = "it makes no batches"
@@ -278,7 +271,6 @@ class OneProcess(Summary):
                 record.note = "--whole"
             elif loader.batch_size is not None and loader.batch_size < self._lockstep.ranks:
                 record.note = f"batches of {loader.batch_size} cannot be divided"
-            known.is_whole = bool(record.note)
             known.whole = self._in_world(known, copy_loader(loader), World(0, 1))
             record.note_fate("whole", known.whole, 1)
         self.records.append(record)
@@ -306,57 +298,42 @@ class OneProcess(Summary):
             self._tell(known.record.line, logging.INFO)
 
     def _sources(
-        self,
-        known: _Loader,
-        loader: DataLoader[Any],
-        passes: "list[weakref.ref[_Pass]]",
-        *,
-        is_divided: bool,
-        may_go_on: bool,
-    ) -> Generator[Iterator[Any]]:
-        """Yield the loader's own iterator; then what gives the next batch of a pass, until it ends or is dropped.
+        self, known: _Loader, loader: DataLoader[Any], *, is_divided: bool, may_go_on: bool
+    ) -> Generator[tuple[Iterator[Any], Iterator[Any]]]:
+        """Yield the loader's own iterator, and what gives the next batch, when a pass begins, and before each batch.
 
         Whether a loader trains shows in its loop: some set the mode of their models in each step.
 
         Args:
             known: What is known of the loader.
             loader: The loader.
-            passes: Where the pass will be.
             is_divided: Whether its batches are divided from the first one on.
             may_go_on: Whether the others are if the script calls ``backward()`` for the first.
         """
-        key, before, asked = self._numbers.enter(own=False), self._lockstep.backwards, 0
+        key, before, asked = object(), self._lockstep.backwards, 0
+        self._numbers.enter(key, own=False)
         try:
-            iterator = iter(loader if is_divided else known.whole)
-            yield iterator
+            own = iter(loader if is_divided else known.whole)
+            yield own, own
             while not is_divided:
                 self._gradients.weight.take_whole()
-                is_first = may_go_on and not asked
-                with self._gradients.looking(loader.batch_size) if is_first else nullcontext():
-                    yield iterator
+                with self._gradients.looking(loader.batch_size) if may_go_on and not asked else nullcontext():
+                    yield own, own
                 asked += 1
-                if may_go_on and not known.is_whole and self._lockstep.backwards > before:
-                    if asked > 1:
-                        known.is_whole, known.record.note = True, "several batches before one backward()"
-                    elif self._may_divide(known):
-                        iterator, is_divided = self._go_on_divided(known, loader, passes), True
-            self._numbers.change(key, own=True)
-            parts = iterator if self._lockstep.ranks == 1 else self._weighed(known, loader, iterator)
+                if may_go_on and not known.record.note and self._lockstep.backwards > before:
+                    why = self._gradients.why_whole if asked == 1 else "several batches before one backward()"
+                    known.record.note = why
+                    if not why:
+                        own, is_divided = self._go_on_divided(known, loader), True
+            self._numbers.enter(key, own=True)
+            parts = own if self._lockstep.ranks == 1 else self._weighed(known, loader, own)
             while True:
-                yield parts
+                yield own, parts
         finally:
             self._numbers.leave(key)
             self._tell(known.record.line, logging.INFO)
 
-    def _may_divide(self, known: _Loader) -> bool:
-        """Return whether the gradients of a loader's batches may be averaged; note why not."""
-        why = self._gradients.why_whole if self._replicas.parameters else "no optimizer of torch.optim"
-        known.is_whole, known.record.note = bool(why), why
-        return not why
-
-    def _go_on_divided(
-        self, known: _Loader, loader: DataLoader[Any], passes: "list[weakref.ref[_Pass]]"
-    ) -> Iterator[Any]:
+    def _go_on_divided(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return an iterator of this rank's part of each batch but the first, which was whole."""
         with unpatched():
             numbers = GlobalState.capture().copied()
@@ -367,14 +344,14 @@ class OneProcess(Summary):
             resume_loader(loader, state, counts_rest=False)
             iterator = iter(loader)
             numbers.install()  # one process begins no second iterator, which draws a seed
-        for running in filter(None, (each() for each in passes)):
-            running.wrapped = iterator  # the workers of the first one end
-        return iterator
+            return iterator
 
     def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
         step, ranks = self._gradients.weight, self._lockstep.ranks
-        weights = step.begin(known.record.place, length_of(iterator, ()))
+        if known.weights is not None:
+            known.weights.is_over = True  # some loops take as many batches as there are, and never ask for the end
+        known.weights = weights = PassWeights(known.record.place)
         for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
             step.take(weights, ranks * part / whole, (part, whole), batch)
@@ -414,13 +391,16 @@ class _Pass(AroundIterator):
     """The iterator of a pass over a loader: of whole batches, and from some batch on of this rank's part of each.
 
     Args:
-        sources: Gives the loader's own iterator, and then, before each batch, what gives that.
+        sources: Gives the loader's own iterator, and what gives the next batch: when the pass begins, and before each.
     """
 
-    def __init__(self, sources: Generator[Iterator[Any]]) -> None:
+    def __init__(self, sources: Generator[tuple[Iterator[Any], Iterator[Any]]]) -> None:
         self._sources = sources
-        # A map goes on after an error that the script has caught; a generator would be over.
-        super().__init__(next(sources), lambda _: map(next, sources))
+        super().__init__(next(sources)[0])
+
+    def __next__(self) -> Any:
+        self.wrapped, self._batches = next(self._sources, (self.wrapped, iter(())))
+        return super().__next__()
 
     def stop(self, reason: BaseException) -> None:
         """Leave the pass at its end."""

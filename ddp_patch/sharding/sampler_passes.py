@@ -85,12 +85,11 @@ class SamplerPasses(Passes[T]):
         self._are_batches, self._balancer = are_batches, balancer
         self._gives_runs = agreed.options.gives_runs
         if not shuffles and balancer is None and is_always_alike(self.sampler):
-            self.monitor.let_epochs_be_alike()
+            self.monitor.log.has_one_order = True  # so no sample is lost by passes over different epochs
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
         self.monitor.why_orders_differ = partial(_why_orders_differ, self.name, self._balancer is not None)
-        if (held := stream.held_data) is not None:
-            self.monitor.compare_held(held)
+        self.monitor.held = stream.held_data
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
         self._epochs_told = epochs_in(self.sampler)
         self._warned_of_length = False

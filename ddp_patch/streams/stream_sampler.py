@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
+from ddp_patch.compat.packages import SAMPLE_KEY
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.positions_and_padding import Consumed, Part, Schedule
@@ -46,9 +46,9 @@ logger: logging.Logger = logging.getLogger("ddp_patch")
 # Who waits for less than this for a pass has nothing to gain.
 _LONG_S = 1.0
 
-# What to do where ranks read different streams, and no package is known to shuffle.
+# What to do where ranks read different streams.
 _SEED: Final = (
-    "Give its shuffle a seed, the same on every rank, as random.Random(epoch) with set_epoch()'s epoch, and sort files"
+    "Give its shuffle a seed, the same on every rank (shards of webdataset: detshuffle=True, seed=0), and sort files"
 )
 
 _INDICES = [None] * 1024
@@ -135,7 +135,7 @@ class StreamPasses(Passes[None]):
         if is_compared:
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
-            self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
+            self.monitor.why_in_common = partial(_why_parts_overlap, type(given.dataset).__name__)
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers
@@ -231,14 +231,13 @@ class StreamPasses(Passes[None]):
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
-        remedy = order_remedy(self.worker.dataset) or _SEED
-        if self.latest is not None and self.latest.source.is_in_parts:  # it asks for its worker
-            remedy = f"Pass share='by_worker' if each worker shuffles its own. Or: {remedy}"
+        is_split = self.latest is not None and self.latest.source.is_in_parts  # it asks for its worker
+        by_worker = "Pass share='by_worker' if each worker shuffles its own. Or: " if is_split else ""
         return (
             f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. Set "
             "is_ddp_aware = True in its class if it is sharded already. Or let it give every rank everything. If it "
-            f"only shuffles: {remedy}. Skip unreadable items on every rank or none. If only augmentation differs, give "
-            f"items a string {SAMPLE_KEY!r}."
+            f"only shuffles: {by_worker}{_SEED}. Skip unreadable items on every rank or none. If only augmentation "
+            f"differs, give items a string {SAMPLE_KEY!r}."
         )
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
@@ -328,9 +327,8 @@ class StreamSource(ItemSource[None]):
             warnings.warn(
                 f"The ranks cannot compare in which order they read {self._worker.name}: its items have no string and "
                 "no whole number that names them, and tensors and floats may be augmented. If each rank reads its own "
-                f"order, samples are lost. {order_remedy(self._worker.dataset) or _SEED}. To let the ranks compare, "
-                "give each item a string or a whole number that names it. If they read one order, ignore this "
-                "StreamOrderWarning.",
+                f"order, samples are lost. {_SEED}. To let the ranks compare, give each item a string or a whole "
+                "number that names it. If they read one order, ignore this StreamOrderWarning.",
                 StreamOrderWarning,
                 stacklevel=2,
             )

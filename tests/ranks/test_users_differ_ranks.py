@@ -19,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from users import ITEMS, SHUFFLERS, SIZE, N, loader
+from zoo import Bare
 
 program = Programs()
 Make = Callable[..., DataLoader[Any]]
@@ -255,6 +256,19 @@ def a_worker_dies_and_the_user_goes_on(job: Job, shuffle: bool) -> None:
 
 
 # Streams.
+
+
+@program("error", each={"drawn": {}, "led": {"order": "leader"}}, tells=("NoStepsError",))
+def some_ranks_have_no_full_batch(job: Job, options: dict[str, Any]) -> None:
+    rows: Any = range(5 * job.world - 1)
+    given = loader(sampler=Bare(rows), batch_size=5, drop_last=True)
+    job.train(job.patch(given, uneven="keep", **options), rows)
+
+
+@program("error", tells=("NoStepsError",))
+def some_ranks_have_no_full_batch_of_a_stream(job: Job) -> None:
+    given = loader(users.Stream(5 * job.world - 1), batch_size=5, drop_last=True)
+    job.train(job.patch(given, uneven="keep"))
 
 
 class Stops(users.Numbers):

@@ -217,7 +217,7 @@ def test_drawing_a_copy_leaves_all_states_where_they_are_and_sends_little() -> N
     sampler.generator = generator  # type: ignore[attr-defined]  # as samplers hold what they draw from
     before = torch.get_rng_state(), generator.get_state()
     claim = claim_of(look_at(DataLoader(Indices(30_000), 4, sampler=sampler)), 2)
-    assert len(claim["first"]["hashes"]) == 512 < claim["first"]["drawn"]
+    assert len(claim["first"].hashes) == 512 < claim["first"].drawn
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])
 
