@@ -1,13 +1,13 @@
 """The records of a rank's batches, and the keys of their items, against what is counted by hand."""
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from ddp_patch.evaluation.shares import places_of, run_of
+from ddp_patch.evaluation.shares import places_of
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import Batching, BatchRecord, Part, Plan, Schedule, Sizes
 
@@ -160,11 +160,3 @@ def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_mixed: 
     in_order = sorted(chain.from_iterable(keys))
     for places, own in zip(places_of([np.array(own, np.int64) for own in keys]), keys, strict=True):
         assert [in_order[place] for place in places] == own
-
-
-@given(st.lists(st.integers(0, 9), unique=True))
-def test_keys_that_are_a_run_follow_from_two_numbers(keys: list[int]) -> None:
-    first, step = run_of(np.array(keys, np.int64))
-    is_run = [*range(first, first + step * len(keys), step)] == keys if step else False
-    steps = {later - earlier for earlier, later in pairwise(keys)}
-    assert is_run == (len(steps) < 2 and min(steps, default=1) > 0)
