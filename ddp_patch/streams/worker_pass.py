@@ -13,7 +13,7 @@ from ddp_patch.compat.packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.orders.chunks import Chunk, draw, split_chunks
+from ddp_patch.orders.chunks import Chunk, Drawn, split_chunks
 from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
 from ddp_patch.positions_and_padding import Consumed, Plan, require_steps
@@ -280,14 +280,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
     def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
         """Return the stream in whole batches: no batch can come without, and states are taken between two."""
         size = self._worker.batching.size
-
-        def kept(at: int, items: int) -> slice:
-            # The first round is for padding.
-            return plan.slice_of_chunk(items) if at else slice(None)
-
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        # No copies: these are samples, not indices.
-        return draw(stream, lambda: self, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
+        return Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
 
     def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.

@@ -110,31 +110,9 @@ def pictures_are_augmented(job: Job, how: dict[str, Any]) -> None:
     job.train(train, epochs=2)
 
 
-class Remembering(users.Rows):
-    """It keeps caches, losses and paths of its rank's own."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.files = [f"/scratch/rank{rank}/{number}.png" for number in range(N)]
-        self.cache: list[Any] = [None] * N
-        self.losses, self.hits, self.seen = [0.0] * N, np.zeros(N, dtype=int), list[int]()
-        self.opened = time.time() + rank
-
-    def __getitem__(self, index: int) -> int:
-        self.cache[index] = object()
-        self.hits[index] += 1
-        self.losses[index] = random.random()
-        self.seen.append(index)
-        return index
-
-
-REMEMBERING: dict[str, Callable[[int], Any]] = {"much": Remembering, "nothing else": users.Logs}
-
-
 @program("complete", each={"no workers": {}, "workers": {"num_workers": 1}})
 def a_dataset_remembers_what_its_rank_read(job: Job, how: dict[str, Any]) -> None:
-    for make in REMEMBERING.values():
-        job.train(job.patch(loader(make(job.rank), shuffle=True, **how)), epochs=2 * job.world)
+    job.train(job.patch(loader(users.Logs(job.rank), shuffle=True, **how)), epochs=2 * job.world)
 
 
 @program("complete", each=users.NAMED)

@@ -201,11 +201,3 @@ def test_a_group_or_mesh_that_is_none() -> None:
     group: Any = torch.distributed.ProcessGroup.__new__(torch.distributed.ProcessGroup)
     with raises(WorldError, ("process_group", "none was made"), "torch.distributed.init_process_group()"):
         alone(process_group=group)
-
-
-def test_what_a_caller_cannot_be_given_is_told() -> None:
-    for factory in (one_argument, three_arguments):
-        with raises(InvalidOptionError, ("make(rank, world_size)", factory.__name__, "argument"), ("two", "loader")):
-            audited(factory, 2)
-    with raises(InvalidOptionError, ("run_ranks", "<lambda>", "pickling"), ("module", "pickled")):
-        ran(lambda rank, world_size: rank, 1)

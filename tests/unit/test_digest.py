@@ -62,16 +62,6 @@ def test_every_process_says_the_same_whatever_its_hash_seed() -> None:
     assert told.stdout.strip() == str(hashed.told())
 
 
-@pytest.mark.parametrize("items", [list(range(100)), [[at, at + 1] for at in range(100)]])
-def test_the_same_parts_have_the_same_digest_and_each_mark_is_of_all_items_before(items: list[Any]) -> None:
-    assert digest_of(items, 7, 30).marks == digest_of(items, 7, 30).marks
-    changed = [*items[:2], items[3], items[2], *items[4:]]
-    different = digest_of(changed, 7, 30).marks
-    assert all(
-        different[count] != value for count, value in digest_of(items, 7, 30).marks.items() if count > 2 or count < 0
-    )
-
-
 def test_names_are_the_same_on_every_version_of_python() -> None:
     digest = Digest()
     for name in (b"cat.jpg", b"dog.jpg"):

@@ -1,6 +1,5 @@
 """What several ranks gather, after a pass and in a step, judged without sending anything."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from gathered import assert_same, outputs_for, shares, together
+from iterables import ShardPerWorker
 from messages import raises
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import gather_in_order, gather_step, loader_state, patch_dataloader_to_ddp, restore_loader
@@ -108,21 +108,15 @@ def test_outputs_of_two_iterators_at_once_are_refused() -> None:
         together(outputs, loaders)
 
 
-class Parts(IterableDataset[int]):
-    """Twelve items for each worker."""
-
-    def __iter__(self) -> Iterator[int]:
-        info: Any = get_worker_info()
-        return iter(range(100 * info.id, 100 * info.id + 12))
-
-
 @pytest.mark.parametrize("done", [1, 2])
 def test_after_a_restore_workers_come_in_the_order_of_one_process(done: int) -> None:
-    def make(rank: int, ranks: int) -> Any:
-        given = DataLoader(Parts(), 2, num_workers=2, collate_fn=list)
-        return patch_dataloader_to_ddp(given, rank=rank, num_replicas=ranks, seed=1)
+    def given() -> DataLoader[Any]:
+        return DataLoader(ShardPerWorker((12, 12)), 2, num_workers=2, collate_fn=list)
 
-    alone = [item for batch in DataLoader(Parts(), 2, num_workers=2, collate_fn=list) for item in batch]
+    def make(rank: int, ranks: int) -> Any:
+        return patch_dataloader_to_ddp(given(), rank=rank, num_replicas=ranks, seed=1)
+
+    alone = [item for batch in given() for item in batch]
     taken, rests = [], []
     for rank in range(2):
         stopped = make(rank, 2)

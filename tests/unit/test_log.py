@@ -254,10 +254,6 @@ def patched(sampler: Any, **options: Any) -> Any:
     return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, **options)
 
 
-def nothing(loader: Any) -> None:
-    iter(loader.sampler)
-
-
 def one_item(loader: Any) -> Any:
     iterator = iter(loader)
     next(iterator)

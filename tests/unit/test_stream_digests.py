@@ -168,20 +168,6 @@ def test_workers_mark_in_memory_that_the_main_process_sees(start: str) -> None:
     assert digest.marks == read(range(30)).marks
 
 
-def test_another_reader_of_the_same_pass_marks_nothing() -> None:
-    loader: Any = DataLoader(Source(30), batch_size=2, collate_fn=as_it_is)
-    patched: Any = patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)
-    patched.sampler.rank_passes.worker.is_compared = True
-    first = iter(patched)
-    next(first)
-    digest = patched.sampler.rank_passes.latest.source.reports
-    marks = digest.marks
-    assert len(list(patched.dataset)) == 15
-    assert digest.marks == marks
-    list(first)
-    assert digest.marks == read(range(30)).marks
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("splits", [True, False])
 @pytest.mark.parametrize(("make", "told"), [(unnamed, True), (named, False), (labelled, False)])
