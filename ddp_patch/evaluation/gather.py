@@ -3,9 +3,9 @@
 First a header says what a rank has; then come the keys of its rows, which say where these go, and a pickle of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from time import monotonic
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ from ddp_patch.evaluation.outputs import (
 from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_batches
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.ranks.exchange import MARGIN_S, digest, exchange
+from ddp_patch.ranks.exchange import digest, exchange
 from ddp_patch.ranks.group import Group, kept_groups, made_group
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.packing import bytes_of, packed, unpacked
@@ -149,58 +149,27 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int |
         rank = 0 if agreed.world.share_of_rank is None else dist.get_rank()
         judge({rank: own.said()})
         return own.whole(own.header[None], [own.data])
-    with _Members(agreed.world.peer_ranks(operation), agreed.options.timeout) as members:
-        headers = members.headers(own.header)
+    ranks, timeout = agreed.world.peer_ranks(operation), agreed.options.timeout
+    with _kept_group(ranks, timeout) as group:
+        came = group.all_gather(GATHERING, own.header.view(np.uint8), [own.header.nbytes] * len(ranks), timeout)
+        headers = np.stack([header.view(np.int64) for header in came])
         if not are_alike(headers):
-            exchange(members.ranks, GATHERING, own.said(), judge, agreed.options.timeout)
-        return own.whole(headers, members.sent(own.data, headers[:, 3].tolist()))
+            exchange(ranks, GATHERING, own.said(), judge, timeout)
+        return own.whole(headers, group.all_gather(GATHERING, own.data, headers[:, 3].tolist(), timeout))
 
 
-class _Members:
-    """One rank for each share, in the group that they keep.
-
-    Args:
-        ranks: Their global ranks.
-        timeout: How many seconds they wait for each other.
-    """
-
-    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
-        self.ranks: Sequence[int] = ranks
-        self._timeout, self._begun = timeout, monotonic()
-        kept = kept_groups(ranks, "rows")
-        self._group = kept[0] if kept else self._met()
-
-    def __enter__(self) -> "_Members":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """If this rank fails alone, tell the others and break the connections; errors of ours are raised on all."""
-        if error is not None and not isinstance(error, DDPPatchError):
-            self._group.close(f"{type(error).__name__}: {message_of(error)}")
-
-    def _met(self) -> Group:
-        """Meet for a new group. Ranks that have waited as long as they may have a moment left for it."""
-        left = max(MARGIN_S, self._timeout - (monotonic() - self._begun))
-        return made_group(self.ranks, "rows", GATHERING, left)
-
-    def headers(self, own: Array) -> Array:
-        """Return all ranks' headers."""
-        data, sizes = own.view(np.uint8), [own.nbytes] * len(self.ranks)
-        try:
-            came = self._all_gather(data, sizes)
-        except RuntimeError:  # since the group was last used, maybe; nothing is lost, so the ranks meet for a new one
-            self._group.close()
-            self._group = self._met()
-            came = self.sent(data, sizes)
-        return np.stack([block.view(own.dtype) for block in came])
-
-    def sent(self, data: Array, sizes: Sequence[int]) -> list[Array]:
-        """Send bytes, and return all ranks', of which each has so many."""
-        with self._group.explained(GATHERING):
-            return self._all_gather(data, sizes)
-
-    def _all_gather(self, data: Array, sizes: Sequence[int]) -> list[Array]:
-        return [block.numpy() for block in self._group.all_gather(torch.from_numpy(data), sizes, self._timeout)]
+@contextmanager
+def _kept_group(ranks: Sequence[int], timeout: float) -> Iterator[Group]:
+    """Yield the group in which these ranks gather. If this rank fails alone, tell the others: all raise our errors."""
+    kept = kept_groups(ranks, "rows")
+    group = kept[0] if kept else made_group(ranks, "rows", GATHERING, timeout)
+    try:
+        yield group
+    except DDPPatchError:
+        raise
+    except BaseException as error:
+        group.close(f"{type(error).__name__}: {message_of(error)}")
+        raise
 
 
 # ---- what a rank sends ----
