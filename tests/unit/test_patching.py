@@ -26,7 +26,7 @@ from ddp_patch import (
     extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.errors import NotPatchedError, UnsupportedLoaderError
+from ddp_patch.errors import NotPatchedError, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.orders.random_states import WorkerSeeding, epoch_seed
 
@@ -214,7 +214,7 @@ def test_shuffle_is_torchs_own_order_under_the_epochs_seed() -> None:
 @pytest.mark.parametrize(
     ("kind", "workers", "persistent"),
     [
-        *product(["sample", "batch, lazily", "batch, at once", "unbatched"], [0], [False]),
+        *product(["sample", "batch, lazily", "unbatched"], [0], [False]),
         ("sample", 2, True),
         ("batch, lazily", 2, False),
     ],
@@ -228,7 +228,6 @@ def test_a_generator_gives_what_it_gives_in_one_process(kind: str, workers: int,
         by_kind: dict[str, dict[str, Any]] = {
             "sample": {"shuffle": True},
             "batch, lazily": {"batch_sampler": LazyBatches(sampler)},
-            "batch, at once": {"batch_sampler": Reversed(BatchSampler(sampler, 4, drop_last=False))},
             "unbatched": {"batch_size": None, "sampler": sampler},
         }
         return loader(generator=generator, num_workers=workers, persistent_workers=persistent, **by_kind[kind])
@@ -399,3 +398,14 @@ def test_a_loader_with_a_wrapper_made_by_hand_is_no_patched_loader() -> None:
     by_hand: Any = DataLoader(data, sampler=DDPSamplerWrapper(SequentialSampler(data), rank=0, num_replicas=2))
     assert not isinstance(by_hand, PatchedLoader)
     assert isinstance(patch_dataloader_to_ddp(DataLoader(data), rank=0, num_replicas=2), PatchedLoader)
+
+
+class OwnLength(DataLoader[int]):
+    def __len__(self) -> int:
+        return 23
+
+
+def test_a_loader_class_with_a_length_of_its_own_is_told_of() -> None:
+    with pytest.warns(StreamLengthWarning, match="len\\(\\) of the OwnLength says 23 .* each rank gets 12 batches"):
+        patched = patch_dataloader_to_ddp(OwnLength(Indices(23)), rank=0, num_replicas=2)
+    assert len(list(patched)) == 12
