@@ -21,7 +21,6 @@ from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 
 __all__ = [
     "FEW",
-    "already_in",
     "by_value",
     "digest",
     "exchange",
@@ -94,11 +93,6 @@ def require_same(doing: str, records: Mapping[int, Mapping[str, object]]) -> Non
 def digest(value: object) -> str:
     """Return a short name for a value, the same on every rank."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
-
-
-def already_in(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """Return what a store has under some keys now: asked for what is missing, it would wait."""
-    return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
 
 
 # The first member waits for all; the others wait this much longer for its answer.

@@ -10,6 +10,7 @@ others say: who says nothing is missing.
 """
 
 import atexit
+import json
 import os
 import weakref
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import MARGIN_S, already_in, exchange, ranks_text, refusal, require_same, store_reached
+from ddp_patch.ranks.exchange import MARGIN_S, exchange, ranks_text, refusal, require_same, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.validation import counted
 
@@ -71,7 +72,9 @@ class Group:
         self.ranks: Sequence[int] = ranks
         self.index: int = index
         self.is_lent: bool = False
-        self._gloo, self._store, self._process, self._has_said = gloo, default_store(), os.getpid(), False
+        self._gloo, self._store, self._process = gloo, default_store(), os.getpid()
+        # Where the first rank to fail says why, and the others that they are there.
+        self._words, self._has_said = f"ddp_patch/words/{name}", False
 
     @property
     def is_closed(self) -> bool:
@@ -140,28 +143,20 @@ class Group:
             raise failure from error
 
     def _failure(self, doing: str, error: RuntimeError) -> DDPPatchError:
-        """Return the error of a connection that failed: what another rank says, or which ones say nothing."""
-        self._say("")
-        until = monotonic() + MARGIN_S
+        """Return the error of a connection that failed: why the first rank failed, or which ones say nothing."""
+        store, here, until = self._store, f"{self._words}/here", monotonic() + MARGIN_S
         with store_reached(doing):
-            while True:
-                said = already_in(self._store, {rank: self._word_of(rank) for rank in self.ranks})
-                if told := {rank: text.decode() for rank, text in said.items() if text}:
-                    return refusal(doing, told)
-                missing = [rank for rank in self.ranks if rank not in said]
-                if not missing or monotonic() > until:
+            self._has_said = True
+            store.set(f"{here}/{self.ranks[self.index]}", "")
+            count = store.add(here, 1)
+            while not store.check([self._words]):
+                if count == len(self.ranks) or monotonic() > until:
+                    missing = [rank for rank in self.ranks if not store.check([f"{here}/{rank}"])]
                     return _unreachable(doing, self.ranks, f"{error}", missing)
                 sleep(_AGAIN_S)
-
-    def _word_of(self, rank: int) -> str:
-        return f"ddp_patch/words/{self.name}/{rank}"
-
-    def _say(self, why: str) -> None:
-        """Leave a word for the others, once: why this rank has failed, or nothing if it has not."""
-        if not self._has_said:
-            self._has_said = True
-            with suppress(RuntimeError):  # the store may be gone
-                self._store.set(self._word_of(self.ranks[self.index]), why)
+                count = store.add(here, 0)
+            rank, why = json.loads(store.get(self._words))
+        return refusal(doing, {rank: why})
 
     def close(self, why: str = "") -> None:
         """Break all connections where something is still on its way, so that nobody waits for it, and leave.
@@ -170,8 +165,9 @@ class Group:
             why: What the others are told; empty if they are told nothing.
         """
         if not self.is_closed and self._process == os.getpid():
-            if why:
-                self._say(why)
+            if why and not self._has_said:
+                with suppress(RuntimeError):  # the store may be gone
+                    self._store.compare_set(self._words, "", json.dumps([self.ranks[self.index], why]))
             # gloo breaks all connections when a time is over, on one that is not broken yet.
             ranks = len(self.ranks)
             any(self._times_out((self.index + after) % ranks) for after in range(1, ranks))
