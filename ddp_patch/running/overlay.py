@@ -138,7 +138,7 @@ class Layer:
         if self.is_left_alone(path) or not _is_folder(lies):
             return list(real.listdir(lies))
         names_below = real.listdir if self._below is None else self._below.names
-        for names, folder in ((names_below, "" if self._hides(path) else path), (real.listdir, self.files + path)):
+        for names, folder in ((names_below, path), (real.listdir, self.files + path)):
             with suppress(FileNotFoundError, NotADirectoryError):
                 found.update(names(folder))
         return sorted(name for name in found if _mode(self.lies(os.path.join(path, name))))
