@@ -242,8 +242,6 @@ class Streamed(ItemSource[T]):
     ) -> None:
         self._plan, self._random_context = plan, random_context
         self._draws_ahead, self._digest = draws_ahead, digest
-        # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
-        # torch.Generator, the order of their draws is part of the stream.
         with random_context():
             stream = begin()
         self._first: list[int] = []
