@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any, cast
@@ -367,15 +367,40 @@ def test_two_live_iterators_are_two_epochs_and_the_count_goes_on(workers: int) -
     assert [list(each) for each in zip(*pairs, strict=True)] == epochs[2:]
 
 
-def test_an_epoch_that_the_user_sets_on_the_own_sampler_counts() -> None:
+class HandsOn(EpochSeeded):
+    """Tells another sampler its epoch in each pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        inner = EpochSeeded()
+        inner.set_epoch(self.epoch)
+        return iter(inner)
+
+
+@pytest.mark.parametrize("inner", [EpochSeeded(), HandsOn()], ids=lambda inner: type(inner).__name__)
+def test_an_epoch_that_the_user_sets_on_the_own_sampler_counts(inner: EpochSeeded) -> None:
     """As scripts do that were written for DistributedSampler, above all when they resume."""
-    inner = EpochSeeded()
     patched = patch_dataloader_to_ddp(loader(sampler=inner), rank=0, num_replicas=1)
     epochs = {epoch: np.random.default_rng(epoch).permutation(N).tolist() for epoch in (10, 11, 12)}
     for epoch in (10, 11):
         inner.set_epoch(epoch)
         assert flat(patched) == epochs[epoch]
     assert flat(patched) == epochs[12]
+
+
+class Advances(EpochSeeded):
+    """Advances its epoch in each pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from [*super().__iter__()]
+        self.epoch += 1
+
+
+def test_a_sampler_that_advances_its_epoch_may_be_listed() -> None:
+    inner = Advances()
+    patched = patch_dataloader_to_ddp(loader(sampler=inner), rank=0, num_replicas=1)
+    for epoch in range(3):
+        list(inner)
+        assert flat(patched) == np.random.default_rng(epoch).permutation(N).tolist()
 
 
 def test_samplers_in_two_threads_do_not_mix_their_states() -> None:
