@@ -13,7 +13,7 @@ from ddp_patch.compat.packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.orders.chunks import Chunk, Drawn, split_chunks
+from ddp_patch.orders.chunks import Drawn, split_chunks
 from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
 from ddp_patch.positions_and_padding import Plan, require_steps
@@ -26,7 +26,7 @@ from ddp_patch.sharding.saved_state import (
     StreamStart,
     split_consumed,
 )
-from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
+from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, tell_epoch, this_worker
 from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, PassReports, marked, name_of
 from ddp_patch.validation import counted
 
@@ -121,7 +121,9 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
                 read = marked(read, self._report)
             stream = islice(self._detecting_split(read), self._taken_before, None)
-        chunks = self._drawn(stream, plan, skip)
+        # Whole batches: none can come without, and states are taken between two.
+        rounds = chain([1, (skip - 1) % worker.batching.size or worker.batching.size], repeat(worker.batching.size))
+        chunks = Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
         of_rank = chain.from_iterable(split_chunks(plan, chunks, self._note_end, skipped))
         mine = self._of_worker(islice(of_rank, skip, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
@@ -266,12 +268,6 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 "state was taken with."
             )
 
-    def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
-        """Return the stream in whole batches: no batch can come without, and states are taken between two."""
-        size = self._worker.batching.size
-        rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        return Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
-
     # ---- how it reads the dataset ----
 
     def _from_beginning(self) -> Iterator[T]:
@@ -299,7 +295,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """Begin the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset: Any = self._worker.dataset
         iterator, items = begun_anew(dataset, self._known.initial_state, self._epoch)
-        self._is_drawn = iterator is dataset or is_again(dataset, iterator)
+        self._is_drawn = iterator is dataset
         if iterator is not dataset and is_stateful(iterator):
             self._has_state = False
         return items
