@@ -5,7 +5,7 @@ import pickle
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, cycle, repeat
@@ -151,10 +151,12 @@ class StreamPasses(Passes[None]):
             raise TypeError("the dataset decides how many items each worker reads")
         return self.worker.stream_length()
 
-    def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
-        """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
+    @contextmanager
+    def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """While entered, the loader makes an iterator, whose workers are started for the upcoming epoch."""
         self._follow_dataset()
-        return super().iterator_context(loader)
+        with super().iterator_context(loader):
+            yield
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one, by the loader's ``set_epoch`` or past it.
@@ -212,7 +214,7 @@ class StreamPasses(Passes[None]):
         self.worker.shared.begin(number, epoch)
         if self.position is None:
             self.worker.forget()
-        self._note_begun(current, takes_position=True)
+        self.latest, self.position = current, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         tell_epoch(self.worker.dataset, epoch)
