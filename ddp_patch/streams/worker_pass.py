@@ -13,7 +13,7 @@ from ddp_patch.compat.packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.orders.chunks import Drawn, split_chunks
+from ddp_patch.orders.chunks import Chunk, Drawn, split_chunks
 from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
 from ddp_patch.positions_and_padding import Plan, require_steps
@@ -105,22 +105,23 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def items(self) -> Iterator[T]:
         """Tell the dataset its epoch, and yield this rank's items of the stream, or of this worker's part of it."""
-        worker, skip, skipped = self._worker, self._skip, 0
+        worker = self._worker
         plan = Plan(0, 1) if worker.splits_itself else worker.plan  # a part is of one rank
         with worker_info_told(self._info):
             # Told after the generators' states were put back, because it may seed them.
             tell_epoch(worker.dataset, self._epoch)
-        if self._has_state and self._known.state:
+        skipped = self._skipped_rounds()
+        if skipped is None:
+            read = self._from_beginning()
+            if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
+                read = marked(read, self._report)
+            stream: Iterator[T] = islice(self._detecting_split(read), self._taken_before, None)
+        else:
             if self._counts == PARTS:
                 self._use_own_states()  # the first item, after which all workers do, was read before
             read = self._read(partial(begun_at, worker.dataset, *self._known.state))
             stream = self._detecting_split(self._followed(read))
-            skip, skipped = 0, skip * plan.num_replicas
-        else:
-            read = self._from_beginning()
-            if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
-                read = marked(read, self._report)
-            stream = islice(self._detecting_split(read), self._taken_before, None)
+        skip = self._skip if skipped is None else 0
         # Whole batches: none can come without, and states are taken between two.
         rounds = chain([1, (skip - 1) % worker.batching.size or worker.batching.size], repeat(worker.batching.size))
         chunks = Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
@@ -267,6 +268,25 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 f"num_workers={readers} it is read as {counts[next(iter(ways))]}. Use the num_workers that the "
                 "state was taken with."
             )
+
+    def _skipped_rounds(self) -> Chunk[T] | None:
+        """Return the rounds that need not be read again because the dataset has a state; None to read them.
+
+        Padding repeats items of the first round, so these are read where there may be padding.
+        """
+        plan = self._worker.plan
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._skip else 0
+        if not (self._has_state and self._known.state) or (repeats and self._taken_before):
+            return None
+        first = list[T]()
+        if repeats:
+            known = self._known.first
+            with self:
+                first = list(islice(self._from_beginning(), max(repeats, 0 if known is None else known.seen)))
+            if len(first) < repeats:
+                raise self._other_stream()
+            self._states = PrivateRNG(self._worker.seed.value, self._epoch)
+        return Chunk(self._skip * plan.num_replicas, first)
 
     # ---- how it reads the dataset ----
 
