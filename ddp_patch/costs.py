@@ -90,11 +90,13 @@ class Cost:
             InvalidOptionError: The function gives no number of at least 0; or an item is neither an index of the
                 dataset nor a batch of such.
         """
-        if (indices := _as_indices(items)) is not None:
-            return self._of_each(indices)
-        batches = [_listed(item, are_batches=are_batches) for item in items]
-        each = self._of_each(list(chain.from_iterable(batches)))
-        return self.of_batches(each, np.fromiter(map(len, batches), np.int64, len(batches)))
+        indices = _as_indices(items)
+        if indices is None:
+            batches = [_listed(item, are_batches=are_batches) for item in items]
+            each = self._of_each(list(chain.from_iterable(batches)))
+            return self.of_batches(each, np.fromiter(map(len, batches), np.int64, len(batches)))
+        each = self._of_each(indices.reshape(-1))
+        return each if indices.ndim == 1 else self.of_batches(each, np.full(len(indices), indices.size // len(indices)))
 
     def _of_each(self, samples: Sequence[Any] | NDArray[Any]) -> NDArray[np.float64]:
         """Return what each of some samples costs, which only a function takes by other keys than indices."""
@@ -109,7 +111,7 @@ class Cost:
                 ) from error
             return _checked(numbers, given)
         indices = _as_indices(samples)
-        if indices is None:
+        if indices is None or indices.ndim != 1:
             raise InvalidOptionError(
                 f"cost= has one number for each index of the dataset, and the sampler gives item {shown(samples[0])}, "
                 "which is neither an index nor a batch of them. Pass a function of what the sampler gives for one "
@@ -169,7 +171,7 @@ def _checked(found: NDArray[np.float64], items: Sequence[Any]) -> NDArray[np.flo
 
 
 def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
-    """Return indices as an array; None if any is a batch or another key."""
+    """Return indices as an array: of one dimension, or of two for batches of equal size; None for all else."""
     if not len(items):
         return np.empty(0, np.int64)
     if isinstance(items[0], tuple | str | bytes | Mapping):
@@ -178,7 +180,7 @@ def _as_indices(items: Sequence[Any] | NDArray[Any]) -> NDArray[Any] | None:
         found = np.asarray(items)
     except (TypeError, ValueError, RuntimeError):  # of several sizes
         return None
-    return found if found.dtype.kind in "iu" and found.ndim == 1 else None
+    return found if found.dtype.kind in "iu" and found.ndim <= 2 and 0 not in found.shape else None
 
 
 def _listed(item: Any, *, are_batches: bool) -> Sequence[Any]:
