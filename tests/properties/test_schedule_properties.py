@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import chain
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from ddp_patch.evaluation.shares import places_of, run_of
+from ddp_patch.evaluation.shares import places_of
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import Batching, BatchRecord, Part, Plan, Schedule, Sizes
 
@@ -161,14 +161,6 @@ def test_rows_go_where_fewer_keys_are_smaller(keys: list[list[int]], are_mixed: 
     in_order = sorted(chain.from_iterable(keys))
     for places, own in zip(places_of([np.array(own, np.int64) for own in keys]), keys, strict=True):
         assert [in_order[place] for place in places] == own
-
-
-@given(st.lists(st.integers(0, 9), unique=True))
-def test_keys_that_are_a_run_follow_from_two_numbers(keys: list[int]) -> None:
-    first, step = run_of(np.array(keys, np.int64))
-    is_run = [*range(first, first + step * len(keys), step)] == keys if step else False
-    steps = {later - earlier for earlier, later in pairwise(keys)}
-    assert is_run == (len(steps) < 2 and min(steps, default=1) > 0)
 
 
 # Whose batch comes when, against a loader that asks its workers one after the other.
