@@ -28,10 +28,6 @@ def whole(loader: Any) -> None:
     assert list(loader)
 
 
-def by_hand(rank: int) -> Any:
-    return patch_dataloader_to_ddp(given(), rank=rank, num_replicas=dist.get_world_size())
-
-
 def refused(rank: int, at: int | None = None) -> None:
     """On one rank or on every one; who refuses does not come to the meeting."""
     with pytest.raises(DDPPatchError):
@@ -46,7 +42,7 @@ MADE: dict[str, Callable[[int], object]] = {
     "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
     "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), order="leader")),
     "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), share="by_worker")),
-    "by hand": lambda rank: whole(by_hand(rank)),
+    "by hand": lambda rank: whole(patch_dataloader_to_ddp(given(), rank=rank, num_replicas=dist.get_world_size())),
     "refused": refused,
     "refused by the last": lambda rank: refused(rank, 1),
 }
