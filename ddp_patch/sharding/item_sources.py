@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import Drawn, copied_items, split_chunks
-from ddp_patch.orders.digest import Digest, evenly_spread, number_of, number_or_zero
+from ddp_patch.orders.digest import Digest, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
@@ -177,7 +177,8 @@ class Indexed(ItemSource[T]):
             order = self._drawn()
         self._draw_rest = order.finish
         if self._digest is not None:
-            self._digest.add([order.length, *order.at(evenly_spread(order.length, _LOOKED_UP))])
+            spread = range(0, order.length, max(1, order.length // _LOOKED_UP))
+            self._digest.add([order.length, *order.at(spread)])
             self._digest.end()
         return order
 
