@@ -79,16 +79,6 @@ class Numbers(Dataset[int]):
         return index
 
 
-class CroppedByModule(Numbers):
-    """Some pictures are cropped, others are not."""
-
-    def __getitem__(self, index: int) -> int:
-        for _ in range(index % 3):
-            MODULES.random()
-            MODULES_NUMPY.random()
-        return index
-
-
 class Lazy(Numbers):
     """Lists its files when it is first asked for one."""
 
@@ -113,17 +103,12 @@ def number_of(row: Any) -> int:
 # Rows that name their samples: what a row is, how a dataset keeps them all, and how it finds one.
 NAMED: dict[str, tuple[Callable[[int], Any], Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
     "files": ("{}.png".format, list, getitem),
-    "pairs": (lambda number: (f"{number}.png", 0), list, getitem),
-    "dicts": (lambda number: {"path": f"{number}.png", "label": 0}, list, getitem),
-    "folders": ("/data/case_{}/image.png".format, list, getitem),
     "pairs in folders": (lambda number: (f"/data/{number}/image.png", f"/data/{number}/mask.png"), list, getitem),
     "in a dict": (
         "{}.png".format,
         lambda rows: {"train": {"files": rows}},
         lambda kept, index: kept["train"]["files"][index],
     ),
-    "beside others": ("{}.png".format, lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
-    "by number": ("{}.png".format, lambda rows: dict(enumerate(rows)), getitem),
 }
 
 
@@ -143,18 +128,22 @@ class Named(Numbers):
 
 
 class Logs(Numbers):
-    """Notes what its rank reads, and nothing else that could be compared."""
+    """Keeps what its rank reads, caches, losses and paths, and nothing that is alike on every rank."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.opened = rank, time.time() + rank
         self.log: list[str] = []
         self.seen: list[int] = []
-        self.last = [""] * N
+        self.last, self.files = [""] * N, [f"/scratch/rank{rank}/{number}.png" for number in range(N)]
+        self.cache: list[Any] = [None] * N
+        self.losses, self.hits = [0.0] * N, np.zeros(N, dtype=int)
 
     def __getitem__(self, index: int) -> int:
         self.log.append(f"rank {self.rank} read {index}, {len(self.log)}")
         self.seen.append(index)
         self.last[index] = f"{self.rank}-{len(self.log)}"
+        self.cache[index], self.losses[index] = object(), random.random()
+        self.hits[index] += 1
         return index
 
 
@@ -319,20 +308,6 @@ class Learns(Shuffles):
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(range(N), key=lambda index: -self.losses[index]))
-
-
-class AlikeBatches(Sampler[list[int]]):
-    """Batches of alike losses."""
-
-    def __init__(self) -> None:
-        self.losses = [0.0] * N
-
-    def __len__(self) -> int:
-        return N // SIZE
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = sorted(range(N), key=self.losses.__getitem__)
-        return (order[start : start + SIZE] for start in range(0, N, SIZE))
 
 
 class Batches(Sampler[list[int]]):

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
+import torch
 import transformers
 from accelerate import skip_first_batches
+from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ddp_patch.compat.packages import (
@@ -21,6 +24,7 @@ from ddp_patch.compat.packages import (
     TRAINER_STATE,
 )
 from ddp_patch.errors import DDPPatchError, StateError, message_of
+from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.patching import PatchOptions, patch_dataloader_to_ddp
 from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.sharding.sampler import EpochSampler
@@ -36,8 +40,8 @@ class PatchedLoadersMixin:
 
     Name it before ``Trainer``, or before a class that is derived from ``Trainer``. If there are several processes, it
     patches what ``get_train_dataloader`` of that class returns, and accelerate won't shard it again. Checkpoints keep
-    the position in ``trainer_state.json``, and resume on any number of processes. ``evaluate`` and ``predict`` stay the
-    Trainer's, for which accelerate shards loaders.
+    the position in ``trainer_state.json``, and resume on any number of processes. accelerate shards the loaders of
+    ``evaluate`` and ``predict``; rows, metrics and ``eval_loss`` are those of one process.
 
     Attributes:
         patch_options: The keywords of ``patch_dataloader_to_ddp``, for derived classes to set. Default of
@@ -63,12 +67,14 @@ class PatchedLoadersMixin:
     accelerator: Any
     args: Any
     add_callback: Any
+    gather_function: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.add_callback(_LoaderPlace)
         self._saved: TrainerState | None = None  # what a checkpoint says, while training resumes from it
         self._count: _Count | None = None
+        self._rows: int | None = None  # of this rank's batch, in an evaluation
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the next class, patched if there are several processes."""
@@ -134,6 +140,51 @@ class PatchedLoadersMixin:
         else:
             values[-1] += ahead
         return tuple(values)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate as the next class does, on several processes with the rows and the loss of one."""
+        trainer: Any = super()
+        if self._shares_rows():
+            self.gather_function = self._gathered  # the Trainer puts its own back
+            if sharded_by(dataloader) is None:  # of a get_eval_dataloader that leaves accelerate out
+                dataloader = self.accelerator.prepare(dataloader)
+        return trainer.evaluation_loop(dataloader, *args, **options)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Predict as the next class does, without the rows by which accelerate fills up the last batches."""
+        trainer: Any = super()
+        self._rows = rows = find_batch_size(inputs)
+        state = self.accelerator.gradient_state
+        if rows is None or not self._shares_rows() or not state.end_of_dataloader or state.remainder < 1:
+            return trainer.prediction_step(model, inputs, *args, **options)
+        # At least one: where all are padding, their outputs are cut off, and the model is called all the same.
+        real = min(rows, max(1, state.remainder - self.accelerator.process_index * rows))
+        loss, *outputs = trainer.prediction_step(model, recursively_apply(_cut, inputs, rows, real), *args, **options)
+        logits, labels = (recursively_apply(_filled, output, real, rows) for output in outputs)
+        return loss, logits, labels
+
+    def _shares_rows(self) -> bool:
+        """Return whether each process evaluates rows of its own."""
+        return self.accelerator.num_processes > 1 and getattr(self.accelerator, "torch_device_mesh", None) is None
+
+    def _gathered(self, outputs: Any) -> Any:
+        """Return all ranks' outputs: the Trainer repeats a loss for as many rows as a whole batch has."""
+        return self.accelerator.gather_for_metrics(recursively_apply(_limited, outputs, self._rows))
+
+
+def _cut(value: torch.Tensor, rows: int, real: int) -> torch.Tensor:
+    return value[:real] if value.ndim and len(value) == rows else value
+
+
+def _limited(value: torch.Tensor, rows: int | None) -> torch.Tensor:
+    return value[:rows] if value.ndim else value
+
+
+def _filled(value: torch.Tensor, real: int, rows: int) -> torch.Tensor:
+    """Return as many rows as other ranks have, by the last one again."""
+    if not value.ndim or len(value) != real:
+        return value
+    return torch.cat([value, value[-1:].expand(rows - real, *value.shape[1:])])
 
 
 class _Count(NamedTuple):

@@ -196,13 +196,6 @@ def _sliced(key: str, data: bytes) -> dict[str, bytes]:
     return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: b"%d\n" % len(slices) + first}
 
 
-def _joined(store: Any, key: str, value: bytes) -> tuple[bytes, list[str]]:
-    """Return bytes of which this value lies under a key, and the keys that they take."""
-    count, _, first = value.partition(b"\n")
-    slices = [f"{key}/{at}" for at in range(int(count))]
-    return first + b"".join(store.multi_get(slices) if slices else ()), [key, *slices]
-
-
 class _Meeting:
     """The keys of one exchange.
 
@@ -238,11 +231,7 @@ class _Meeting:
         try:
             answer = _as_read(judge(self._records()))
             if self._decide("judged") != "judged":
-                raise MissingRanksError(
-                    f"{self.doing}: rank {self.rank} arrived or answered too late: another of "
-                    f"{ranks_text(self.members)} had already stopped waiting for it. Look for what delayed it, or pass "
-                    "a longer timeout=."
-                )
+                raise self._missing([self.rank], self.timeout + MARGIN_S, "answer", "another has given up")
         except DDPPatchError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
@@ -289,7 +278,7 @@ class _Meeting:
             where = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(elsewhere).items())
             raise RankMismatchError(
                 f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what "
-                "these ranks do instead (an error that was caught, an if rank == 0)."
+                "these ranks do instead (a caught error, an if rank == 0)."
             )
         return {rank: message["content"] for rank, message in came.items()}
 
@@ -315,7 +304,9 @@ class _Meeting:
         return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
 
     def _read(self, key: str, value: bytes) -> _Message:
-        message: _Message = json.loads(_joined(self.store, key, value)[0])
+        count, _, first = value.partition(b"\n")
+        slices = [f"{key}/{at}" for at in range(int(count))]
+        message: _Message = json.loads(first + b"".join(self.store.multi_get(slices) if slices else ()))
         return message
 
     def _wait(self, keys: list[str], seconds: float) -> bool:

@@ -31,18 +31,16 @@ class PassWeights:
 
     Attributes:
         name: What errors call the loader.
-        given: How many batches it gave.
         has_trained: Whether ``backward()`` was called after one of them.
         is_over: Whether it came to its end, or the next one over its loader began.
-        weights: All weights that its batches had.
+        weights: Those of its batches.
         first: The first tensor of its first batch, while that is alive.
     """
 
     name: str
-    given: int = 0
     has_trained: bool = False
     is_over: bool = False
-    weights: set[float] = field(default_factory=set)
+    weights: list[float] = field(default_factory=list)
     first: Callable[[], torch.Tensor | None] = lambda: None
 
 
@@ -87,11 +85,10 @@ class StepWeight:
             samples: How many samples this rank's part has, and the whole batch.
             batch: The batch.
         """
-        of.given += 1
-        if of.given == 1:
+        if not of.weights:
             tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
             of.first = next(map(weakref.ref, tensors), of.first)
-        of.weights.add(weight)
+        of.weights.append(weight)
         self._weight, self._last, self.samples = weight, of, samples
         # Of what is over by now, the script wanted no gradient.
         self.taken = [*(each for each in self.taken if each[0] is of or not each[0].is_over), (of, weight)]
@@ -106,7 +103,7 @@ class StepWeight:
 
     def end(self, of: PassWeights) -> None:
         """Note that a pass came to its end."""
-        if of.given and not of.has_trained and not of.is_over:
+        if of.weights and not of.has_trained and not of.is_over:
             self._on_unused(of.name)
         of.is_over = True
 
@@ -127,12 +124,11 @@ class StepWeight:
             part, whole = self.samples
             return self._weight * whole / part if part else 0.0
         last = self._last
-        wanted = [(of, weight) for of, weight in taken if of is last or of.given > 1]  # not mere looks
-        if len({weight for _, weight in wanted}) > 1:
-            names = " and ".join(dict.fromkeys(of.name for of, _ in wanted))
-            self._refuse(f"several batches of {names} were taken since the last backward()", {w for _, w in wanted})
+        wanted = [(of, weight) for of, weight in taken if of is last or len(of.weights) > 1]  # not mere looks
+        names = " and ".join(dict.fromkeys(of.name for of, _ in wanted))
+        self._refuse(f"several batches of {names} were taken since the last backward()", {w for _, w in wanted})
         if last is not None and last.is_over and not taken and last.first() is not None:  # as itertools.cycle() keeps
-            self._refuse(f"the batches of {last.name} are kept, and used again after its pass", last.weights)
+            self._refuse(f"the batches of {last.name} are kept, and used again after its pass", {*last.weights})
         return self._weight
 
     def _refuse(self, why: str, weights: set[float]) -> None:
@@ -140,9 +136,8 @@ class StepWeight:
             listed = ", ".join(f"{weight:.4g}" for weight in sorted(weights))
             raise UnsupportedLoaderError(
                 f"The gradient cannot be that of one process: {why}, and this rank's parts of them have different "
-                f"weights ({listed}), because not all ranks have equally many samples of each. Use batches of a "
-                "multiple of the number of ranks, and drop_last=True; or iterate the loader again for each pass, and "
-                "call backward() for each batch."
+                f"weights ({listed}). Use batches of a multiple of the number of ranks, and drop_last=True; or iterate "
+                "the loader again for each pass, and call backward() for each batch."
             )
 
 
@@ -176,40 +171,30 @@ def reductions_of(loss: torch.Tensor, part: int, whole: int) -> set[str]:
         >>> reductions_of(x.norm(), 4, 8)
         set()
     """
-    return {*_terms(loss.grad_fn, part, whole, [_MOST_OPERATIONS])}
+    return {*_terms(loss.grad_fn, 1.0, part, whole, [_MOST_OPERATIONS])}
 
 
-def _terms(node: Any, part: int, whole: int, left: list[int]) -> Iterator[str]:
+def _terms(node: Any, by: float, part: int, whole: int, left: list[int]) -> Iterator[str]:
+    """Yield what the terms are that an operation gives, and that constants divide after it."""
     left[0] -= 1
     if node is None or left[0] < 0:
         return
     name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
     inner = [each for each, _ in node.next_functions]
-    reduction = _SAVED.get(getattr(node, "_saved_reduction", 0))
-    if reduction is not None:
-        is_weighed = reduction == MEAN and getattr(node, "_saved_weight", None) is not None and name.startswith("Nll")
-        yield WEIGHED if is_weighed else reduction
-    elif name == "Mean":
-        yield MEAN
-    elif name == "Sum":
-        if (*getattr(node, "_saved_self_sym_sizes", ()), 0)[0] == part:
-            yield SUM
+    reduction = _SAVED.get(getattr(node, "_saved_reduction", 0), MEAN if name == "Mean" else "")
+    if name == "Sum" and (*getattr(node, "_saved_self_sym_sizes", ()), 0)[0] == part:
+        reduction = SUM
+    if reduction == MEAN:
+        yield WEIGHED if getattr(node, "_saved_weight", None) is not None and name.startswith("Nll") else MEAN
+    elif reduction == SUM:
+        yield from [SUM] if math.isclose(by, 1) or math.isclose(by, whole) else [MEAN] if math.isclose(by, part) else []
     elif name == "Div" and inner[1:] in ([], [None]):
-        for term in _terms(inner[0], part, whole, left):
-            yield from _divided(term, node, part, whole)
+        divisor = getattr(node, "_saved_other", None)
+        constant = float(divisor) if isinstance(divisor, torch.Tensor) and divisor.numel() == 1 else 1.0
+        yield from _terms(inner[0], by * constant, part, whole, left)
     elif name in _ADDED or (name in _PASSED_ON and sum(each is not None for each in inner) == 1):
         for each in inner:
-            yield from _terms(each, part, whole, left)
-
-
-def _divided(term: str, node: Any, part: int, whole: int) -> Iterator[str]:
-    """Yield what a term is that was divided by a constant, if that is known."""
-    divisor = getattr(node, "_saved_other", None)
-    by = float(divisor) if isinstance(divisor, torch.Tensor) and divisor.numel() == 1 else whole
-    if term != SUM or math.isclose(by, whole):
-        yield term
-    elif math.isclose(by, part):
-        yield MEAN
+            yield from _terms(each, by, part, whole, left)
 
 
 def is_additive(loss: torch.Tensor, outputs: torch.Tensor, samples: int) -> bool:
@@ -354,8 +339,8 @@ class Gradients:
         if self.weight.samples is None or self._lockstep.ranks == 1:
             return
         text = (
-            f"The batches of {self.weight.name} are divided over the ranks, and {why}: what that gives is of this "
-            f"rank's part of a batch, and is not averaged. Pass --whole {self.weight.name}: then every rank gets all."
+            f"The batches of {self.weight.name} are divided over the ranks, and {why}: what that gives is of a part "
+            f"of a batch, and is not averaged. Pass --whole {self.weight.name}: then every rank gets all."
         )
         if is_error:
             raise UnsupportedLoaderError(text)
@@ -363,9 +348,8 @@ class Gradients:
 
     def _tell_unused(self, name: str) -> None:
         self._tell(
-            f"The loader made at {name} was divided, and backward() was not called in its pass: each rank computed "
-            f"with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
-            f"{name}: then every rank gets all of it."
+            f"The loader made at {name} was divided, and backward() was not called in its pass: what was computed is "
+            f"of a part. If it evaluates, iterate it under torch.no_grad(), or pass --whole {name}."
         )
 
     def _backward(self, run: Callable[[Any], None], tensors: Any, *, create_graph: bool) -> None:
@@ -378,11 +362,7 @@ class Gradients:
             run(tensors)  # of whole batches, so the same on every rank
             return
         if self.weight.samples is not None and self.weight.taken and not self._replicas.parameters:
-            raise UnsupportedLoaderError(
-                "backward() is called for a batch that is divided over the ranks, and there is no optimizer, so it is "
-                "not known which gradients to average. Let an optimizer of torch.optim change what is trained; where "
-                "nothing is, pass --whole with the line that makes the loader."
-            )
+            self._want_whole("there is no optimizer of torch.optim", is_error=True)
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for root in roots if self._outputs and len(roots) == 1 else ():
             self._look_at(root)

@@ -28,6 +28,13 @@ from ddp_patch.validation import counted
 __all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
 
+# What errors say that ranks part by.
+_SAME_STEPS = (
+    "let what the script decides follow from whole evaluations, not from a loss of a part of a batch, nor from random "
+    "numbers that are drawn in a loop over a divided loader."
+)
+
+
 class Lockstep:
     """Compares what the ranks do next, each time before they communicate. A rank is alone until it joins others.
 
@@ -104,8 +111,7 @@ class Lockstep:
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
         values = [value] * self.ranks
-        if self.ranks > 1:
-            self._together(lambda: dist.all_gather_object(values, value, self._group))
+        self._together(lambda: dist.all_gather_object(values, value, self._group))
         return values
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -119,7 +125,7 @@ class Lockstep:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make tensors of any dtypes those of rank 0. They have the same shapes, dtypes and order on every rank."""
-        for flat in _flattened(tensors if self.ranks > 1 else []):
+        for flat in _flattened(tensors):
             dist.broadcast(flat.view(torch.uint8), 0)
 
     def _together(self, communicate: Callable[[], object]) -> None:
@@ -129,17 +135,14 @@ class Lockstep:
             raise MissingRanksError(
                 f"At {script_line(sys._getframe())}, {self.done}, rank {self.rank} waited for the others, at most "
                 f"{self._timeout:g} s, and some did not come ({str(error).splitlines()[0]}). If one has ended, its own "
-                "error says why. If not, they no longer make the same steps: let what the script decides follow from "
-                "whole evaluations, not from numbers of a part of a batch."
+                f"error says why. If not: {_SAME_STEPS}"
             ) from None
 
     def _mismatch(self, doing: str, also: str = "") -> RankMismatchError:
         rows = by_value(dict(enumerate(self.gathered(f"{doing} at {script_line(sys._getframe())}, {self.done}{also}"))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
         return RankMismatchError(
-            f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
-            "same steps: let what it decides follow from whole evaluations, not from the loss of a part of a batch, "
-            "and from no random numbers that are drawn in a loop over a divided loader."
+            f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script: {_SAME_STEPS}"
         )
 
 
@@ -194,12 +197,10 @@ class Replicas:
         models = self.models()
         for model in models if sync_batchnorm else ():
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        named = (pair for model in models for pair in model.named_modules(prefix=type(model).__name__))
-        if names := [name for name, module in named if isinstance(module, _BATCH_NORMS)]:
+        if any(isinstance(module, _BATCH_NORMS) for model in models for module in model.modules()):
             self._tell(
-                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
-                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
-                "SyncBatchNorm in its place."
+                "Batch normalisation sees this rank's part of each batch, not all of it. On accelerators, "
+                "--sync-batchnorm puts torch's SyncBatchNorm in its place."
             )
         self._lockstep.broadcast([*self.parameters, *self.buffers()])
 
@@ -268,8 +269,7 @@ class Replicas:
         raise RankMismatchError(
             f"The ranks no longer train the same model: the parameters differ first in {which}, of shape {shape}, "
             f"between {' and '.join(map(ranks_text, parties))}, {self._lockstep.done}. Change parameters only by an "
-            "optimizer's step, or alike on every rank: in loops over divided loaders, random numbers and losses differ "
-            "between the ranks."
+            f"optimizer's step, or alike on every rank: {_SAME_STEPS}"
         )
 
 

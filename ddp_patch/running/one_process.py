@@ -52,10 +52,7 @@ __all__ = ["OneProcess"]
 
 
 # What only a script calls that has ranks of its own.
-_OF_RANKS: list[tuple[Any, str]] = [
-    *((torch.multiprocessing, name) for name in ("spawn", "start_processes")),
-    (dist, "init_process_group"),
-]
+_OF_RANKS = {"spawn": torch.multiprocessing, "start_processes": torch.multiprocessing, "init_process_group": dist}
 
 
 @dataclass
@@ -63,11 +60,10 @@ class _Loader:
     """What is known of a loader of the script.
 
     Attributes:
-        record: What is reported of it.
+        record: What is reported of it: if it has a note, the loader is never divided, and why.
         whole: A copy that gives every rank all of it; None if the loader is left as it is.
         seed: What its order follows from.
         is_stream: Whether its dataset is iterable, so that it cannot be read twice.
-        is_whole: Whether it is never divided.
         trains: Whether ``backward()`` was called for its batches.
         weights: Those of its latest divided pass.
     """
@@ -76,14 +72,8 @@ class _Loader:
     whole: Any
     seed: int
     is_stream: bool
-    is_whole: bool
     trains: bool = False
     weights: PassWeights | None = None
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether the loader itself is divided by now."""
-        return self.record.fate == "divided"
 
 
 class OneProcess(Summary):
@@ -139,7 +129,7 @@ class OneProcess(Summary):
                 self._replicas.add(optimizer, sync_batchnorm=self._sync_batchnorm)
 
         with self._stack as stack, patch.object(Optimizer, "__init__", made):
-            for module, name in _OF_RANKS:
+            for name, module in _OF_RANKS.items():
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
             stack.enter_context(called_before("__iter__", self._iterated))
@@ -181,7 +171,7 @@ class OneProcess(Summary):
         if self._has_begun and use in {Use.ASKED, Use.HANDED} and not self._is_off():
             with unpatched():
                 known = self._look(loader)
-                if known.whole is not None and not known.is_whole:
+                if known.whole is not None and not known.record.note:
                     self._divide(known, loader)
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
@@ -194,7 +184,7 @@ class OneProcess(Summary):
             known.record.passes += 1
             if known.whole is None:
                 return None
-            may_train = torch.is_grad_enabled() and not known.is_whole
+            may_train = torch.is_grad_enabled() and not known.record.note
             is_divided = may_train and (known.trains or known.is_stream) and not self._replicas.are_evaluated
             if is_divided:
                 known.trains = True
@@ -202,7 +192,7 @@ class OneProcess(Summary):
                 _go_on_after(known.whole, loader)
             else:
                 self._replicas.share_buffers()
-                if known.is_divided:
+                if known.record.fate == "divided":
                     _go_on_after(loader, known.whole)
             return _Pass(
                 self._sources(known, loader, is_divided=is_divided, may_go_on=may_train and not known.is_stream)
@@ -268,7 +258,7 @@ class OneProcess(Summary):
             return known
         record, facts = self._looked_at(loader)
         seed = loader_seed(self._seed, digest(record.what), len(self.records) + 1)
-        known = _Loader(record, None, seed, is_stream=facts.unit is ShardedUnit.ITERABLE, is_whole=bool(record.note))
+        known = _Loader(record, None, seed, is_stream=facts.unit is ShardedUnit.ITERABLE)
         if not record.note:
             if loader.batch_sampler is None:
                 record.note = "it makes no batches"
@@ -276,9 +266,8 @@ class OneProcess(Summary):
                 record.note = "--whole"
             elif loader.batch_size is not None and loader.batch_size < self._lockstep.ranks:
                 record.note = f"batches of {loader.batch_size} cannot be divided"
-            known.is_whole = bool(record.note)
             known.whole = self._in_world(known, copy_loader(loader), World(0, 1))
-            record.note_fate("whole", known.whole, 1)
+            record.note_fate("whole", known.whole, "whole on every rank,")
         self.records.append(record)
         self._known[loader] = known
         return known
@@ -298,9 +287,10 @@ class OneProcess(Summary):
     def _divide(self, known: _Loader, loader: DataLoader[Any]) -> None:
         """Put this rank's part of each batch into the loader itself, so that all references to it have that."""
         self._replicas.meet("begins to iterate a loader that is divided")
-        if not known.is_divided:
+        if known.record.fate != "divided":
             self._in_world(known, loader, self._world)
-            known.record.note_fate("divided", loader, self._lockstep.ranks)
+            ranks = counted(self._lockstep.ranks, "rank")
+            known.record.note_fate("divided", loader, f"each batch divided over {ranks},")
             self._tell(known.record.line, logging.INFO)
 
     def _sources(
@@ -326,9 +316,9 @@ class OneProcess(Summary):
                 with self._gradients.looking(loader.batch_size) if may_go_on and not asked else nullcontext():
                     yield own, own
                 asked += 1
-                if may_go_on and not known.is_whole and self._lockstep.backwards > before:
+                if may_go_on and not known.record.note and self._lockstep.backwards > before:
                     why = self._gradients.why_whole if asked == 1 else "several batches before one backward()"
-                    known.is_whole, known.record.note = bool(why), why
+                    known.record.note = why
                     if not why:
                         own, is_divided = self._go_on_divided(known, loader), True
             self._numbers.enter(key, own=True)
@@ -350,7 +340,7 @@ class OneProcess(Summary):
             resume_loader(loader, state, counts_rest=False)
             iterator = iter(loader)
             numbers.install()  # one process begins no second iterator, which draws a seed
-        return iterator
+            return iterator
 
     def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
@@ -374,15 +364,14 @@ class OneProcess(Summary):
         """Say in an error of the script what it may not see: its rank, or the whole of a batch."""
         if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
             error.add_note(
-                f"ddp_patch: the ranks train as one process, so the script sees no {error.args[0]}. If it starts as "
-                "one of several ranks, pass --mode ranks."
+                f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
             )
         step = self._gradients.weight
         if isinstance(error, Exception) and not isinstance(error, DDPPatchError) and step.samples and step.taken:
             part, whole = step.samples
             error.add_note(
-                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. A script "
-                f"that counts on the batch size fails so: take the size from the batch, or pass --whole {step.name}."
+                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. If it "
+                f"counts on the batch size: take the size from the batch, or pass --whole {step.name}."
             )
 
 

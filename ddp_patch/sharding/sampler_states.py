@@ -1,7 +1,7 @@
 """What samplers hold that passes change: random generators, counters, and states of their own."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,12 +56,6 @@ class SamplerStates:
         self._outside: dict[RandomGenerator, Any] = {}
         self._seeded: dict[RandomGenerator, Any] = {}
         self._is_drawing = False
-        self._attributes_before: Sequence[Mapping[str, Any]] = ()  # what a pass draws
-        self._counter_keys = {
-            (place, name)
-            for place, (holder, plain) in enumerate(zip(holders, self._at_first, strict=True))
-            for name in set_by_iterating(holder.__class__) & plain.keys()
-        }
         self._find()
         self._note_counters()
         # What epochs begin with: generators and counters, as above.
@@ -86,12 +80,10 @@ class SamplerStates:
             return
         with self.generators_in_place():
             self._put_counters_back()
-            self._attributes_before = list(map(plain_attributes, self.holders))
             try:
                 yield
             finally:
                 self._note_counters()
-                self._attributes_before = ()
 
     @contextmanager
     def generators_in_place(self) -> Iterator[None]:
@@ -140,11 +132,13 @@ class SamplerStates:
         )
 
     def _note_counters(self) -> None:
-        """Note which attributes a pass has changed, and what all those are that passes change."""
-        for place, was in enumerate(self._attributes_before):
-            self._counter_keys.update((place, name) for name in changed_attributes(self.holders[place], was))
-        held = [getattr(holder, "__dict__", {}) for holder in self.holders]
-        self._counters = {key: held[key[0]][key[1]] for key in self._counter_keys if key[1] in held[key[0]]}
+        """Note what the attributes are that passes change."""
+        self._counters = {
+            (place, name): value
+            for place, holder in enumerate(self.holders)
+            for name, value in plain_attributes(holder).items()
+            if name in set_by_iterating(holder.__class__)
+        }
 
     def _put_counters_back(self) -> None:
         for (place, name), value in self._counters.items():
@@ -152,8 +146,8 @@ class SamplerStates:
 
     @property
     def has_counters(self) -> bool:
-        """Whether passes are known to change attributes."""
-        return bool(self._counter_keys)
+        """Whether passes change attributes."""
+        return bool(self._counters)
 
     @contextmanager
     def changed_by_user(self) -> Iterator[None]:
@@ -200,10 +194,6 @@ class SamplerStates:
             return value + later if type(value) is int else value
 
         return {moved: moved_on(moved, value) for moved, value in self._beginnings[first].items()}
-
-    def begin_from_here(self) -> None:
-        """Let the latest epoch that is known to begin somewhere begin with what is held now."""
-        self._beginnings[max(self._beginnings)] = self._now()
 
     def end(self, epoch: int) -> None:
         """Record that all of an epoch was drawn, so that the next one begins with what is held now."""

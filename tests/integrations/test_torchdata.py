@@ -8,22 +8,15 @@ from itertools import islice
 from typing import Any
 
 import pytest
-import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
 from messages import raises
-from quick import run_ranks, soaked
+from quick import soaked
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
-from worlds import assert_shared_exactly
-from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
+from zoo import Drawn, Indices, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
-from ddp_patch import (
-    DDPBatchSamplerWrapper,
-    DDPSamplerWrapper,
-    check_loaders_is_patched,
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import NotALoaderError
 
 # torchdata 0.11 calls it in the constructor of every loader.
@@ -102,18 +95,6 @@ CASES = [
 ]
 
 
-def test_what_is_wrapped() -> None:
-    given = loader(batch_size=4, shuffle=True)
-    patched: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
-    assert type(patched) is StatefulDataLoader
-    assert check_loaders_is_patched(patched)
-    assert type(patched.sampler) is type(patched.batch_sampler.sampler) is DDPSamplerWrapper
-    assert type(patched.sampler.sampler) is torchdata_samplers.RandomSampler
-    assert type(given.sampler) is torchdata_samplers.RandomSampler
-    batches: Any = patch_dataloader_to_ddp(pk_batches(), rank=0, num_replicas=2).batch_sampler
-    assert type(batches) is DDPBatchSamplerWrapper
-
-
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_resumed_anywhere(name: str, how: dict[str, Any]) -> None:
     """In the second epoch, from states that are taken within the loop, as checkpoints are; between epochs; and twice.
@@ -149,32 +130,6 @@ def test_resumed_anywhere(name: str, how: dict[str, Any]) -> None:
         assert [list(resumed), list(resumed)] == expected
 
 
-def on_rank(rank: int, world_size: int) -> Any:
-    """torchdata's RandomSampler seeds itself from a state that is another on each rank: rank 0's must be sent."""
-
-    def start(ambient_seed: int) -> Any:
-        seed_ambient(ambient_seed)
-        return patch_dataloader_to_ddp(loader(batch_size=4, shuffle=True, num_workers=2), seed=5)
-
-    patched = start(100 + rank)
-    epochs = [list(patched) for _ in range(3)]
-    stopped = start(100 + rank)
-    list(stopped)
-    list(islice(stopped, 1))
-    resumed = start(200 + rank)
-    resumed.load_state_dict(stopped.state_dict())
-    assert [list(resumed), list(resumed)] == [epochs[1][1:], epochs[2]]
-    return [[item for batch in epoch for item in batch] for epoch in epochs]
-
-
-def test_real_ranks_share_and_resume() -> None:
-    first, second = run_ranks(on_rank, 2)
-    for shares in zip(first, second, strict=True):
-        assert_shared_exactly(list(shares), N)
-    assert first[0] != first[1] != first[2]
-    assert not torch.distributed.is_initialized()
-
-
 class Numbers(IterableDataset[Any]):
     """Read whole by each worker, or in parts."""
 
@@ -186,17 +141,12 @@ class Numbers(IterableDataset[Any]):
         yield from range(worker.id, 101, worker.num_workers) if worker is not None else range(101)
 
 
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-
-
 @pytest.mark.parametrize(
     ("in_parts", "options"),
     [
         (False, {}),
         (True, {"num_workers": 2}),
-        soaked(False, {"num_workers": 2}),
-        soaked(False, PERSISTENT),
-        soaked(True, PERSISTENT),
+        soaked(False, {"num_workers": 2, "persistent_workers": True}),
     ],
 )
 def test_a_stream_resumes_on_another_number_of_ranks(in_parts: bool, options: dict[str, Any]) -> None:

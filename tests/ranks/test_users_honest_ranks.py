@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 import users
 from iterables import ShardPerWorker
-from jobs import Job, Programs, Run
-from quick import run_ranks, soaked
+from jobs import Job, Programs
+from quick import soaked
 from repeaters import Infinite
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state
 
-program = Programs()
+program = Programs(__name__)
 Make = Callable[[], DataLoader[Any]]
 WORKERS = {
     "no workers": {},
@@ -110,31 +110,9 @@ def pictures_are_augmented(job: Job, how: dict[str, Any]) -> None:
     job.train(train, epochs=2)
 
 
-class Remembering(users.Rows):
-    """It keeps caches, losses and paths of its rank's own."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.files = [f"/scratch/rank{rank}/{number}.png" for number in range(N)]
-        self.cache: list[Any] = [None] * N
-        self.losses, self.hits, self.seen = [0.0] * N, np.zeros(N, dtype=int), list[int]()
-        self.opened = time.time() + rank
-
-    def __getitem__(self, index: int) -> int:
-        self.cache[index] = object()
-        self.hits[index] += 1
-        self.losses[index] = random.random()
-        self.seen.append(index)
-        return index
-
-
-REMEMBERING: dict[str, Callable[[int], Any]] = {"much": Remembering, "nothing else": users.Logs}
-
-
 @program("complete", each={"no workers": {}, "workers": {"num_workers": 1}})
 def a_dataset_remembers_what_its_rank_read(job: Job, how: dict[str, Any]) -> None:
-    for make in REMEMBERING.values():
-        job.train(job.patch(loader(make(job.rank), shuffle=True, **how)), epochs=2 * job.world)
+    job.train(job.patch(loader(users.Logs(job.rank), shuffle=True, **how)), epochs=2 * job.world)
 
 
 @program("complete", each=users.NAMED)
@@ -146,9 +124,17 @@ def rows_that_name_samples_are_shuffled_alike(job: Job, how: Any) -> None:
         dataset.arrange(random.Random(epoch).sample(range(N), N))
 
 
-@program("complete")
-def each_rank_begins_with_a_generator_of_its_own(job: Job) -> None:
-    job.train(job.patch(loader(shuffle=True, generator=torch.Generator().manual_seed(job.rank))), epochs=3)
+OF_EACH_RANK: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "generator=": lambda rank: loader(shuffle=True, generator=torch.Generator().manual_seed(rank)),
+    "numpy Generator": lambda rank: loader(sampler=users.Shuffles(np.random.default_rng())),
+    "numpy RandomState": lambda rank: loader(sampler=users.Shuffles(np.random.RandomState(rank))),
+    "random.Random": lambda rank: loader(sampler=users.Shuffles(random.Random(rank))),
+}
+
+
+@program("complete", each=OF_EACH_RANK)
+def each_rank_begins_with_a_generator_of_its_own(job: Job, make: Callable[[int], DataLoader[Any]]) -> None:
+    job.train(job.patch(make(job.rank)), epochs=3)
 
 
 @program("complete")
@@ -404,10 +390,6 @@ def parts_of_other_lengths_are_on_purpose(job: Job) -> None:
     job.train(train, is_uneven=True, epochs=2)
 
 
-def on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return program.run(rank, world_size)
-
-
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_nothing_is_raised_where_nothing_is_lost(world_size: int) -> None:
-    assert program.unexpected(run_ranks(on_rank, world_size)) == {}
+    assert program.unexpected(world_size) == {}

@@ -68,6 +68,20 @@ class CountsLate(Counts):
         self.passes += 1
 
 
+class Indirect(Counts):
+    """Counts by a method, and in a function within it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.advanced()).sample(range(N), N))
+
+    def advanced(self) -> int:
+        def advance() -> int:
+            self.passes += 1
+            return self.passes
+
+        return advance()
+
+
 class Again(Counts):
     """Is its own iterator, which begins anew."""
 
@@ -95,6 +109,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "a generator of the user's own": lambda: Shuffles(Congruential(1)),
     "counts when it begins": Counts,
     "counts when it has ended": CountsLate,
+    "counts by a method": Indirect,
     "its own iterator": Again,
 }
 
@@ -198,6 +213,22 @@ def test_an_epoch_that_is_chosen_has_one_order_however_often_somebody_looked(
     assert orders[0][0] != orders[0][1]
 
 
+@pytest.mark.parametrize("share", ["samples", "batches"])
+def test_an_epoch_may_be_chosen_before_its_iterator_is_made_or_after(share: Any) -> None:
+    orders = []
+    for is_late in (False, True):
+        raw, _ = loader_of("torch's own")
+        loader: Any = patch_dataloader_to_ddp(raw, share=share)
+        next(iter(loader))
+        if not is_late:
+            loader.set_epoch(2)
+        batches = iter(loader)
+        if is_late:
+            loader.set_epoch(2)
+        orders.append(list(batches))
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.parametrize("later", ["auto", "leader", "seeded"])
 @pytest.mark.parametrize("sooner", ["auto", "leader", "seeded"])
 def test_a_pass_is_resumed_whoever_draws_it(sooner: Any, later: Any) -> None:
@@ -290,3 +321,14 @@ def test_an_epoch_is_not_resumed_that_begins_with_other_items(world_size: int) -
     OfClass.rng.setstate(before)
     restore_loader(again, state)
     assert len({tuple(batch) for batch in [*begun, *again]}) == N // 4 // world_size
+
+
+def test_persistent_workers_make_the_loader_draw_once_in_a_run_that_goes_on_too() -> None:
+    def start() -> Any:
+        return given(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True)
+
+    raw, stopped, again = start(), patch_dataloader_to_ddp(start()), patch_dataloader_to_ddp(start())
+    one_process = [list(raw) for _ in range(3)]
+    first = list(stopped)
+    restore_loader(again, loader_state(stopped))
+    assert [first, list(again), list(again)] == one_process
