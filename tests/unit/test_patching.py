@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,15 +50,6 @@ def test_torchs_batch_sampler_is_rebuilt_over_the_wrapped_sampler(is_given: bool
 class LastFirst(BatchSampler):
     def __iter__(self) -> Any:
         return reversed(list(super().__iter__()))
-
-
-def test_any_other_batch_sampler_is_wrapped_whole() -> None:
-    given = loader(batch_sampler=LastFirst(SequentialSampler(Indices()), 4, drop_last=False))
-    patched = patch_dataloader_to_ddp(given, **WORLD)
-    assert isinstance(patched.batch_sampler, DDPBatchSamplerWrapper)
-    assert patched.batch_sampler.sampler is cast(Any, given.batch_sampler).sampler
-    assert list(patched) == [[16, 17, 18, 19], [4, 5, 6, 7]]
-    assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (4, False)
 
 
 def test_a_wrapper_made_anew_as_torchs_batch_sampler_is_stays_what_it_was() -> None:
@@ -119,17 +110,6 @@ def test_everything_else_is_kept(batch_size: int | None) -> None:
     assert new == kept
     assert patched.dataset is given.dataset
     assert (type(patched), patched.batch_size) == (DataLoader, batch_size)
-
-
-def test_attributes_that_the_user_set_and_iterators_that_run() -> None:
-    given = loader(num_workers=1, persistent_workers=True)
-    vars(given)["name"] = "train"
-    iterator = iter(given)
-    patched = patch_dataloader_to_ddp(given, **WORLD)
-    assert vars(patched)["name"] == "train"
-    assert patch_dataloader_to_ddp(loader(worker_init_fn=as_it_is), **WORLD).worker_init_fn is as_it_is
-    assert next(iter(patched)) == [1, 4, 7, 10]
-    assert next(iterator) == [0, 1, 2, 3]
 
 
 class Counting(DataLoader[Any]):
