@@ -52,17 +52,6 @@ class Nth(Sampler[Any]):
         return islice(iter(self.source), self.rank, None, self.world_size)
 
 
-class Chunks(Sampler[list[int]]):
-    """Batches of one size of whatever indices it is given, with no attribute that torch's batch sampler has."""
-
-    def __init__(self, indices: Any, size: int) -> None:
-        self.indices, self.size = indices, size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.indices), self.size):
-            yield list(self.indices[start : start + self.size])
-
-
 class Torn(Sampler[list[int]]):
     """Gives each rank its part of every batch."""
 
@@ -101,13 +90,6 @@ def double_sharding(rank: int, world_size: int) -> DataLoader[Any]:
     """A dataset that is split by rank already."""
     part: Subset[Any] = Subset(Untouchable(), range(rank, N, world_size))
     return loader(DDPSamplerWrapper(range(len(part)), False, rank=rank, num_replicas=world_size))
-
-
-def half_for_other_ranks(rank: int, world_size: int) -> DataLoader[Any]:
-    """Half of the data are missing, which no last batches explain: workers of a map-style dataset make none."""
-    ranks = 2 * world_size if world_size > 1 else 1
-    sampler: Any = DistributedSampler(Untouchable(128), ranks, rank, shuffle=False)
-    return DataLoader(Untouchable(128), 16, sampler=sampler, drop_last=True, num_workers=2)
 
 
 def by_local_rank(rank: int, world_size: int) -> DataLoader[Any]:
@@ -226,14 +208,6 @@ class Stream(IterableDataset[int]):
         return iter(range(self.start, self.n, self.step))
 
 
-class SplitByWorker(Stream):
-    """Gives each worker its part, and knows nothing of ranks."""
-
-    def __iter__(self) -> Iterator[int]:
-        worker = get_worker_info()
-        return islice(super().__iter__(), worker.id, None, worker.num_workers) if worker else super().__iter__()
-
-
 def stream_split_by_rank_alone(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Stream(rank, world_size, n=104), batch_size=4, num_workers=2)
 
@@ -254,11 +228,6 @@ class Shards(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         info: Any = get_worker_info()
         return iter(SHARDS[self.first + info.id])
-
-
-def shards_of_fewer_workers(rank: int, world_size: int) -> DataLoader[Any]:
-    """Four workers are divided among the ranks, and each numbers its own from 0."""
-    return DataLoader(Shards(), 2, num_workers=4 // world_size)
 
 
 class Augmented(Stream):

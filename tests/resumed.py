@@ -272,6 +272,30 @@ class CountsEpochs(IterableDataset[Any]):
         self.begins, self.epoch = state["at"], state["epoch"]
 
 
+class ShuffledShards(IterableDataset[Any]):
+    """Shuffles its worker's part by the global states, goes on by its own state, and draws with each item."""
+
+    place = 0
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[Any]:
+        part = [*Parts()]
+        order = torch.randperm(len(part)).tolist()
+        while self.place < len(part):
+            self.place += 1
+            noise = torch.randint(1000, ()), torch.randint(1000, (), generator=self.generator)
+            yield part[order[self.place - 1]], *map(int, noise)
+        self.place = 0
+
+
 class ByClass(BatchSampler):
     """A batch sampler of the user's own, which is shared in whole batches."""
 
@@ -337,11 +361,9 @@ RESUMED = [
     Kind("a length that is too small, endless", lambda: loader(sampler=Lazily(10**9)), sized=False, endless=True),
     # Streams with a state of their own, as torchdata's tests have them.
     *(
-        Kind(
-            f"{kind.__name__}, {options.get('num_workers', 0)} workers", partial(stateful, kind, **options), sized=False
-        )
-        for kind in (OwnCountsEpochs, Draws, OwnFromIter, BothHave, CountsEpochs)
-        for options in ({}, kept)
+        Kind(f"{kind.__name__}, {how.get('num_workers', 0)} workers", partial(stateful, kind, **how), sized=False)
+        for kind in (OwnCountsEpochs, Draws, OwnFromIter, BothHave, CountsEpochs, ShuffledShards)
+        for how in ({}, {"num_workers": 2} if kind is ShuffledShards else kept)  # kept workers advance its generator
     ),
     Kind("other numbers of batches", lambda: of_other_lengths(1), batches=True),
 ]

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from zoo import Kind
+from torch.utils.data import DataLoader
+from zoo import Kind, seed_ambient
 
-__all__ = ["SEED", "WORLDS", "over", "over_in_turn"]
+from ddp_patch import patch_dataloader_to_ddp
+
+__all__ = ["SEED", "WORLDS", "over", "over_in_turn", "patched"]
 
 SEED = 7
 WORLDS = (3, 2, 5)
@@ -27,8 +30,17 @@ WITH_WORKERS = {
     "a generator shared with the sampler, workers",
     "a generator shared with the dataset, worker",
     "seeds its generator in set_epoch, workers",
-    *(f"{kind}, 2 workers" for kind in ("OwnCountsEpochs", "OwnFromIter", "BothHave", "CountsEpochs")),
+    *(
+        f"{kind}, 2 workers"
+        for kind in ("OwnCountsEpochs", "OwnFromIter", "BothHave", "CountsEpochs", "ShuffledShards")
+    ),
 }
+
+
+def patched(kind: Kind, rank: int = 0, num_replicas: int = 1, **options: Any) -> DataLoader[Any]:
+    """Return a rank's loader of a kind, made where the global states are seeded like nowhere else."""
+    seed_ambient(1000 * num_replicas + rank)
+    return patch_dataloader_to_ddp(kind.make(), rank=rank, num_replicas=num_replicas, **{"seed": SEED} | options)
 
 
 def over(kinds: list[Kind], every: bool = False) -> pytest.MarkDecorator:

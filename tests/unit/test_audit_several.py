@@ -14,7 +14,7 @@ from audit_setups import Untouchable
 from messages import missing, raises
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
-from zoo import ALL_KINDS, Kind, loader
+from zoo import loader
 
 from ddp_patch import Cost, audit, patch_dataloader_to_ddp
 from ddp_patch.auditing import Report, Reports, world
@@ -103,18 +103,6 @@ def both(given: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[R
         return cut, audit(given, 5, **options)
 
 
-MAP_STYLE = [kind for kind in ALL_KINDS if not kind.endless and not kind.name.startswith("iterable")]
-
-
-@pytest.mark.usefixtures("cutting")
-@pytest.mark.parametrize("kind", MAP_STYLE, ids=lambda kind: kind.name)
-def test_what_is_cut_is_what_all_ranks_iterate(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut, iterated = both(kind.make(), monkeypatch, epochs=min(2, kind.epochs))
-    assert cut.epochs == iterated.epochs
-    assert [problem.kind for problem in cut.problems] == [problem.kind for problem in iterated.problems]
-    assert CUT not in iterated.how
-
-
 @pytest.mark.usefixtures("cutting")
 @pytest.mark.parametrize(
     ("n", "options"), [(0, {}), (1, {}), (7, {}), *((n, options) for n in (103, 105) for options in OPTIONS)]
@@ -192,18 +180,6 @@ def test_imbalance_is_the_slowest_ranks_cost_over_the_mean() -> None:
     assert audit(plain(8), 2, cost=torch.ones(8)).epochs[0].imbalance == 1
     assert audit(plain(8), 2).epochs[0].imbalance is None
     assert audit(plain(8), 2, cost=np.zeros(8)).epochs[0].imbalance is None
-
-
-def test_of_what_is_not_patched_the_waiting_alone_is_told() -> None:
-    """Rank 0 alone makes a seventh step, the last of which all others wait for."""
-    (epoch,) = audit(setups.uneven, 4, epochs=1, cost=np.ones(97)).epochs
-    assert epoch.steps == (7, 6, 6, 6)
-    assert epoch.imbalance == pytest.approx(25 / (24 + 1 / 4))
-    assert epoch.unbalanced is None
-    (epoch,) = audit(plain(8, batch_size=2), 2, 1, patch=False, cost=[1, 3] * 4, allow=["not_sharded"]).epochs
-    assert (epoch.imbalance, epoch.unbalanced) == (1, None)
-    stream = audit(lambda rank, ranks: DataLoader(setups.Stream(rank, ranks, n=104)), 4, cost=cost_of_index)
-    assert stream.epochs[0].imbalance is None  # samples have no indices
 
 
 def test_both_are_shown_in_every_form() -> None:
@@ -298,19 +274,6 @@ def test_a_factorys_costs_are_those_of_the_dataset_below_subsets() -> None:
 
     report = audit(of_a_subset, 4, epochs=1, cost=np.arange(104) % 4)  # which is each index' rank
     assert report.epochs[0].imbalance == 2  # a mean of 1.5 for each sample, and 3 on rank 3
-
-
-def test_the_first_steps_of_a_long_epoch_are_balanced_as_they_are_in_the_epoch() -> None:
-    """A sample ends within a window, which is dealt whole all the same."""
-    steps, given = 10, plain(batch_size=2, shuffle=True)
-    report = audit(given, 4, epochs=1, cost=COSTS, max_items=2 * steps)
-    drawn: DataLoader[Any] = DataLoader(range(MANY), batch_size=2, shuffle=True)  # type: ignore[arg-type]  # a sequence is a dataset
-    first = by_hand(drawn, 4, summed, cost=COSTS)[:, :steps]
-    assert report.is_sample
-    (epoch,) = report.epochs
-    assert epoch.steps == (steps,) * 4
-    assert epoch.imbalance == pytest.approx(ratio(first))
-    assert ratio(first) < 1.05 < 1.2 < epoch.unbalanced  # type: ignore[operator]  # known where costs are
 
 
 # What is judged.

@@ -206,23 +206,6 @@ def test_the_state_of_another_balance_is_refused(options: dict[str, Any]) -> Non
         restore_loader(balanced(loader(3), **given), loader_state(running))
 
 
-@pytest.mark.parametrize(("cost_of", "most"), [("sum", 1.02), ("padded", 1.25)])
-def test_the_batches_of_a_step_are_composed_by_what_they_cost(cost_of: Any, most: float) -> None:
-    lengths = np.random.default_rng(0).lognormal(3, 1, 4096)
-
-    def waits(**options: Any) -> float:
-        ranks = []
-        for rank in range(4):
-            given = of(4096, 8, sampler=RandomSampler(range(4096)))
-            one = patch_dataloader_to_ddp(given, seed=3, rank=rank, num_replicas=4, **options)
-            batches = [lengths[batch] for batch in one]
-            ranks.append([each.sum() if cost_of == "sum" else each.max() * len(each) for each in batches])
-        costs = np.array(ranks)
-        return float(costs.max(0).sum() / costs.mean(0).sum())
-
-    assert waits(cost=Cost(lengths, of=cost_of, window=64)) < most < waits()
-
-
 class Counted(Sampler[int]):
     """Counts what is drawn."""
 

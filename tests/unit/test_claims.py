@@ -55,17 +55,6 @@ def poisson(rank: int, ranks: int, n: int = 400) -> Iterator[list[int]]:
         yield own[torch.from_numpy(draws.random(len(own)) < 0.02)].tolist()
 
 
-def endless(rank: int, ranks: int, n: int = 100) -> Iterator[int]:
-    """As detectron2's TrainingSampler: it strides over shuffled epochs that follow each other."""
-    draws = np.random.default_rng(3)
-    place = 0
-    while True:
-        for index in draws.permutation(n).tolist():
-            if place % ranks == rank:
-                yield index
-            place += 1
-
-
 def even_batches(rank: int, ranks: int, n: int = 37, size: int = 4) -> list[list[int]]:
     """As accelerate's BatchSamplerShard: the last batches are filled up from the beginning."""
     step = ranks * size
@@ -77,7 +66,6 @@ HONEST: dict[str, tuple[Callable[[int, int], Iterable[Any]], int, bool]] = {
     "interleaved, padded": (lambda r, w: (i % 37 for i in range(r, -(-37 // w) * w, w)), 37, False),
     "runs": (lambda r, w: range(r * 37 // w, (r + 1) * 37 // w), 37, False),
     "shuffled alike": (lambda r, w: np.random.default_rng(5).permutation(30_000)[r::w].tolist(), 30_000, False),
-    "endless": (endless, 100, False),
     "few samples": (lambda r, w: [r % 2], 2, False),
     "with replacement": (lambda r, w: np.random.default_rng(5).integers(500, size=500)[r::w].tolist(), 500, False),
     "few samples drawn often": (lambda r, w: np.random.default_rng(r).integers(20, size=4000).tolist(), 4000, False),

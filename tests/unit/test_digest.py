@@ -6,7 +6,7 @@ import subprocess
 import sys
 from array import array
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -15,11 +15,9 @@ from itertools import combinations
 from pathlib import PurePosixPath
 from typing import Any
 
-import hashed
 import numpy as np
 import pytest
 import torch
-from hashed import KINDS, digest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +25,49 @@ from ddp_patch.loaders.overlap import row_hashes
 from ddp_patch.orders.digest import END, Digest, fingerprint, mark_counts, next_mark
 from ddp_patch.ranks.pass_monitor import are_no_chance, common_items
 from ddp_patch.streams.reports import name_of
+
+
+def digest_of(items: Sequence[Any], *parts: int) -> Digest:
+    """Return the digest of items that come in parts of these sizes, and then the rest."""
+    digest, start = Digest(), 0
+    for part in parts:
+        digest.add(items[start : start + part])
+        start += part
+    digest.add(items[start:])
+    digest.end()
+    return digest
+
+
+# Items that are alike on every rank, and how they come there: each has a digest of its own.
+KINDS: dict[str, list[Any]] = {
+    "indices": [3, 1, 2],
+    "other indices": [3, 2, 1],
+    "batches": [[3, 1], [2]],
+    "an empty batch": [[], [3, 1, 2]],
+    "pairs": [(3, 1), (2, 0)],
+    "indices and names": [(3, "a"), (1, "b")],
+    "a name among indices": [3, "a", 2],
+    # The first items are hashed one by one, later ones many at once.
+    "a name among many indices": [*range(200), "a", *range(20)],
+    "a name among many pairs": [*((at, 0) for at in range(200)), (1, "a"), *((at, 0) for at in range(20))],
+    "a tensor among many indices": [*range(200), torch.tensor(1), *range(20)],
+    "large numpy's": [np.int64(2**62)] * 200,
+    "large": [2**70, -(2**70)],
+    "tensors": [torch.tensor(3), torch.tensor(1)],
+    "other arrays": [np.array([1, 3]), np.array([2])],
+    "keys": [{"index": 3}, {"index": 1}],
+    "sets": [{"b", "a"}, {"c"}],
+    "nothing": [None, None],
+}
+
+
+def told() -> dict[str, object]:
+    """Return the digests, a fingerprint and a name, as this process has them."""
+    return {
+        **{name: digest_of(items).marks for name, items in KINDS.items()},
+        "fingerprint": fingerprint([{"a", "b", "c", "d"}, {"x": {"y", "z"}}, "text", (1, 2.5), b""]),
+        "name": name_of({key: [key, 1, None] for key in {"some", "names", "of", "fields"}}),
+    }
 
 
 def test_any_two_neighbours_that_change_places_show_at_the_next_mark() -> None:
@@ -57,9 +98,9 @@ def test_each_kind_of_items_has_a_digest_of_its_own() -> None:
 def test_every_process_says_the_same_whatever_its_hash_seed() -> None:
     """Of digests, of fingerprints of orders, and of items' names."""
     environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "import hashed; print(hashed.told())"]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)  # noqa: S603 - ours
-    assert told.stdout.strip() == str(hashed.told())
+    command = [sys.executable, "-c", "import test_digest; print(test_digest.told())"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)  # noqa: S603 - ours
+    assert done.stdout.strip() == str(told())
 
 
 def test_names_are_the_same_on_every_version_of_python() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from messages import raises
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
-from trying import SEED, WORLDS, over_in_turn
+from trying import WORLDS, over_in_turn, patched
 from zoo import (
     BY_NAME,
     KINDS,
@@ -24,7 +24,6 @@ from zoo import (
     in_turns,
     loader,
     out_of_order,
-    seed_ambient,
     units,
 )
 
@@ -51,11 +50,6 @@ from ddp_patch.positions_and_padding import Plan
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
 Masked = list[tuple[Any, torch.Tensor]]
-
-
-def patched(kind: Kind, rank: int, num_replicas: int, **options: Any) -> DataLoader[Any]:
-    seed_ambient(1000 * num_replicas + rank)
-    return patch_dataloader_to_ddp(kind.make(), rank=rank, num_replicas=num_replicas, seed=SEED, **options)
 
 
 def lengths_of(kind: Kind) -> list[int]:
@@ -148,13 +142,6 @@ def ragged(samples: list[Any]) -> Any:
     return [torch.stack([image for image, _ in samples]).flatten(), {"n": torch.zeros(99)}]
 
 
-class Counting(DataLoader[Any]):
-    """A subclass that needs arguments of its own."""
-
-    def __init__(self, times: int, **options: Any) -> None:
-        super().__init__(Indices(times), **options)
-
-
 PAIRS = TensorDataset(torch.zeros(7, 3, 2), torch.zeros(7))
 UNPATCHED: dict[str, tuple[DataLoader[Any], list[int | None]]] = {
     "collated to a list of two tensors": (DataLoader(PAIRS, 3), [3, 3, 1]),
@@ -164,7 +151,6 @@ UNPATCHED: dict[str, tuple[DataLoader[Any], list[int | None]]] = {
     "iterable": (DataLoader(Source(5), 2, num_workers=2), [2, 2, 2, 2, 1, 1]),  # torch reads it once for each worker
     "empty": (DataLoader(Source(0), 2), []),
     "no batches": (DataLoader(Indices(3), batch_size=None), [None] * 3),
-    "subclass": (Counting(5, batch_size=4), [4, 1]),
 }
 
 
@@ -280,18 +266,6 @@ OUTPUTS: list[tuple[Any, tuple[str, ...]]] = [
 def test_outputs_that_are_none_of_a_pass(outputs: Any, facts: tuple[str, ...]) -> None:
     with raises(OutputsError, ("Gathering outputs", "rank 0", *facts), REMEDY):
         gather_in_order(outputs, passed())
-
-
-def test_rows_are_called_what_they_stand_for() -> None:
-    for name, unit in (
-        ("a list of lists", ("6, one per sample", "a list")),
-        ("batch_size=None", ("23, one per item",)),
-        ("iterable", ("23, one per sample", "a list")),
-    ):
-        given = patched(BY_NAME[name], 0, 1)
-        list(given)
-        with raises(OutputsError, ("rank 0 passed 1 rows; expected", *unit), REMEDY):
-            gather_in_order([0], given)
 
 
 def test_a_pass_that_is_none_or_not_whole() -> None:

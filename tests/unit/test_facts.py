@@ -189,25 +189,6 @@ def test_what_gives_its_items_once_is_told_and_nothing_is_used_up(make: Callable
     assert len(list(start_iterating(sampler))) == len(list(start_iterating(make())))
 
 
-@pytest.mark.parametrize("make", [BeginsAnew, OfUnknownRandomness, Once], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-def test_one_epoch_is_shared_once(make: Callable[[], Any], uneven: Any) -> None:
-    ranks = [DDPSamplerWrapper(make(), False, uneven=uneven, rank=rank, num_replicas=3) for rank in range(3)]
-    shares = [list(rank) for rank in ranks]
-    assert list(map(len, shares)) == [N // 3] * 3
-    if make is not OfUnknownRandomness:
-        assert {index for share in shares for index in share} == set(range(N))
-
-
-def test_every_epoch_is_what_one_process_draws() -> None:
-    plain = BeginsAnew()
-    ranks = [DDPSamplerWrapper(BeginsAnew(), False, rank=rank, num_replicas=2) for rank in range(2)]
-    for epoch in range(3):
-        plain.set_epoch(epoch)
-        first, second = map(list, ranks)
-        assert [index for pair in zip(first, second, strict=True) for index in pair] == list(plain)
-
-
 @pytest.mark.parametrize("make", [generated, Once, BegunLazily], ids=lambda make: make.__name__)
 def test_what_gives_its_items_once_still_does(make: Callable[[], Any]) -> None:
     sampler = DDPSamplerWrapper(make(), False, rank=0, num_replicas=2)

@@ -41,6 +41,7 @@ def handed_out(loader: Any) -> int:
 def test_of_several_iterators_the_latest_pass_counts(options: Any) -> None:
     loader = patched(of(**options))
     first = iter(loader)
+    assert isinstance(first, type(iter(of(**options)())))
     list(islice(first, 3))
     second = iter(loader)
     assert next(second) == [0, 2]

@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from iterables import SplitByInit, init_splits
 from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
 from zoo import N, Source, as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
@@ -101,24 +100,6 @@ def test_a_dataset_that_gives_workers_unequally_much_without_asking_is_refused()
         batches(OwnWay(), 0, 2)
 
 
-HELD = SplitByInit()
-
-
-def split_what_the_module_holds(worker_id: int) -> None:
-    """A forked worker's dataset is the module's."""
-    HELD.shards = [range(10 * worker_id, 10 * worker_id + 5 + worker_id)]
-
-
-def test_a_dataset_that_worker_init_fn_changes_unasked_is_in_parts() -> None:
-    ranks: list[int] = []
-    for rank in (0, 1):
-        loader: DataLoader[Any] = DataLoader(
-            HELD, 3, num_workers=2, worker_init_fn=split_what_the_module_holds, collate_fn=as_it_is
-        )
-        ranks += chain.from_iterable(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2))
-    assert Counter(ranks) == Counter([*range(5), 0, *range(10, 16)])
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_random_numbers_are_alike_until_the_first_item_and_each_workers_own_after_it(workers: int) -> None:
     class Drawing(IterableDataset[float]):
@@ -192,26 +173,14 @@ class Lazy(dict[str, int]):
 class Shuffled(IterableDataset[Any]):
     """One stream, shuffled by what is drawn meanwhile."""
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self.make = make
-
     def __iter__(self) -> Iterator[Any]:
         waiting = list(range(41))
         while waiting:
-            yield self.make(number=waiting.pop(random.randrange(len(waiting))))
+            yield Lazy(number=waiting.pop(random.randrange(len(waiting))))
 
 
-def draw_for_ints(numbers: list[int], **_: Any) -> torch.Tensor:
-    random.random()
-    return torch.tensor(numbers)
-
-
-@pytest.mark.parametrize("is_lazy", [True, False], ids=["lazy samples", "a function for a type"])
-def test_what_draws_when_a_batch_is_made_changes_no_order(is_lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    make: Callable[..., Any] = Lazy if is_lazy else dict
-    if not is_lazy:
-        monkeypatch.setitem(default_collate_fn_map, int, draw_for_ints)  # which torch documents
-    loader: DataLoader[Any] = DataLoader(Shuffled(make), 3, num_workers=2)
+def test_what_draws_when_a_batch_is_made_changes_no_order() -> None:
+    loader: DataLoader[Any] = DataLoader(Shuffled(), 3, num_workers=2)
     shares = [patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, uneven="keep") for rank in range(2)]
     numbers: list[int] = []
     for rank, share in enumerate(shares):

@@ -1,21 +1,17 @@
 """The log of passes: what contradicts what, by its five rules; and what a pass tells it, keeps and waits for."""
 
-import gc
 import multiprocessing
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from zoo import Indices, N, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp
 from ddp_patch.orders.digest import Digest
-from ddp_patch.orders.orders import EpochOrder, order_of
 from ddp_patch.ranks import pass_monitor
 from ddp_patch.ranks.log import (
     VERSION,
@@ -31,7 +27,6 @@ from ddp_patch.ranks.log import (
     text_of,
 )
 from ddp_patch.ranks.pass_monitor import PassMonitor
-from ddp_patch.sharding import sampler_passes
 
 
 class Rank:
@@ -78,20 +73,12 @@ LOOK = 1
 CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
     # (a) one epoch, one beginning
     "alike": (Rank().all_of(0).takes(1, 3), Rank().all_of(0).takes(1, 5), None),
-    "a slow rank": (Rank().all_of(0).all_of(1).takes(2, 3), Rank().takes(0, 5), None),
     "another epoch": (Rank().takes(0, 3), Rank().takes(1, 3), "passes"),
     "another beginning": (Rank().takes(0, 3, begins_at="4"), Rank().takes(0, 3), "passes"),
     # (b) one digest
     "another order": (Rank().takes(0, 5, order="abcxefgh"), Rank().takes(0, 4), "order"),
-    "another order before, and both in the next": (
-        Rank().all_of(0, order="abcxefgh").takes(1, 2),
-        Rank().all_of(0).takes(1, 2),
-        "order",
-    ),
     # (c) no longer than where it is over
     "left": (Rank().takes(0, 3).takes(1, 2), Rank().takes(0, 4), "length"),
-    "ended early": (Rank().all_of(0, 3), Rank().takes(0, 4), "length"),
-    "failed, and the others went through": (Rank().takes(0, 3, State.FAILED).takes(1, 2), Rank().all_of(0), "length"),
     "a length of its own": (Rank().all_of(0, 3, is_own=True), Rank().takes(0, 4, is_own=True), None),
     "failed before the ranks compared, and an epoch set": (
         Rank().takes(0, 1, State.FAILED, compares=False).sets_an_epoch().takes(1, 2),
@@ -104,13 +91,11 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
         None,
     ),
     # (d) looks
-    "a look": (Rank().takes(0, LOOK), Rank().takes(0, 4), None),
     "a look that nobody struck": (Rank().takes(0, LOOK).takes(1, 2), Rank().takes(0, 4), "length"),
     "a look before an epoch is set": (Rank().takes(0, LOOK).sets_an_epoch().takes(0, 3), Rank().takes(0, 4), None),
     "two looks before": (Rank().takes(0, LOOK).takes(1, LOOK).sets_an_epoch().takes(0, 3), Rank().takes(0, 4), None),
     "more than a look before": (Rank().takes(0, 2).sets_an_epoch().takes(0, 3), Rank().takes(0, 4), "length"),
     "a look within a pass": (Rank().takes(0, 3).takes(1, LOOK), Rank().takes(0, 4), None),
-    "a pass of one batch": (Rank().all_of(0, 1).takes(1, 2), Rank().all_of(0, 1).takes(1, 2), None),
     "one order: a look": (
         Rank(has_one_order=True).takes(0, LOOK).takes(1, 3),
         Rank(has_one_order=True).takes(0, 4),
@@ -247,48 +232,6 @@ def test_it_waits_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # A pass: what it keeps alive, and what it took.
-
-
-def patched(sampler: Any, **options: Any) -> Any:
-    loader: DataLoader[Any] = DataLoader(Indices(), 1, sampler=sampler, collate_fn=as_it_is)
-    return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, **options)
-
-
-def one_item(loader: Any) -> Any:
-    iterator = iter(loader)
-    next(iterator)
-    return iterator  # kept: a pass whose iterator is gone was left
-
-
-def all_of_it(loader: Any) -> None:
-    list(loader)
-
-
-def a_break(loader: Any) -> None:
-    for _ in loader:
-        break
-    gc.collect()
-
-
-@pytest.mark.parametrize("do", [all_of_it, a_break])
-def test_an_epochs_order_is_freed_after_it(do: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[weakref.ref[torch.Tensor]] = []
-
-    def watched(sampler: Any, epoch: int, private_generator: Any) -> EpochOrder:
-        order = order_of(sampler, epoch, private_generator)  # not that of ``sampler_passes``, which this replaces
-        at: Any = order.at
-        drawn.append(weakref.ref(at.args[0]))
-        return order
-
-    monkeypatch.setattr(sampler_passes, "order_of", watched)
-    loader = patched(RandomSampler(Indices()))
-    for number in range(1, 3):
-        do(loader)
-        assert len(drawn) == number
-        assert drawn[-1]() is None
-    kept = one_item(loader)
-    assert drawn[-1]() is not None  # while it is needed
-    del kept
 
 
 class Held(IterableDataset[int]):

@@ -1,4 +1,4 @@
-"""Orders that are looked up: the very streams of torch's samplers, and each rank only its part of them."""
+"""Orders that are looked up: the streams of torch's samplers, each rank only its part, and how that grows with n."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,16 +13,19 @@ import torch
 from messages import raises
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from zoo import Indices, as_it_is
 
-from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper
+from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import StreamLengthError
-from ddp_patch.orders.orders import has_order, in_blocks, order_of
+from ddp_patch.orders.chunks import MOST_AHEAD
+from ddp_patch.orders.orders import has_order, order_of
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.sharding.item_sources import in_pieces
 from ddp_patch.sharding.saved_state import States
@@ -245,17 +248,77 @@ def test_an_order_is_held_in_32_bits_and_once() -> None:
     assert tensor.untyped_storage().nbytes() == 4_000_000
 
 
-def test_positions_are_cut_where_turns_begin() -> None:
-    for positions in (range(0), range(7, 8), range(3, 100, 7), range(10, 30)):
-        turns = [*in_blocks(positions, 10)]
-        assert [10 * number + place for number, places in turns for place in places] == [*positions]
-        assert all({places[0], places[-1]} <= {*range(10)} for _, places in turns)
-        assert len({number for number, _ in turns}) == len(turns)
-
-
 def test_a_leader_draws_an_ordinary_epoch_at_once_and_an_endless_one_in_pieces_that_grow_to_a_limit() -> None:
     states = States(), lambda: States((1,))
     ((items, before, after),) = in_pieces(lambda: iter(range(100_000)), nullcontext, states, 2**20, 2**20)
     assert (items, before, after) == ([*range(100_000)], States(), States((1,)))
     endless = in_pieces(count, nullcontext, states, 2**12, 2**20)
     assert [len(items) for items, *_ in islice(endless, 12)] == [min(2 ** (12 + place), 2**20) for place in range(12)]
+
+
+# How cost grows with n and the number of ranks, counted: what a rank draws, asks for and holds ahead.
+
+RANKS = [1, 16, 1024, 16_384]
+SIZES = [10**6, 10**9, 10**12]
+BATCH = 64
+
+
+def share_of(sampler: Any, world_size: int, **options: Any) -> DDPSamplerWrapper[Any]:
+    return DDPSamplerWrapper(sampler, False, rank=world_size - 1, num_replicas=world_size, seed=0, **options)
+
+
+class Source(Sampler[int]):
+    """Any sampler: notes how much of it was drawn."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.drawn = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.n):
+            self.drawn += 1
+            yield index
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("n", SIZES)
+def test_any_sampler_is_drawn_a_bounded_way_ahead(n: int, world_size: int) -> None:
+    sampler = Source(n)
+    wrapper = share_of(sampler, world_size, order="seeded")
+    sampler.drawn = 0
+    first = list(islice(iter(wrapper), BATCH))
+    needed = min(n, world_size * BATCH)
+    assert first == [position % n for position in Plan(world_size - 1, world_size).share(n)[:BATCH]]
+    assert sampler.drawn <= needed + max(MOST_AHEAD, world_size)
+    assert sampler.drawn <= 2 * needed
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("n", SIZES)
+def test_a_sequential_sampler_is_not_drawn_at_all(n: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(sampler: Any) -> Any:
+        raise AssertionError("its positions are its items")
+
+    wrapper = share_of(SequentialSampler(range(n)), world_size)
+    monkeypatch.setattr(SequentialSampler, "__iter__", drawn)
+    assert list(islice(iter(wrapper), 3)) == list(range(world_size - 1, n, world_size)[:3])
+
+
+def test_torchs_order_is_drawn_once_an_epoch_whatever_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    original = torch.randperm
+
+    def counted(n: int, **options: Any) -> torch.Tensor:
+        drawn.append(n)
+        return original(n, **options)
+
+    monkeypatch.setattr(torch, "randperm", counted)
+    for world_size in RANKS:
+        given: DataLoader[Any] = DataLoader(Indices(10_000), BATCH, shuffle=True, collate_fn=as_it_is)
+        patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=world_size)
+        drawn.clear()
+        list(patched)
+        assert drawn == [10_000]

@@ -1,7 +1,6 @@
 """Ordinary mistakes: each is told in at most six lines of a terminal, with a remedy that works as it is written."""
 
 import os
-import random
 import subprocess
 import sys
 import textwrap
@@ -12,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quick import run_ranks
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
@@ -86,11 +84,11 @@ def test_a_keyword_that_does_not_exist(given: dict[str, Any], remedy: str) -> No
 # ---- the command ----
 
 
-def run_command(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+def run_command(folder: Path, *arguments: str) -> tuple[int, str]:
     (folder / "train.py").write_text("print('the script has begun')")
     command = [sys.executable, "-m", "ddp_patch", "run", *arguments, "train.py"]
     ended = subprocess.run(  # noqa: S603 - our own
-        command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment}, check=False
+        command, cwd=folder, capture_output=True, text=True, check=False
     )
     assert ("begun" in ended.stdout) == (ended.returncode == 0)
     said = ended.stderr[ended.stderr.find("ddp-patch run: error: ") :]
@@ -99,16 +97,15 @@ def run_command(folder: Path, *arguments: str, **environment: str) -> tuple[int,
 
 def test_a_seed_or_a_folder_that_is_none_is_told_before_the_script_begins(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    wrong: list[tuple[str, list[str], dict[str, str]]] = [
-        ("unset DDP_PATCH_SEED", [], {"DDP_PATCH_SEED": "1.5"}),
-        ("unset DDP_PATCH_SEED", ["-n", "2"], {"DDP_PATCH_SEED": "1" * 10**4}),
-        ("taken/logs'. Pass the path of a folder.", ["-n", "2", "--keep-shadows", "taken/logs"], {}),
-    ]
-    for remedy, arguments, environment in wrong:
-        code, said = run_command(tmp_path, *arguments, **environment)
+    wrong = {
+        "seed=-1 is not a whole number of at least 0": ["--seed", "-1"],
+        "taken/logs'. Pass the path of a folder.": ["-n", "2", "--keep-shadows", "taken/logs"],
+    }
+    for remedy, arguments in wrong.items():
+        code, said = run_command(tmp_path, *arguments)
         assert (code, remedy in said) == (2, True)
         assert len(lines_of(said)) <= LINES
-    assert run_command(tmp_path, "-n", "1", "--keep-shadows", "logs", DDP_PATCH_SEED="7")[0] == 0
+    assert run_command(tmp_path, "-n", "1", "--keep-shadows", "logs")[0] == 0
     assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700  # of nobody else's concern
 
 
@@ -253,35 +250,6 @@ def test_a_dataset_of_energon_by_worker() -> None:
 # ---- on real ranks ----
 
 
-class ShuffledByItsWorker(IterableDataset[str]):
-    """Takes its worker's items, and shuffles those by a seed of its own."""
-
-    def __iter__(self) -> Iterator[str]:
-        info = get_worker_info()
-        items = list(range(40))
-        if info is not None:
-            items = items[info.id :: info.num_workers]
-        random.Random(os.urandom(8)).shuffle(items)
-        yield from map(str, items)
-
-
-def read(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
-    loader = patch_dataloader_to_ddp(DataLoader(ShuffledByItsWorker(), 5, num_workers=2), **options)
-    return [item for batch in loader for item in batch]
-
-
-def test_a_stream_that_each_worker_shuffles_unseeded() -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(read, 2, {})
-    said = str(caught.value)
-    message = said[said.index("RankMismatchError: ") :].partition("\nCauses and remedies: ")[0]
-    assert "Pass share='by_worker'" in message
-    assert " part" not in message
-    assert len(lines_of(message)) <= LINES
-    of_each = run_ranks(read, 2, {"share": "by_worker"})
-    assert sorted(int(item) for read_items in of_each for item in read_items) == list(range(40))
-
-
 def fails(rank: int, world_size: int) -> None:
     raise LookupError(f"rank {rank} of {world_size} has no data")
 
@@ -299,21 +267,6 @@ def test_ranks_that_fail_alike_are_told_once() -> None:
     assert error == "LookupError: rank 0 of 3 has no data"
     assert "test_ordinary_mistakes.py" in place
     assert last.endswith("explain RanksFailedError")
-
-
-def misspells(rank: int, world_size: int) -> None:
-    given: Any = {"uneven": "dorp"}
-    patch_dataloader_to_ddp(DataLoader(Lines()), **given)
-
-
-def test_of_an_error_of_ours_the_users_line_is_shown() -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        testing.run_ranks(misspells, 2, start_method="forkserver")
-    message = str(caught.value)
-    assert len(lines_of(message)) <= LINES + 1  # each of the two errors names its section
-    assert "patch_dataloader_to_ddp(DataLoader(Lines()), **given)" in message
-    assert "Pass one of these: 'pad', 'drop', 'keep'." in message
-    assert "ddp_patch/" not in message.replace("python -m ddp_patch", "")
 
 
 def test_pytest_shows_the_line_that_called_run_ranks_and_none_of_ours(tmp_path: Path) -> None:

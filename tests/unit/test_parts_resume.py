@@ -13,7 +13,7 @@ import pytest
 import torch
 from iterables import OwnIteratorWithState
 from messages import raises
-from quick import in_turn, soaked
+from quick import in_turn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import as_it_is, seed_ambient
 
@@ -29,22 +29,19 @@ ITEMS = Counter(chain.from_iterable(SHARDS))
 
 
 class Shards(IterableDataset[int]):
-    """Every worker takes its shards: parts of unequal lengths. It shuffles them by the global states, if it shuffles.
+    """Every worker takes its shards: parts of unequal lengths.
 
     Attributes:
         read: How many items were read, in memory that the workers share.
     """
 
-    def __init__(self, shuffles: bool = False, splits: bool = True) -> None:
-        self.shuffles, self.splits = shuffles, splits
+    def __init__(self, splits: bool = True) -> None:
+        self.splits = splits
         self.read = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch's
 
     def items(self) -> list[int]:
-        shards = list(SHARDS)
-        if self.shuffles:
-            shards = [shards[place] for place in torch.randperm(len(shards)).tolist()]
         info = get_worker_info() if self.splits else None
-        return list(chain.from_iterable(shards[info.id :: info.num_workers] if info else shards))
+        return list(chain.from_iterable(SHARDS[info.id :: info.num_workers] if info else SHARDS))
 
     def __iter__(self) -> Iterator[int]:
         for item in self.items():
@@ -72,26 +69,6 @@ class Stateful(Shards):
         self.place = 0
 
 
-class Noisy(Stateful):
-    """Draws from the global states with each item, which its own state does not hold."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in super().__iter__():
-            yield item, int(torch.randint(1000, ()))
-
-
-class NoisyByItsOwn(Stateful):
-    """Draws from a generator that it holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in super().__iter__():
-            yield item, int(torch.randint(1000, (), generator=self.generator))
-
-
 class Short(Stateful):
     """The first part ends within a round, though the batch is full by padding, long before the other one."""
 
@@ -115,8 +92,6 @@ class Job:
     ranks: int = 2
     workers: int = 2
     batch_size: int | None = 3
-    drop_last: bool = False
-    persistent: bool = False
     uneven: Any = "pad"
 
     def start(self, state: Any = None, datasets: Sequence[IterableDataset[Any]] | None = None) -> list[Any]:
@@ -126,9 +101,7 @@ class Job:
             loader: DataLoader[Any] = DataLoader(
                 self.make() if datasets is None else datasets[rank],
                 self.batch_size,
-                drop_last=self.drop_last,
                 num_workers=self.workers,
-                persistent_workers=self.persistent,
                 collate_fn=as_it_is,
             )
             patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=self.ranks, uneven=self.uneven, seed=5)
@@ -153,69 +126,18 @@ def step(loaders: list[Any], batches: int) -> tuple[list[list[Any]], Any]:
     return taken, states[0]
 
 
-def items(*passes: list[list[Any]]) -> Counter[int]:
-    found: Counter[int] = Counter()
-    for ranks in passes:
-        for batch in chain.from_iterable(ranks):
-            found.update(batch if isinstance(batch, list) else [batch])
-    return found
-
-
 MAKES: dict[str, Callable[[], IterableDataset[Any]]] = {
     "parts": Shards,
-    "parts, shuffled": partial(Shards, shuffles=True),
     "one stream": partial(Shards, splits=False),
     "stateful parts": Stateful,
-    "stateful parts, shuffled": partial(Stateful, shuffles=True),
     "stateful stream": partial(Stateful, splits=False),
-    "stateful parts, augmented": Noisy,
-    "stateful parts, augmented by a generator": NoisyByItsOwn,
 }
-SET_UPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "three ranks": {"ranks": 3, "batch_size": 2},
-    "no workers": {"workers": 0},
-    "a worker": {"workers": 1},
-    "three workers": {"workers": 3, "batch_size": 2},
-    "drop_last": {"drop_last": True},
-    "single samples": {"batch_size": None},
-    "drop": {"uneven": "drop", "batch_size": 2},
-    "persistent": {"persistent": True},
-}
-
-
-FIRST = ("plain", "no workers")
-WHOLE = {*(("plain", name) for name in ("parts, shuffled", "stateful parts")), ("persistent", "stateful parts")}
-OTHERS = SET_UPS.keys() - FIRST
-CASES: list[Any] = [(name, set_up) for name in MAKES for set_up in FIRST]
-CASES += [("stateful parts", set_up) for set_up in sorted(OTHERS)[::4]]
-CASES += [soaked("stateful parts", set_up) for set_up in sorted(OTHERS - {*sorted(OTHERS)[::4]})]
-CASES += [soaked(name, set_up) for name in ("parts, shuffled", "stateful stream") for set_up in sorted(OTHERS)]
-
-
-@pytest.mark.parametrize(("name", "set_up"), CASES)
-def test_stopped_again_and_again_it_goes_on_as_a_run_that_never_stopped(name: str, set_up: str) -> None:
-    make = MAKES[name]
-    job = Job(make, **SET_UPS[set_up])
-    has_few = bool(job.workers) and (set_up, name) not in WHOLE  # starting workers takes long
-    count = 1 if has_few else 2  # else a later epoch is tried, too, and a stop before the first step
-    whole = job.passes(job.start(), count)
-    steps = min(len(batches) for batches in whole[0])
-    state, done = None, 0
-    stops = {0, 2, steps - 1} if job.workers and not has_few else {0, 1, 2, steps - 1}
-    for stop in sorted(stops & set(range(has_few, steps))):
-        taken, state = step(job.start(state), stop - done)
-        assert taken == [rank[done:stop] for rank in whole[0]], stop
-        done = stop
-    rest = job.passes(job.start(state), count)
-    assert rest[0] == [rank[done:] for rank in whole[0]]
-    assert rest[1:] == whole[1:]
 
 
 @pytest.mark.parametrize(
     ("name", "workers", "uneven"),
     [
-        *product(("parts", "one stream", "stateful parts", "stateful stream"), (0,), ("pad", "drop")),
+        *product(MAKES, (0,), ("pad", "drop")),
         *in_turn([("parts", 2), ("one stream", 2), ("stateful stream", 2), ("stateful parts", 2)], ("pad", "drop")),
         *product(("parts", "stateful stream"), (3,), ("pad",)),
     ],
@@ -223,11 +145,11 @@ def test_stopped_again_and_again_it_goes_on_as_a_run_that_never_stopped(name: st
 def test_other_numbers_of_ranks_take_what_is_left(name: str, workers: int, uneven: Any) -> None:
     make: Any = MAKES[name]
     state, taken = None, []
-    for ranks, batches in [(2, 1), (3, 1), (1, 2), (2, 1)]:
-        got, state = step(Job(make, ranks, workers, 2, uneven=uneven).start(state), batches)
+    for ranks, count in [(2, 1), (3, 1), (1, 2), (2, 1)]:
+        got, state = step(Job(make, ranks, workers, 2, uneven=uneven).start(state), count)
         taken.append(got)
     rest = Job(make, 2, workers, 2, uneven=uneven).passes(Job(make, 2, workers, 2, uneven=uneven).start(state), 1)
-    found = items(*taken, *rest)
+    found = Counter(item for each in (*taken, *rest) for batches in each for batch in batches for item in batch)
     if uneven == "pad":
         assert not ITEMS - found
         assert (found - ITEMS).total() <= max(1, workers)
@@ -336,18 +258,6 @@ def test_what_was_restored_comes_next_although_another_pass_ends_before(workers:
     rest = list(running)
     assert list(loader) == rest
     assert begun + rest == list(other)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_early_count_goes_on_by_reading_again(workers: int) -> None:
-    job = Job(partial(Stateful, splits=False), workers=workers, batch_size=1)
-    whole = job.passes(job.start(), 1)[0]
-    loaders = job.start()
-    for loader in loaders:
-        list(islice(loader, 13))
-    state = loader_state(loaders[0], batches_done=1)
-    assert not state["states"]["streams"][0][1]
-    assert job.passes(job.start(state), 1)[0] == [rank[1:] for rank in whole]
 
 
 # What cannot be told from a stream that goes on.

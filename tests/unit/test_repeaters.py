@@ -91,18 +91,6 @@ def test_every_epoch_is_that_of_an_ordinary_loader(make: Callable[[], DataLoader
             assert epoch_of(loader) == epoch_of(ordinary)
 
 
-@pytest.mark.parametrize("kind", [MultiEpochs, Infinite])
-def test_the_ranks_together_give_what_one_process_gives(kind: Any) -> None:
-    # One generator for the order and the workers' seed, as Ultralytics passes it: one process draws that seed once.
-    def make() -> DataLoader[Any]:
-        return kind(Indices(N), 1, shuffle=True, generator=torch.Generator().manual_seed(3))  # type: ignore[no-any-return]
-
-    alone, ranks = make(), [patched(make, rank, uneven="keep") for rank in range(2)]
-    for _ in range(3):
-        shares = [epoch_of(rank) for rank in ranks]
-        assert epoch_of(alone) == [shares[place % 2][place // 2] for place in range(N)]
-
-
 @every_kind
 def test_the_given_loader_goes_on_as_before(make: Callable[[], DataLoader[Any]]) -> None:
     given: Any = make()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 from users import ByObject, Counts, Held, N, Shuffles, permuted, seeded
 from users import loader as given
 from zoo import seed_ambient
@@ -255,33 +255,6 @@ def test_who_chooses_each_epoch_gets_what_follows_by_itself(name: str) -> None:
     assert list(loader) == followed[1]
 
 
-def test_what_workers_fetch_ahead_of_a_loop_that_breaks_off_does_not_count() -> None:
-    """Of four batches, two are given and two are fetched; whoever then looks has fetched less of the next epoch."""
-    taken = []
-    for looks in range(2):
-        raw = given(sampler=Shuffles(random.Random(3)), num_workers=1)
-        loader: Any = patch_dataloader_to_ddp(raw, rank=0, num_replicas=3)
-        list(loader)
-        list(islice(loader, 2))
-        for _ in range(looks):
-            next(iter(loader))
-        loader.set_epoch(2)
-        taken.append([int(index) for batch in loader for index in batch])
-    assert taken[0] == taken[1]
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name != "counts when it has ended"])  # none has ended
-def test_epochs_that_are_broken_off_differ_whether_they_are_chosen_or_not(name: str) -> None:
-    for chooses in (False, True):
-        _, loader = loader_of(name)
-        found = []
-        for epoch in range(4):
-            if chooses:
-                loader.set_epoch(epoch)
-            found.append(tuple(map(tuple, islice(loader, 2))))
-        assert len(set(found)) > 2
-
-
 def test_a_generator_of_torchs_that_the_user_seeds_draws_what_the_seed_says() -> None:
     found = []
     for seeds in ([7, 7, 8], [7, 8, 8]):
@@ -350,35 +323,9 @@ def test_an_epoch_is_not_resumed_that_begins_with_other_items(world_size: int) -
     assert len({tuple(batch) for batch in [*begun, *again]}) == N // 4 // world_size
 
 
-def test_the_users_draws_get_back_what_was_there() -> None:
-    raw, loader = loader_of("torch")
-    generator = raw.sampler.rng
-    torch.rand(3, generator=generator)
-    before = generator.get_state()
-    list(loader)
-    assert generator.get_state().equal(before)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_loaders_own_draw_belongs_to_its_pass(workers: int) -> None:
-    """One generator for all loaders, as PyTorch's notes on reproducibility have it."""
-    orders = []
-    for validates in (False, True):
-        raw, loader = loader_of("torch's own", workers)
-        val: Any = DataLoader(range(4), generator=raw.generator, num_workers=0)  # type: ignore[arg-type]
-        for _ in range(3):
-            if validates:
-                list(val)
-            orders.append(list(loader))
-    assert orders[:3] == orders[3:]
-
-
 def test_persistent_workers_make_the_loader_draw_once_in_a_run_that_goes_on_too() -> None:
     def start() -> Any:
-        generator = torch.Generator().manual_seed(3)
-        rows: Any = range(N)
-        options: Any = {"num_workers": 1, "persistent_workers": True, "collate_fn": list}
-        return DataLoader(rows, 4, shuffle=True, generator=generator, **options)
+        return given(shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True)
 
     raw, stopped, again = start(), patch_dataloader_to_ddp(start()), patch_dataloader_to_ddp(start())
     one_process = [list(raw) for _ in range(3)]

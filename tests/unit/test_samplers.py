@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
-from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, loader, pk_batches
+from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, pk_batches
 
-from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.orders import has_order
 from ddp_patch.samplers import (
     GroupedBatchSampler,
@@ -114,21 +113,6 @@ def test_with_a_seed_an_epoch_follows_from_its_number(make: Callable[..., Any]) 
     assert list(make(seed=6)) != passes[0]
 
 
-@every_sampler
-def test_an_epoch_is_drawn_once(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = make(seed=5)
-    keyed = getattr(sampler, "sampler", sampler)
-    drawn = keys_drawn(keyed, monkeypatch)
-    for position in range(len(sampler)):
-        sampler.items_at(np.array([position]), 3)
-    batched = {"batch_sampler": sampler} if isinstance(next(iter(make(seed=5))), list) else {"sampler": sampler}
-    patched = patch_dataloader_to_ddp(loader(**batched), rank=1, num_replicas=2)
-    drawn.clear()
-    list(patched)
-    list(patched)
-    assert len(drawn) <= 2
-
-
 # Class-balanced.
 
 
@@ -217,23 +201,6 @@ def test_instances_are_drawn_uniformly(size: int, k: int, most_compared: int, mo
         assert (abs(off - rows * both) <= BOUND * np.sqrt(rows * both * (1 - both))).all()
 
 
-@pytest.mark.parametrize(("labels", "p", "in_one_epoch"), [(10, 4, 1), (10, 5, 1), (9, 4, 1), (12, 8, 1), (10, 3, 0)])
-def test_labels_meet_each_other_alike_often(labels: int, p: int, in_one_epoch: bool) -> None:
-    """However p and the number of labels go together: in many rounds of one epoch, and in many epochs."""
-    if in_one_epoch:
-        batches = list(PKBatchSampler(np.arange(labels), p, 1, num_batches=MANY, seed=0))
-    else:
-        batches = [batch for seed in range(MANY) for batch in PKBatchSampler(np.arange(labels), p, 1, seed=seed)]
-    met = np.zeros((labels, labels))
-    for batch in batches:
-        met[np.ix_(batch, batch)] += 1
-    share = p / labels
-    assert (abs(np.diag(met) - len(batches) * share) < BOUND * np.sqrt(len(batches) * share * (1 - share))).all()
-    both = p * (p - 1) / labels / (labels - 1)  # the chance of any two to be in a batch
-    off = met[~np.eye(labels, dtype=bool)]
-    assert (abs(off - len(batches) * both) < BOUND * np.sqrt(len(batches) * both * (1 - both))).all()
-
-
 # Groups.
 
 
@@ -265,26 +232,6 @@ def test_the_number_of_batches_is_known_before(sampler: Any, drop_uneven: bool) 
         batches = list(islice(iterator, 1))
         assert len(grouped) == said or not batches  # while the pass is running
         assert len(batches + list(iterator)) == said
-
-
-class Uncopied(Indices):
-    """Too much to be copied."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise AssertionError("copied")
-
-
-def test_telling_the_number_of_batches_draws_nothing_and_copies_no_dataset() -> None:
-    torch.manual_seed(3)
-    states = torch.get_rng_state(), torch.Generator.get_state(given := generator())
-    for sampler in (
-        Once(Uncopied(), replacement=True, generator=given),
-        Once(Uncopied(), replacement=True),
-        RandomSampler(Uncopied(), num_samples=40),
-    ):
-        assert len(GroupedBatchSampler(sampler, LABELS, 100)) == 3
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert torch.equal(given.get_state(), states[1])
 
 
 def test_the_wrapped_samplers_epoch_is_set_through_it() -> None:
@@ -454,11 +401,6 @@ def test_windows_have_the_type_of_the_data(data: Any, window: int, start: int, e
         assert np.shares_memory(whole, data)  # no copy
     if isinstance(data, torch.Tensor):
         assert whole.data_ptr() == data.data_ptr()
-
-
-def test_a_loop_over_windows_ends() -> None:
-    every: Any = WindowDataset(np.arange(3), 2)  # by its IndexError
-    assert [window.tolist() for window in every] == [[0, 1], [1, 2], [2, 0]]
 
 
 # The scalable shuffle.

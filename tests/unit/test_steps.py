@@ -1,8 +1,6 @@
 """An epoch in which a rank makes no step, though one process makes some, is refused."""
 
-import gc
 import re
-import traceback
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, get_args
@@ -96,22 +94,6 @@ def test_so_is_an_iterable_dataset(case: Any, workers: int) -> None:
         with raises(NoStepsError, ("no step", "Source", f"{n} items")) as caught:
             next(iterator)
         assert told(caught.value) == [remedy for remedy in remedies if "share" not in remedy]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_state_is_the_same_whether_or_not_the_refused_iterator_is_gone(workers: int) -> None:
-    """An error keeps it alive, until the garbage collector comes: at another time on each rank."""
-    one = DataLoader(Source(5), 5, collate_fn=as_it_is, num_workers=workers, drop_last=True)
-    mine = patch_dataloader_to_ddp(one, rank=0, num_replicas=2)
-    states = []
-    with pytest.raises(NoStepsError) as caught:
-        next(iter(mine))
-    states.append(loader_state(mine))
-    traceback.clear_frames(caught.tb)
-    del caught
-    gc.collect()
-    states.append(loader_state(mine))
-    assert [(state["epoch"], state["parts"]) for state in states] == [(0, [[[2, 0]]])] * 2
 
 
 def test_an_iterable_dataset_that_knows_its_length_is_refused_at_the_patch() -> None:

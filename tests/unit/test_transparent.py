@@ -1,7 +1,5 @@
 """After the patch, what is not the wrapper's is read from, and set on, the sampler or dataset that it wraps."""
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,15 +115,6 @@ def test_all_attributes_of_a_sampler_are_there_after_the_patch(name: str, option
     assert set_elsewhere(sampler, wrapper) == []
 
 
-@pytest.mark.parametrize("options", SHARES)
-def test_what_nobody_has_yet_is_set_on_the_users_sampler(options: dict[str, Any]) -> None:
-    sampler = Curriculum()
-    given: Any = DataLoader(Rows(), sampler=sampler, batch_size=4)
-    wrapper: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2, **options).sampler
-    wrapper.temperature = 2.0
-    assert vars(sampler)["temperature"] == wrapper.temperature == 2.0
-
-
 def test_all_attributes_of_an_iterable_dataset_are_there_after_the_patch() -> None:
     stream = Stream()
     before = read(stream)
@@ -195,25 +184,6 @@ class Own(BatchSampler):
     """A user's batch sampler, with a sampler within it."""
 
 
-class Outer(IterableDataset[int]):
-    """A user's dataset, with a dataset within it."""
-
-    def __init__(self) -> None:
-        self.dataset = Stream()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.dataset)
-
-
-def test_so_is_what_is_within_a_users_own() -> None:
-    batches = sharded(batch_sampler=lambda: Own(SubsetRandomSampler(range(N)), 2, False))
-    streams = sharded(dataset=Outer, batch_size=2)
-    for loader, stream in zip(batches, streams, strict=True):
-        loader.batch_sampler.sampler.indices = range(8)
-        stream.dataset.dataset.max_len = 8
-    assert given_to(batches) == given_to(streams) == [*range(8)]
-
-
 class Reads(Curriculum):
     """Its attributes are called as the wrapper's are."""
 
@@ -246,14 +216,6 @@ def test_what_follows_from_the_share_is_refused_and_the_remedy_works() -> None:
     assert whole.batch_sampler.sampler.batch_size == 8
 
 
-def test_copies_and_pickles_are_transparent_too() -> None:
-    wrapper: Any = DDPSamplerWrapper(Curriculum(), False, rank=0, num_replicas=2)
-    for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):  # noqa: S301 - our own
-        clone.limit = 6
-        assert (clone.sampler.limit, wrapper.limit) == (6, N)
-        assert len(clone) == 3
-
-
 class Shouting(DDPSamplerWrapper[int]):
     """A user's subclass has attributes of its own."""
 
@@ -267,14 +229,6 @@ def test_a_users_subclass_keeps_what_it_sets_to_itself() -> None:
     assert own.volume == 11
     assert not hasattr(own.sampler, "volume")
     assert own.limit == N
-
-
-def test_a_sampler_that_says_it_is_not_sharded_does_not_say_so_for_its_wrapper() -> None:
-    class Open(Curriculum):
-        is_ddp_aware = False
-
-    loader = sharded(sampler=Open)[0]
-    assert patch_dataloader_to_ddp(loader, rank=0, num_replicas=2) is loader
 
 
 class Rows(Dataset[int]):

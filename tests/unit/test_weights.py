@@ -1,7 +1,6 @@
 """Weights with which the ranks' averaged gradient is that of one process: what they are, without real ranks."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from fractions import Fraction
 from itertools import islice
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from messages import raises
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from trying import over_in_turn
 from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, comparable, loader, seed_ambient
 
@@ -100,15 +99,6 @@ def test_weights_have_the_default_dtype_or_the_one_that_is_given() -> None:
             iter_with_weights(one, dtype=dtype)  # type: ignore[arg-type]  # the mistake
 
 
-def test_weights_that_a_training_changes_are_made_anew() -> None:
-    one = patched(DataLoader(Indices(16), 4), 2, 0)
-    for is_inference in (False, True):
-        with torch.inference_mode(is_inference):
-            for _, weights in iter_with_weights(one):
-                assert weights.tolist() == [0.25] * 4
-                weights.zero_()
-
-
 @pytest.mark.parametrize("iterate", [iter_with_weights, iter_with_mask])
 def test_weights_and_masks_are_on_the_cpu_wherever_other_tensors_are(iterate: Any) -> None:
     steps = iterate(patched(loader(), 2, 0))
@@ -186,27 +176,3 @@ def test_a_pass_of_which_nothing_is_left_needs_no_sums() -> None:
     list(ended)
     resumed.sampler.load_state_dict(ended.sampler.state_dict())
     assert [len(list(iter_with_weights(resumed))) for _ in range(2)] == [0, 1]
-
-
-class LookedUp(Sampler[list[int]]):
-    """Very many batches, of which any can be computed."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def __len__(self) -> int:
-        return 10**9
-
-    def items_at(self, positions: Any, epoch: int) -> list[list[int]]:
-        self.asked += len(positions)
-        return [[2 * int(position), 2 * int(position) + 1] for position in positions]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([2 * number, 2 * number + 1] for number in range(len(self)))
-
-
-def test_weights_ask_for_batches_only_as_far_as_the_loop_has_come() -> None:
-    sampler = LookedUp()
-    one: Any = patch_dataloader_to_ddp(DataLoader(range(2 * 10**9), batch_sampler=sampler), rank=0, num_replicas=2)  # type: ignore[arg-type]  # a sequence is a dataset
-    next(iter_with_mask(one))
-    assert sampler.asked < 1000
