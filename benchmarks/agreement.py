@@ -41,7 +41,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 
 
 class Shuffled(Sampler[int]):
-    """A sampler that is not torch's, so that its order is compared by drawing."""
+    """A sampler that is not torch's, so that its order is drawn, not looked up."""
 
     def __init__(self, items: int = ITEMS) -> None:
         self.items = items

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections import Counter
 from contextlib import suppress
+from importlib.metadata import version
 from itertools import chain, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,7 +36,8 @@ def main() -> None:
     parser.add_argument("frameworks", nargs="*", default=FRAMEWORKS, metavar="framework")
     for module in parser.parse_args().frameworks:
         rows = [(kind.name, fate(module, kind)) for kind in KINDS]
-        versions, fates = framework(module).versions, {found for _, found in rows}
+        versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in framework(module).packages)
+        fates = {found for _, found in rows}
         alike = f"{versions}, all five loaders: {', '.join(fates)}."
         put(PAGE, module, alike if len(fates) == 1 else markdown((versions, "unpatched"), rows))
         print(module, *rows, sep="\n  ", flush=True)

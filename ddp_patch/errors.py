@@ -29,7 +29,7 @@ with the command that shows that section.
     └── DDPPatchWarning                  every warning of this package
         ├── AssumedShardedWarning        a map-style dataset with a rank in it counts as sharded
         ├── NotDistributedWarning        there is one process, so the loader is unchanged
-        ├── StreamLengthWarning          a sampler's len() is wrong
+        ├── StreamLengthWarning          a len() is wrong: a sampler's, or a loader's after the patch
         └── StreamOrderWarning           the ranks cannot compare in which order they read
 """
 
@@ -222,7 +222,7 @@ class AssumedShardedWarning(DDPPatchWarning):
 
 
 class StreamLengthWarning(DDPPatchWarning):
-    """A sampler's ``__len__`` is wrong; or ranks have unequal steps that say that they are sharded."""
+    """A sampler's ``__len__``, or a loader's own, is wrong; or ranks that say so are sharded unequally."""
 
 
 class StreamOrderWarning(DDPPatchWarning):

@@ -17,12 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from ddp_patch.compat.packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
 from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators
 from ddp_patch.costs import Cost, CostValues
-from ddp_patch.errors import NotDistributedWarning, UnsupportedLoaderError
+from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import METHODS, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
+from ddp_patch.loaders.samples import iterated_by, length_of
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
 from ddp_patch.ranks.agreement import ONE, Agreed, Subject, agree, failures_broadcast
@@ -340,7 +341,23 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     # accelerate's users and Hugging Face's Trainer call set_epoch. A subclass's own may not reach the sampler.
     own = getattr(patched, "set_epoch", None)
     vars(patched)["set_epoch"] = sharded.set_epoch if own is None else partial(_tell_both, own, sharded.set_epoch)
+    if facts.unit is not ShardedUnit.ITERABLE:
+        _warn_of_own_length(patched)
     return patched
+
+
+def _warn_of_own_length(loader: DataLoader[Any]) -> None:
+    """Warn if a loader's class computes a length of its own that is not that of its share."""
+    says, has = length_of(loader, ()), length_of(iterated_by(loader), ())
+    if None not in {says, has} and says != has:
+        name = type(loader).__name__
+        warnings.warn(
+            f"len() of the {name} says {says} after the patch, and each rank gets {has} batches: its class computes a "
+            "length of its own. All batches come, but schedules and progress bars that use len() are wrong. Leave "
+            f"__len__ out of {name}, or compute it from len(self.batch_sampler).",
+            StreamLengthWarning,
+            stacklevel=5,
+        )
 
 
 def _gathered_for_metrics(loaders: Sequence[DataLoader[Any]], outputs: Any, usual: Callable[[], Any]) -> Any:

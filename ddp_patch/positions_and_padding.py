@@ -248,10 +248,6 @@ class Sizes:
             self.add(_size_of(own))
             yield own
 
-    def same_size_until(self, number: int) -> int:
-        """Return the first batch after batch ``number`` whose size may be another, as far as they are known."""
-        return self._ends[bisect_right(self._ends, number)]
-
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
@@ -310,13 +306,11 @@ class Part:
         skip: How many items of each rank's share were taken before.
         length: How many items all ranks share, those before included; None while nobody has found the end.
         worker: Whose it is, by the number of the worker. A pass that resumes may begin with another one's turn.
-        least_items: How many items of each rank's share surely come, while nobody has found the end.
     """
 
     skip: int = 0
     length: int | None = None
     worker: int = 0
-    least_items: int = 0
 
     @property
     def most_items(self) -> int:
@@ -471,36 +465,14 @@ class Schedule:
         n, plan, size = self.parts[record.part].most_items, self.plan, self.batching.size
         if not self.knows_totals:
             return None
-        if self.sizes is not None and self.sizes_of_all is not None:
-            return self._total_of_whole(record.first, n, self.sizes_of_all)
+        if self.sizes is not None and (sizes := self.sizes_of_all) is not None:  # whole batches: one for each rank
+            ranks = plan.num_replicas
+            positions = range(record.first * ranks, min((record.first + 1) * ranks, n, plan.total(n)))
+            return sum(map(sizes.__getitem__, positions)) if positions.stop <= len(sizes) else None
         # Where shares are uneven nothing is padding, so a batch that drop_last leaves out is one with too few items.
         least = size if self.batching.drop_last and plan.uneven == "keep" else 0
         of_ranks = ((ranks, min(size, max(0, items - record.first))) for ranks, items in plan.real_items(n))
         return sum(ranks * items for ranks, items in of_ranks if items >= least)
-
-    def _total_of_whole(self, round_: int, n: int, sizes: Sizes) -> int | None:
-        """Return how many samples the whole batches of a round have that are not padding, if their sizes are known."""
-        shares = (replace(self.plan, rank=rank).share(n) for rank in range(self.plan.num_replicas))
-        positions = [share[round_] for share in shares if round_ < len(share) and share[round_] < n]
-        is_known = all(position < len(sizes) for position in positions)
-        return sum(sizes[position] for position in positions) if is_known else None
-
-    def same_size_until(self, number: int) -> int:
-        """Return the first batch from ``number`` on whose sample count may differ on some rank."""
-        if self.sizes is None:
-            return number if len(self.parts) > 1 else max(number, self._alike(self.parts[0]))
-        if self.batch_plan is not None:
-            return self.sizes.same_size_until(number)
-        if self.sizes_of_all is None:
-            return number
-        skip, ranks = self.parts[0].skip, self.plan.num_replicas
-        return self.sizes_of_all.same_size_until((skip + number) * ranks) // ranks - skip
-
-    def _alike(self, part: Part) -> int:
-        """Return how many first batches of a part surely are full and without padding on every rank."""
-        length = part.length
-        real = part.least_items if length is None else min(items for _, items in self.plan.real_items(length))
-        return max(0, real - part.skip) // self.batching.size
 
     def keys(self, records: Iterable[BatchRecord]) -> Iterator[range]:
         """Yield, for each item that is not padding, a key by which the items of all ranks are in the stream's order.

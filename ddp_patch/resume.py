@@ -78,10 +78,10 @@ def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, 
     return state_after(batches.passes, batches_delivered(loader, batches) - ahead, batches, on_this_rank=True)
 
 
-def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int, int | None]:
-    """Return how far a state is, in batches that the ranks of now would have made of the whole epoch, and of how many.
+def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int:
+    """Return how far a state is, in batches that the ranks of now would have made of the whole epoch.
 
-    The second is None where the epoch's length is not known. The loader stays as it is.
+    The loader stays as it is.
 
     Raises:
         StateError: The state is not of this loader.
@@ -90,9 +90,9 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> tuple[int
     passes, position = batches.passes, position_in(batches.passes, state).or_next_epoch()
     left, whole = (passes.items_left(place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
-        return batches.count(whole) - batches.count(left), batches.count(whole)
+        return batches.count(whole) - batches.count(left)
     items = sum(ranks * taken for ranks, taken in position.consumed)
-    return items // passes.agreed.world.num_replicas // batches.size, None
+    return items // passes.agreed.world.num_replicas // batches.size
 
 
 def _resumable(loader: DataLoader[Any]) -> Batches:

@@ -3,7 +3,7 @@
 Every function is called on each rank, with a ``Setting``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from ddp_patch import gather_in_order, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
 
-__all__ = ["ALL", "WITHOUT_COLLECTIVES", "Setting", "in_setting"]
+__all__ = ["ALL", "WITHOUT_COLLECTIVES", "Setting", "several"]
 
 N = 37
 
@@ -68,6 +68,13 @@ def in_setting(rank: int, world_size: int, setting: Setting, do: Callable[..., A
     dist.init_process_group(setting.backend, init_method, limit, rank=rank, world_size=world_size)
     torch.manual_seed(100 + rank)
     return do(rank, world_size, setting)
+
+
+def several(rank: int, world_size: int, setting: Setting, what: Sequence[Callable[..., Any]]) -> list[Any]:
+    """Do one after the other, in one process group, on this rank's GPU if there are any."""
+    here = setting._replace(device=f"cuda:{rank % torch.cuda.device_count()}") if setting.device == "cuda" else setting
+    found: list[Any] = in_setting(rank, world_size, here, lambda *where: [do(*where) for do in what])
+    return found
 
 
 def numbers(dtype: torch.dtype = torch.float32) -> TensorDataset:

@@ -415,7 +415,7 @@ class Rank:
         latest = by.rank_passes.latest if isinstance(by, EpochSampler) else None
         if latest is None or not latest.source.is_in_parts:
             return ()
-        return tuple(part.length or 0 for part in latest.source.parts(0, 0))
+        return tuple(part.length or 0 for part in latest.source.parts(0))
 
 
 def _noted(are_batches: bool, batch: Any) -> tuple[list[_Identity], int]:

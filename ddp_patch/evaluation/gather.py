@@ -61,6 +61,7 @@ def gather_in_order(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
         OutputsError: A rank is in the middle of a pass, passes another number of rows than it got samples, or another
             structure than the others; raised on every rank.
         MissingRanksError: A rank did not arrive in time.
+        RankMismatchError: A rank failed while they gathered.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` or ``layout=`` has changed their
@@ -99,6 +100,7 @@ def gather_step(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
             or another structure than the others, or some ranks may have a step less (``uneven="keep"``); raised on
             every rank.
         MissingRanksError: A rank did not arrive in time, such as one that has left the loop.
+        RankMismatchError: A rank failed while they gathered.
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: It is unknown which samples a batch holds.

@@ -45,7 +45,7 @@ def shared_batches(operation: str, loader: DataLoader[Any]) -> Batches | None:
     return batches
 
 
-# Each batch with its record, or with an earlier one's that surely has the same numbers of samples.
+# Each batch with its record.
 Steps = Iterator[tuple[Any, BatchRecord]]
 
 
@@ -68,15 +68,11 @@ def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator
             f"{counted(passes.batches_into_pass, 'batch')}: it has one iterator for all epochs, and continues after a "
             f"break. Call set_epoch({passes.epochs.current}) first, to start the epoch again."
         )
-    until = 0
     with passes.keeping_sizes() if batches.unit is ShardedUnit.BATCH else nullcontext():
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
                 current = cast("Pass[Any]", passes.latest)
-            if number >= until:
-                schedule = current.schedule(batches)
-                record, until = schedule.record(number), schedule.same_size_until(number)
-            yield batch, record
+            yield batch, current.schedule(batches).record(number)
 
 
 def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:

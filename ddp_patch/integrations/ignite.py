@@ -125,7 +125,7 @@ class _SavedPosition:
                 f"ranks and the batch size of before. {_INSTEAD}"
             )
         if is_shared:
-            done, _ = batches_as_here(self._loader, state_dict[_KEY])
+            done = batches_as_here(self._loader, state_dict[_KEY])
             resume_loader(self._loader, state_dict[_KEY], counts_rest=False)
             if can_count and not is_own:
                 epoch = state_dict["iteration"] // kept["batches"]

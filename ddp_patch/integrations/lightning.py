@@ -146,7 +146,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         """Set the Trainer's count of the epoch's batches to what it would be if these ranks had made them all."""
         fitting, planned = trainer.fit_loop, trainer.num_training_batches
         progress = fitting.epoch_loop.batch_progress
-        done, _ = batches_as_here(loader, state)
+        done = batches_as_here(loader, state)
         was_over = progress.is_last_batch and progress.current.ready == progress.current.processed
         is_over = was_over or done >= planned
         counted = done if not is_over else 0 if planned == inf else planned

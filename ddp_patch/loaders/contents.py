@@ -198,15 +198,15 @@ class HeldData:
         self._written |= self._made.keys() - self._begun.keys() - self._named
         self._begun, self._made = self._now(), {}
 
-    def told(self) -> dict[str, str]:
+    def told(self) -> dict[str, list[str]]:
         """Return digests at the patch and when the pass began, by name; of masks, indices and names."""
-        counted = {name: now for name, now in self._begun.items() if name not in self._written}
-        return {name: f"{self._first.get(name, '')} {now}" for name, now in counted.items()}
+        counted = self._begun.keys() - self._written
+        return {name: [self._first.get(name, ""), self._begun[name]] for name in sorted(counted)}
 
     @property
     def is_changed(self) -> bool:
         """Whether the user has changed any of that since the patch."""
-        return any(len(set(both.split(" "))) > 1 for both in self.told().values())
+        return any(was != now for was, now in self.told().values())
 
     def read(self) -> None:
         """Note what reading has changed since the pass began; what it has made counts once it stays as it is."""
@@ -220,10 +220,10 @@ class HeldData:
         self._made = now
 
     @staticmethod
-    def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
+    def differing(mine: Mapping[str, Sequence[str]], theirs: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         """Return the names of what was the same on two ranks at the patch, and is not in this pass."""
-        both = ((name, mine[name].split(" "), theirs[name].split(" ")) for name in mine if name in theirs)
-        return tuple(name for name, (was, now), (other_was, other) in both if was == other_was and now != other)
+        both = ((name, *mine[name], *theirs[name]) for name in mine if name in theirs)
+        return tuple(name for name, was, now, other_was, other in both if was == other_was and now != other)
 
 
 def _told_by_name(dataset: Any, *, in_a_pass: bool = False) -> dict[str, list[tuple[_Column, list[Any]]]]:

@@ -11,7 +11,7 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from dis import get_instructions
@@ -38,7 +38,6 @@ __all__ = [
     "Seed",
     "WorkerSeeding",
     "balancing_key",
-    "changed_attributes",
     "distributed_permutation",
     "epoch_seed",
     "generator_state",
@@ -204,12 +203,6 @@ def is_stateful(holder: object) -> bool:
     return hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
 
 
-def changed_attributes(holder: object, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a sampler's ``plain_attributes`` that differ from what they were before."""
-    now = plain_attributes(holder).items()
-    return {name: value for name, value in now if name not in before or before[name] != value}
-
-
 def plain_attributes(holder: object) -> dict[str, Any]:
     """Return the numbers and strings that are attributes of a sampler without a ``state_dict``."""
     if is_stateful(holder):
@@ -225,7 +218,8 @@ def plain_attributes(holder: object) -> dict[str, Any]:
 def set_by_iterating(kind: type[object]) -> frozenset[str]:
     """Return the names of the attributes that iterating a sampler of a class sets: what it counts.
 
-    ``__iter__`` and ``__next__`` count, the methods that they name, and the functions within these.
+    ``__iter__`` and ``__next__`` count, the methods that they name, and the functions within these. Not ``set_epoch``:
+    many hand their epoch on to another sampler.
 
     Examples:
         >>> class Advances:
@@ -239,7 +233,7 @@ def set_by_iterating(kind: type[object]) -> frozenset[str]:
     """
 
     def codes(names: Iterable[str]) -> list[CodeType]:
-        methods = (vars(base).get(name) for name in names for base in kind.__mro__)
+        methods = (vars(base).get(name) for name in names if name != "set_epoch" for base in kind.__mro__)
         return [method.__code__ for method in methods if isinstance(method, FunctionType)]
 
     def reached(code: CodeType) -> list[CodeType]:

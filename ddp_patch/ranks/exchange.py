@@ -21,7 +21,6 @@ from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError
 
 __all__ = [
     "FEW",
-    "already_in",
     "by_value",
     "digest",
     "exchange",
@@ -96,11 +95,6 @@ def digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
-def already_in(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """Return what a store has under some keys now: asked for what is missing, it would wait."""
-    return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-
-
 # The first member waits for all; the others wait this much longer for its answer.
 MARGIN_S = 5.0
 
@@ -145,14 +139,10 @@ def exchange(members: Sequence[int], doing: str, record: Any, judge: Judge, time
     try:
         with store_reached(doing):
             meeting.bring(record)
-            failures, answer = meeting.judged(judge) if meeting.leads else meeting.answered()
-        if failures:
-            # A traceback that held the error itself would keep the caller's loader, and its workers, for long.
-            raise failures.pop().with_traceback(None)
+            return meeting.judged(judge) if meeting.leads else meeting.answered()
     except MissingRanksError as error:
         _missed.setdefault((meeting.base, meeting.rank), message_of(error))
         raise
-    return answer
 
 
 def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
@@ -226,29 +216,30 @@ class _Meeting:
         if not self.leads:  # who reads its own record from here
             self._leave(self.own, self._key("record", self.rank))
 
-    def judged(self, judge: Judge) -> tuple[list[DDPPatchError], Any]:
-        """Answer all members, on the first of them; return the error to raise, if any, and the answer."""
+    # No error is kept in a variable: its traceback would hold that, and so the caller's loader with its workers.
+
+    def judged(self, judge: Judge) -> Any:
+        """Answer all members, on the first of them; return the answer, or raise the error that all get."""
         try:
             answer = _as_read(judge(self._records()))
             if self._decide("judged") != "judged":
                 raise self._missing([self.rank], self.timeout + MARGIN_S, "answer", "another has given up")
         except DDPPatchError as error:
-            failure = error
-        except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
-            failure = RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")
-        else:
-            self._leave(_message(content=answer), self._key("answer"))
-            return [], answer
-        self.announce(failure)
-        return [failure], None
+            self.announce(error)
+            raise
+        except Exception as error:  # the others wait for an answer, whatever happens here
+            raise self.announce(RankMismatchError(f"{self.doing}: comparing the ranks raised {error!r}.")) from error
+        self._leave(_message(content=answer), self._key("answer"))
+        return answer
 
-    def announce(self, failure: DDPPatchError) -> None:
-        """Let all others raise an error: of its own kind, as far as that is one of ours."""
+    def announce(self, failure: DDPPatchError) -> DDPPatchError:
+        """Let all others raise an error: of its own kind, as far as that is one of ours; return it."""
         kind = next(kind for kind in type(failure).__mro__ if kind.__module__ == errors.__name__)
         self._leave(_message(error=(kind.__name__, message_of(failure))), self._key("answer"))
+        return failure
 
-    def answered(self) -> tuple[list[DDPPatchError], Any]:
-        """Wait for the first member's answer; return the error to raise, if any, and the answer."""
+    def answered(self) -> Any:
+        """Wait for the first member's answer, and return it, or raise the error that it is."""
         key, seconds = self._key("answer"), self.timeout + MARGIN_S
         # One value decides who gives up, so either all ranks get an answer or none does, however late one arrives.
         came = self._wait([key], seconds) or (self._decide("given up") == "judged" and self._wait([key], MARGIN_S))
@@ -258,8 +249,8 @@ class _Meeting:
         self._clear()
         if message["error"]:
             name, text = message["error"]
-            return [getattr(errors, name)(text)], None
-        return [], message["content"]
+            raise getattr(errors, name)(text)
+        return message["content"]
 
     def _records(self) -> dict[int, Any]:
         """Return what every rank says, on the first rank; raise RankMismatchError if one refuses, or is elsewhere."""

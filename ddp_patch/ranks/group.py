@@ -10,6 +10,7 @@ others say: who says nothing is missing.
 """
 
 import atexit
+import json
 import os
 import weakref
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import MARGIN_S, already_in, exchange, ranks_text, refusal, require_same, store_reached
+from ddp_patch.ranks.exchange import MARGIN_S, exchange, ranks_text, refusal, require_same, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.validation import counted
 
@@ -44,7 +45,7 @@ _LAST_ROW_S = 86_400.0
 # After so long, a rank looks again for what the others say.
 _AGAIN_S = 0.05
 
-# Which ranks a group is of, sorted, and what for.
+# Which ranks a group is of, in order, and what for.
 _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["Group"]]
 
 # The groups by the process group that the training has: they go with it.
@@ -54,12 +55,12 @@ _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
 
 class Group:
-    """A gloo group of some ranks, which are numbered as they are sorted.
+    """A gloo group of some ranks, which are numbered from 0.
 
     Args:
         gloo: The group itself.
         name: A name that no other group has.
-        ranks: The global ranks, sorted.
+        ranks: The global ranks, in order.
         index: This rank's number among them.
 
     Attributes:
@@ -71,7 +72,9 @@ class Group:
         self.ranks: Sequence[int] = ranks
         self.index: int = index
         self.is_lent: bool = False
-        self._gloo, self._store, self._process, self._has_said = gloo, default_store(), os.getpid(), False
+        self._gloo, self._store, self._process = gloo, default_store(), os.getpid()
+        # Where the first rank to fail says why, and the others that they are there.
+        self._words, self._has_said = f"ddp_patch/words/{name}", False
 
     @property
     def is_closed(self) -> bool:
@@ -140,28 +143,20 @@ class Group:
             raise failure from error
 
     def _failure(self, doing: str, error: RuntimeError) -> DDPPatchError:
-        """Return the error of a connection that failed: what another rank says, or which ones say nothing."""
-        self._say("")
-        until = monotonic() + MARGIN_S
+        """Return the error of a connection that failed: why the first rank failed, or which ones say nothing."""
+        store, here, until = self._store, f"{self._words}/here", monotonic() + MARGIN_S
         with store_reached(doing):
-            while True:
-                said = already_in(self._store, {rank: self._word_of(rank) for rank in self.ranks})
-                if told := {rank: text.decode() for rank, text in said.items() if text}:
-                    return refusal(doing, told)
-                missing = [rank for rank in self.ranks if rank not in said]
-                if not missing or monotonic() > until:
+            self._has_said = True
+            store.set(f"{here}/{self.ranks[self.index]}", "")
+            count = store.add(here, 1)
+            while not store.check([self._words]):
+                if count == len(self.ranks) or monotonic() > until:
+                    missing = [rank for rank in self.ranks if not store.check([f"{here}/{rank}"])]
                     return _unreachable(doing, self.ranks, f"{error}", missing)
                 sleep(_AGAIN_S)
-
-    def _word_of(self, rank: int) -> str:
-        return f"ddp_patch/words/{self.name}/{rank}"
-
-    def _say(self, why: str) -> None:
-        """Leave a word for the others, once: why this rank has failed, or nothing if it has not."""
-        if not self._has_said:
-            self._has_said = True
-            with suppress(RuntimeError):  # the store may be gone
-                self._store.set(self._word_of(self.ranks[self.index]), why)
+                count = store.add(here, 0)
+            rank, why = json.loads(store.get(self._words))
+        return refusal(doing, {rank: why})
 
     def close(self, why: str = "") -> None:
         """Break all connections where something is still on its way, so that nobody waits for it, and leave.
@@ -170,8 +165,9 @@ class Group:
             why: What the others are told; empty if they are told nothing.
         """
         if not self.is_closed and self._process == os.getpid():
-            if why:
-                self._say(why)
+            if why and not self._has_said:
+                with suppress(RuntimeError):  # the store may be gone
+                    self._store.compare_set(self._words, "", json.dumps([self.ranks[self.index], why]))
             # gloo breaks all connections when a time is over, on one that is not broken yet.
             ranks = len(self.ranks)
             any(self._times_out((self.index + after) % ranks) for after in range(1, ranks))
@@ -195,7 +191,7 @@ def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> li
         kept: _Kept = {}
         _kept[world] = kept
         weakref.finalize(world, _close_all, kept).atexit = False
-    groups = _kept[world].setdefault((tuple(sorted(members)), purpose), [])
+    groups = _kept[world].setdefault((tuple(members), purpose), [])
     groups[:] = [group for group in groups if not group.is_closed]
     return groups
 
@@ -210,7 +206,7 @@ def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing:
     """Meet the other ranks, and return a new group of all, which is kept.
 
     Args:
-        members: The global ranks that it is of, this one among them.
+        members: The global ranks that it is of, this one among them; in the same order on each.
         purpose: What it is for.
         doing: What they are doing, for errors.
         timeout: How many seconds they wait for each other.
@@ -218,14 +214,13 @@ def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing:
     Raises:
         MissingRanksError: A rank did not arrive in time, or cannot be reached.
     """
-    ranks = sorted(members)
-    index, name = ranks.index(dist.get_rank()), exchange(ranks, doing, None, lambda _: uuid4().hex, timeout)
+    index, name = members.index(dist.get_rank()), exchange(members, doing, None, lambda _: uuid4().hex, timeout)
     addresses = dist.PrefixStore(f"ddp_patch/group/{name}", default_store())  # type: ignore[attr-defined]  # torch documents it
     try:
-        gloo = gloo_group(addresses, index, len(ranks), timedelta(seconds=timeout))
+        gloo = gloo_group(addresses, index, len(members), timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise _unreachable(doing, ranks, f"{error}") from error
-    group = Group(gloo, name, ranks, index)
+        raise _unreachable(doing, members, f"{error}") from error
+    group = Group(gloo, name, members, index)
     kept_groups(members, purpose).append(group)
     return group
 
@@ -250,7 +245,7 @@ def opened(
     """Synchronise with the other members, open a channel, and close it in the end.
 
     Args:
-        members: The global ranks that take part, this one among them; the same on each.
+        members: The global ranks that take part, this one among them; the same on each, in order.
         doing: What they are doing, for errors.
         of: What it carries, and of which loader.
         facts: What must be the same on all.
@@ -260,20 +255,19 @@ def opened(
         RankMismatchError: The facts differ, or a rank refused.
         MissingRanksError: A rank did not arrive in time.
     """
-    free = {group.name: group for group in kept_groups(members, "steps") if not group.is_lent}
+    free = [group for group in kept_groups(members, "steps") if not group.is_lent]
 
-    def judge(records: Mapping[int, Mapping[str, Any]]) -> str:
-        """Name a group that all ranks have free."""
-        require_same(doing, {rank: {**record, "groups": ""} for rank, record in records.items()})
-        first, *others = (record["groups"] for record in records.values())
-        return next((name for name in first if all(name in free for free in others)), "")
+    def judge(records: Mapping[int, Mapping[str, Any]]) -> bool:
+        """Return whether all ranks have the same group free, or none."""
+        require_same(doing, {rank: {**record, "group": ""} for rank, record in records.items()})
+        return len({record["group"] for record in records.values()}) == 1
 
-    chosen = exchange(members, doing, {"patched as": of, **facts, "groups": [*free]}, judge, timeout)
-    if not chosen:
-        for group in free.values():  # which another rank has closed, or not given back
-            group.close()
-    group = free[chosen] if chosen else made_group(members, "steps", doing, timeout)
-    channel, group.is_lent = Channel(members, doing, group, timeout), True
+    record = {"patched as": of, **facts, "group": free[0].name if free else ""}
+    if not exchange(members, doing, record, judge, timeout):
+        while free:  # another rank has closed it, or not given it back
+            free.pop().close()
+    group = free[0] if free else made_group(members, "steps", doing, timeout)
+    channel, group.is_lent = Channel(doing, group, timeout), True
     try:
         yield channel
     except GeneratorExit:
@@ -290,30 +284,27 @@ def opened(
 
 
 class Channel:
-    """See ``opened``. Members are numbered from 0.
+    """See ``opened``.
 
     Args:
-        members: The global ranks that take part.
-        doing: What they are doing, for errors.
+        doing: What the ranks are doing, for errors.
         group: Of these ranks, which nobody else has borrowed.
         timeout: How many seconds they wait for each other.
 
     Attributes:
-        index: This rank's number among the members.
+        index: This rank's number among them.
         batches_delivered: How many batches this rank has given, for errors.
         is_over: Whether a member has said that it asks for no more.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, group: Group, timeout: float) -> None:
-        self.index: int = members.index(dist.get_rank())
+    def __init__(self, doing: str, group: Group, timeout: float) -> None:
+        self.index: int = group.index
         self.batches_delivered: int = 0
         self.is_over: bool = False
-        self._members, self._doing, self._group, self._timeout = members, doing, group, timeout
-        self._in_group = [group.ranks.index(member) for member in members]
-        self._columns = 0
+        self._doing, self._group, self._timeout, self._columns = doing, group, timeout, 0
 
     def gathered(self, row: Sequence[float]) -> list[list[float]]:
-        """Send a row of numbers, equally many on each member, and return all members' rows.
+        """Send a row of numbers, equally many on each rank, and return all ranks' rows.
 
         Raises:
             RankMismatchError: A rank has left or failed.
@@ -323,8 +314,8 @@ class Channel:
         with self._group.explained(self._doing):
             work, rows = self._begin([*row, 0], self._timeout)
             work.wait()
-        came = rows[self._in_group].tolist()
-        if left := {int(said[-1]): member for member, said in zip(self._members, came, strict=True) if said[-1]}:
+        came = rows.tolist()
+        if left := {int(said[-1]): rank for rank, said in zip(self._group.ranks, came, strict=True) if said[-1]}:
             self.is_over = True
             raise RankMismatchError(
                 f"{self._doing}: {ranks_text([left[min(left)]])} left this pass after "
@@ -341,25 +332,22 @@ class Channel:
 
     def _begin(self, row: Sequence[float], timeout: float) -> tuple[Any, torch.Tensor]:
         own = torch.tensor(row, dtype=torch.float64, device="cpu")
-        rows = own.new_empty(len(self._members), len(own))
+        rows = own.new_empty(len(self._group.ranks), len(own))
         return self._group.gather(own, rows, timeout), rows
 
     def swapped(self, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
-        """Send some members a value each, and return the values that some send here.
+        """Send some ranks a value each, and return the values that some send here.
 
         Args:
-            given: The value for each member that gets one.
-            sources: Which members send one.
+            given: The value for each rank that gets one, by its number.
+            sources: Which ranks send one.
         """
-        bodies = {
-            self._in_group[to]: torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
-            for to, value in given.items()
-        }
+        bodies = {to: torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8) for to, value in given.items()}
         with self._group.explained(self._doing):
             works = []
             for to, body in bodies.items():
                 works += [self._group.send(part, to) for part in (torch.tensor([len(body)]).view(torch.uint8), body)]
-            came = {source: self._received(self._in_group[source]) for source in sources}
+            came = {source: self._received(source) for source in sources}
             for work in works:
                 work.wait()
         return {source: unpacked(body.numpy().data) for source, body in came.items()}

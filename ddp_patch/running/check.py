@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
-from ddp_patch.running.launch import ALONE, SEED, made_equal
+from ddp_patch.running.launch import ALONE, made_equal
 from ddp_patch.running.lockstep import models_of
 from ddp_patch.running.overlay import open_file
 from ddp_patch.validation import counted
@@ -246,7 +246,7 @@ def check(ranks: int, target: str, arguments: Sequence[str]) -> int:
         target: What the script is called.
         arguments: Those of ``ddp-patch run``.
     """
-    os.environ.setdefault(SEED, str(secrets.randbelow(2**31)))
+    arguments = ["--seed", str(secrets.randbelow(2**31)), *arguments]  # of which the last one counts
     precision, found = "double", list[_Ran]()
     with tempfile.TemporaryDirectory(prefix="ddp_patch-") as folder:
         while len(found) < 3:

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> None:
     is_one = (given.mode or ("one" if starts or is_started() else "ranks")) == "one" and not given.dry_run
     wrong = [*_mistakes(given, starts=starts, is_one=is_one)]
     try:
-        options, seed = Options(seed=given.seed), drawn_seed()
+        options = Options(seed=given.seed)
         only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
         whole = Patterns("--whole", given.whole)
         if given.keep_shadows is not None and not wrong:
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> None:
         if is_one:
             show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
             session = OneProcess(options, only, excepted, whole, sync_batchnorm=given.sync_batchnorm, on_error=show)
-            _begin(given, recording, seed, stack)
+            _begin(given, recording, stack)
         _tell_on_stderr(stack)
         if rank == 0 and is_one and ranks > 1 and recording is None:
             logger.info("Nobody has compared this script's %s ranks with one: add --check to do that.", ranks)
@@ -130,7 +130,7 @@ def _wants_ranks(given: argparse.Namespace) -> bool:
     return any(getattr(given, name) != usual[name] for name in usual.keys() - ours)
 
 
-def _begin(given: argparse.Namespace, recording: Path | None, seed: int, stack: ExitStack) -> None:
+def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) -> None:
     """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
     rank = int(told("RANK", "0"))
     if is_started():
@@ -139,7 +139,7 @@ def _begin(given: argparse.Namespace, recording: Path | None, seed: int, stack: 
         hide()
         if told("WORLD_SIZE") != "1" or recording is not None:
             stack.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
-    seed_all(seed if given.seed is None else given.seed)
+    seed_all(drawn_seed() if given.seed is None else given.seed)
     if recording is not None:
         stack.enter_context(recorded(recording, rank, given.steps, sync_batchnorm=given.sync_batchnorm))
 

@@ -50,22 +50,18 @@ class StepWeight:
     A weight is ranks x samples of this rank's part / samples of the whole batch, so that the mean over the ranks is the
     gradient of the mean over the whole batch.
 
-    Args:
-        on_unused: Called with the name of a loader of which a pass was over without a ``backward()``.
-
     Attributes:
         samples: How many samples this rank's part of that batch has, and the whole; None where batches are whole.
         taken: The passes and weights of the batches that were taken since the last ``backward()``.
 
     Examples:
-        >>> step, train = StepWeight(print), PassWeights("train")
+        >>> step, train = StepWeight(), PassWeights("train")
         >>> step.take(train, 0.8, (2, 5))
         >>> step.of_backward()
         0.8
     """
 
-    def __init__(self, on_unused: Callable[[str], object]) -> None:
-        self._on_unused = on_unused
+    def __init__(self) -> None:
         self._weight = 1.0
         self._last: PassWeights | None = None
         self.samples: tuple[int, int] | None = None
@@ -100,12 +96,6 @@ class StepWeight:
         """
         if not self.taken:
             self._weight, self._last, self.samples = 1.0, None, None
-
-    def end(self, of: PassWeights) -> None:
-        """Note that a pass came to its end."""
-        if of.weights and not of.has_trained and not of.is_over:
-            self._on_unused(of.name)
-        of.is_over = True
 
     def of_backward(self, *, is_sum: bool = False) -> float:
         """Return the weight of a ``backward()``.
@@ -243,7 +233,7 @@ class Gradients:
     def __init__(
         self, lockstep: Lockstep, replicas: Replicas, numbers: RandomNumbers, tell: Callable[[str], object]
     ) -> None:
-        self.weight: StepWeight = StepWeight(self._tell_unused)
+        self.weight: StepWeight = StepWeight()
         self._why_whole = ""
         # By the operation that computed a part's loss: that, and the whole batch's; of this step.
         self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -345,12 +335,6 @@ class Gradients:
         if is_error:
             raise UnsupportedLoaderError(text)
         self._tell(text)
-
-    def _tell_unused(self, name: str) -> None:
-        self._tell(
-            f"The loader made at {name} was divided, and backward() was not called in its pass: what was computed is "
-            f"of a part. If it evaluates, iterate it under torch.no_grad(), or pass --whole {name}."
-        )
 
     def _backward(self, run: Callable[[Any], None], tensors: Any, *, create_graph: bool) -> None:
         self._lockstep.backwards += 1

@@ -26,20 +26,17 @@ import torch
 import torch.distributed as dist
 
 from _ddp_patch_command import INTERRUPTED
-from ddp_patch.errors import InvalidOptionError, MissingRanksError, WorldError
+from ddp_patch.errors import MissingRanksError, WorldError
 from ddp_patch.loaders.hooks import OURS
-from ddp_patch.validation import shown
 
 __all__ = [
     "ALONE",
     "ONE_NODE",
-    "SEED",
     "backend_here",
     "drawn_seed",
     "end_with_launcher",
     "group_made",
     "hide",
-    "is_hidden",
     "is_rank",
     "is_started",
     "made_equal",
@@ -57,9 +54,8 @@ _PREFIXES = ("ROLE_", "TORCHELASTIC_")
 # The names under which a script may still read it.
 _OWN = {"DDP_PATCH_RANK": "RANK", "DDP_PATCH_WORLD_SIZE": "WORLD_SIZE"}
 
-# The environment's names of: the seed of all ranks of a run; the process that has started the ranks; where the files of
-# ranks but the first one lie.
-SEED, _STARTED, _SHADOWS = "DDP_PATCH_SEED", "DDP_PATCH_STARTED", "DDP_PATCH_SHADOWS"
+# The environment's names of: the process that has started the ranks; where the files of ranks but the first one lie.
+_STARTED, _SHADOWS = "DDP_PATCH_STARTED", "DDP_PATCH_SHADOWS"
 
 ONE_NODE = {"1", "1:1"}  # as torchrun's --nnodes names this machine alone
 _PARENT_DEATH_SIGNAL = 1  # as prctl(2) numbers it
@@ -75,11 +71,6 @@ def told(name: str, default: str = "") -> str:
 def is_rank() -> bool:
     """Return whether a launcher has started this process as one of several, or as the only one."""
     return all(told(name) for name in OF_RANK)
-
-
-def is_hidden() -> bool:
-    """Return whether the script does not see it."""
-    return bool(_hidden)
 
 
 def hide() -> None:
@@ -142,20 +133,8 @@ def shadows() -> str:
 
 
 def drawn_seed() -> int:
-    """Return a seed that is the same on every rank of this run: one that is set, or that follows from where they meet.
-
-    Raises:
-        InvalidOptionError: What is set is no seed.
-    """
-    if (said := os.environ.get(SEED)) is None:
-        named = [told(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-        return crc32(":".join(named).encode())
-    if not (said.isascii() and said.isdecimal() and len(said) < 20):
-        raise InvalidOptionError(
-            f"{SEED}={shown(said)} is not a whole number of at least 0, and the script's random numbers are seeded by "
-            f"it on every rank. Set it to such a number, or leave it out: unset {SEED}."
-        )
-    return int(said)
+    """Return a seed that is the same on every rank of this run, because it follows from where they meet."""
+    return crc32(":".join(map(told, ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))).encode())
 
 
 def end_with_launcher() -> None:

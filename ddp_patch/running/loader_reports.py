@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -417,8 +417,10 @@ class EachRank(Summary):
         return world if world is not None and world.num_replicas > 1 else None
 
     def _patch(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
-        """Patch a loader, and note it; in a dry run a copy of it."""
-        patched, would = (copy_loader(loader), "would be ") if self._dry_run else (loader, "")
+        """Patch a loader, and note it; in a dry run a copy of it, without the other ranks."""
+        patched, would = loader, ""
+        if self._dry_run:
+            patched, would, world = copy_loader(loader), "would be ", replace(world, share_of_rank=None)
         try:
             self._shard(patched, record, world, self._options, use)
         except DDPPatchError as error:

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -28,6 +29,8 @@ from ddp_patch.validation import counted
 __all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
 
+# As many bytes are sent at once, as in DistributedDataParallel.
+_BUCKET = 25 * 2**20
 # What errors say that ranks part by.
 _SAME_STEPS = (
     "let what the script decides follow from whole evaluations, not from a loss of a part of a batch, nor from random "
@@ -152,15 +155,18 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 @torch.no_grad()
 def _flattened(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a flat copy of all tensors of a kind, and put what becomes of each into these tensors."""
+    """Yield flat copies of several tensors each, and put what becomes of each into these tensors."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        yield flat
-        for tensor, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        ends = np.cumsum([tensor.nbytes for tensor in alike])
+        for _, bucket in groupby(zip((ends - 1) // _BUCKET, alike, strict=True), key=itemgetter(0)):
+            held = [tensor for _, tensor in bucket]
+            flat = torch.cat([tensor.reshape(-1) for tensor in held])
+            yield flat
+            for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
 
 # ---- optimizers and models ----

@@ -33,7 +33,7 @@ from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.running.gradients import Gradients, PassWeights
-from ddp_patch.running.launch import backend_here, group_made, is_hidden, is_started, told
+from ddp_patch.running.launch import backend_here, group_made, is_started, told
 from ddp_patch.running.loader_reports import (
     Patterns,
     Summary,
@@ -149,7 +149,7 @@ class OneProcess(Summary):
 
     def _refuse_unless_alone(self, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Refuse a function that is for ranks of the script's own, if there are ranks already, or it sees none."""
-        sees_none = is_hidden() and name == "init_process_group"
+        sees_none = is_started() and name == "init_process_group"
         if (self._ranks > 1 or sees_none) and os.getpid() == self._process:
             self._refuse(f"calls {name}()")
         return function(*args, **options)
@@ -352,7 +352,13 @@ class OneProcess(Summary):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
             step.take(weights, ranks * part / whole, (part, whole), batch)
             yield batch
-        step.end(weights)
+        if weights.weights and not (weights.has_trained or weights.is_over):
+            self._tell(
+                f"The loader made at {weights.name} was divided, and backward() was not called in its pass: what was "
+                "computed is of a part. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
+                f"{weights.name}."
+            )
+        weights.is_over = True
 
     # ---- the end ----
 
@@ -362,7 +368,7 @@ class OneProcess(Summary):
 
     def _explain(self, error: BaseException) -> None:
         """Say in an error of the script what it may not see: its rank, or the whole of a batch."""
-        if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
+        if isinstance(error, KeyError) and is_started() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
             error.add_note(
                 f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
             )
@@ -370,8 +376,8 @@ class OneProcess(Summary):
         if isinstance(error, Exception) and not isinstance(error, DDPPatchError) and step.samples and step.taken:
             part, whole = step.samples
             error.add_note(
-                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. If it "
-                f"counts on the batch size: take the size from the batch, or pass --whole {step.name}."
+                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. "
+                f"If the script counts on the batch size, take that from the batch, or pass --whole {step.name}."
             )
 
 

@@ -91,17 +91,6 @@ def _make_folders(place: str) -> None:
             real.mkdir(place)
 
 
-def _how_opened(mode: object) -> _How:
-    """Return what ``open`` does to a file by its mode."""
-    kinds = {*mode} if isinstance(mode, str) else set[str]()
-    return "replaced" if "x" in kinds else "changed" if kinds & {*"wa+"} else "seen"
-
-
-def _how_opened_by(flags: int) -> _How:
-    """Return what ``os.open`` does to a file by its flags."""
-    return "replaced" if flags & os.O_EXCL else "changed" if flags & _CREATES else "seen"
-
-
 class Layer:
     """Files that lie in a folder, over those of another layer, or of the disk.
 
@@ -138,7 +127,7 @@ class Layer:
         if self.is_left_alone(path) or not _is_folder(lies):
             return list(real.listdir(lies))
         names_below = real.listdir if self._below is None else self._below.names
-        for names, folder in ((names_below, "" if self._hides(path) else path), (real.listdir, self.files + path)):
+        for names, folder in ((names_below, path), (real.listdir, self.files + path)):
             with suppress(FileNotFoundError, NotADirectoryError):
                 found.update(names(folder))
         return sorted(name for name in found if _mode(self.lies(os.path.join(path, name))))
@@ -404,10 +393,13 @@ def _put_over_os(past: Layer, shadow: Shadow | None, stack: ExitStack) -> None:
     call: Callable[..., Any] = partial(kept, past) if shadow is None else shadow.call
 
     def open_any(file: Any, mode: Any = "r", *args: Any, **options: Any) -> Any:
-        return call(open_file, (_how_opened(mode),), file, mode, *args, **options)
+        kinds = {*mode} if isinstance(mode, str) else set[str]()
+        how = "replaced" if "x" in kinds else "changed" if kinds & {*"wa+"} else "seen"
+        return call(open_file, (how,), file, mode, *args, **options)
 
     def open_by_flags(path: Any, flags: int, *args: Any, **options: Any) -> Any:
-        return call(real.open, (_how_opened_by(flags),), path, flags, *args, **options)
+        how = "replaced" if flags & os.O_EXCL else "changed" if flags & _CREATES else "seen"
+        return call(real.open, (how,), path, flags, *args, **options)
 
     def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:  # which opens a path in C
         call(_save, ("", "changed"), obj, f, *args, **options)

@@ -80,14 +80,9 @@ class ItemSource(Generic[T]):
         """Return how many items the stream had, or each part of it; None where nobody came to the end."""
         return [self.length]
 
-    def parts(self, skip: int, given: int) -> Sequence[Part]:
-        """Return what the pass is over.
-
-        Args:
-            skip: How many items of each rank's share were taken before.
-            given: How many were given, those before included.
-        """
-        return [Part(skip, self.length, least_items=given)]
+    def parts(self, skip: int) -> Sequence[Part]:
+        """Return what the pass is over, when so many items of each rank's share were taken before."""
+        return [Part(skip, self.length)]
 
     def position_after(self, position: Position, batches: int, schedule: Callable[[], Schedule]) -> Position:
         """Return the position after this many batches, of which ``position`` has what follows from their number."""

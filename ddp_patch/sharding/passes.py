@@ -328,7 +328,7 @@ class Pass(WatchedPass, Generic[T]):
 
     def schedule(self, batching: Batching) -> Schedule:
         """Return its batches, with the ends that this rank has found so far."""
-        return self._schedule_of(batching, self.source.parts(self.skip, self.items_given))
+        return self._schedule_of(batching, self.source.parts(self.skip))
 
     def whole_schedule(self, batching: Batching) -> Schedule | None:
         """Return its batches if this rank has reached its end, otherwise None."""

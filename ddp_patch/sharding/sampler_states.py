@@ -8,7 +8,6 @@ from typing import Any
 from ddp_patch.errors import DDPPatchError, StateError
 from ddp_patch.orders.random_states import (
     RandomGenerator,
-    changed_attributes,
     generator_state,
     generator_states,
     is_stateful,
@@ -212,7 +211,10 @@ class SamplerStates:
 
     def snapshot(self) -> States:
         """Return what they hold now."""
-        attributes = list(map(changed_attributes, self.holders, self._at_first))
+        attributes = [
+            {name: value for name, value in plain_attributes(holder).items() if name not in was or was[name] != value}
+            for holder, was in zip(self.holders, self._at_first, strict=True)
+        ]
         changed = attributes if any(attributes) else ()
         with self.generators_in_place():
             states = generator_states(self.holders)

@@ -6,7 +6,6 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
-from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -45,7 +44,6 @@ __all__ = [
     "begun_anew",
     "begun_at",
     "generators_only",
-    "is_again",
     "tell_epoch",
     "this_worker",
 ]
@@ -55,8 +53,6 @@ T = TypeVar("T")
 
 # What a dataset asks of the worker info that differs between workers.
 _TELLING = frozenset({"id", "num_workers", "seed"})
-# The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
-_LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
 class ShardedIterable(AttributeProxy, IterableDataset[T]):
@@ -173,7 +169,6 @@ class StreamWorker(Generic[T]):
         self.is_underway: bool = False
         self.chosen_epoch: int | None = None
         self.giving: WorkerPass[T] | None = None
-        self._gave_dataset = False  # somebody reached for the dataset through the worker info
         self._made_for: int | None = None  # for which worker a worker_init_fn prepared the dataset
         self._first_pass: int | None = None  # that a worker was started for
 
@@ -244,20 +239,22 @@ class StreamWorker(Generic[T]):
             return part + self.plan.rank * workers, workers * self.plan.num_replicas
         return part, workers
 
-    def info(self, part: int, epoch: int) -> WorkerInfo | None:
-        """Return what ``get_worker_info()`` returns to the dataset, as the reader of a part; what it asks is noted.
+    def info(self, part: int, epoch: int, note: Callable[[str], object] | None = None) -> WorkerInfo | None:
+        """Return what ``get_worker_info()`` returns to the dataset, as the reader of a part; None in the main process.
 
-        In the main process that is None, as in torch.
+        Args:
+            part: Which part.
+            epoch: The epoch.
+            note: Called with the name of each attribute that somebody reads. Default: what the dataset asks is noted.
         """
         worker, workers = self.told(part)
         if get_worker_info() is None and workers == 1:
             return None
         seed = reader_seed(self.seed.value, epoch) + worker
-        return noted_worker_info(worker, workers, seed, self.dataset, self._note_asked)
+        return noted_worker_info(worker, workers, seed, self.dataset, note or self._note_asked)
 
     def _note_asked(self, name: str) -> None:
         self.has_asked |= name in _TELLING
-        self._gave_dataset |= name == "dataset"
 
     def note_rank(self) -> None:
         """Record that somebody asks which rank this is."""
@@ -273,17 +270,13 @@ class StreamWorker(Generic[T]):
             return
         part = self.part_of(number)
         worker, _ = self.told(part)
-        asked, asked_rank, before = self.has_asked, self.has_asked_rank, dict(getattr(self.dataset, "__dict__", {}))
-        with worker_info_told(self.info(part, epoch)), rank_noted(self.note_rank):
+        asked, before = set[str](), dict(getattr(self.dataset, "__dict__", {}))
+        with worker_info_told(self.info(part, epoch, asked.add)), rank_noted(partial(asked.add, "rank")):
             worker_init_fn(worker)
         after = getattr(self.dataset, "__dict__", {})
         is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
-        if self._gave_dataset or is_changed:
-            self.has_asked = True
-        else:
-            self.has_asked, self.has_asked_rank = asked, asked_rank
-        if self.has_asked:
-            self._made_for = part
+        if is_changed or "dataset" in asked:
+            self.has_asked, self.has_asked_rank, self._made_for = True, "rank" in asked, part
 
     def begin(self) -> tuple[int, int]:
         """Begin a pass when its first item is asked for; return its number, and which epoch it is over.
@@ -409,16 +402,3 @@ def _anew_if_empty(dataset: Any, iterator: Iterator[T]) -> Iterator[T]:
         if not is_empty:
             return
         iterator = iter(dataset)
-
-
-def is_again(dataset: Any, iterator: Any) -> bool:
-    """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
-    try:
-        before = _LATEST_ITERATORS.get(dataset)
-        try:
-            _LATEST_ITERATORS[dataset] = ref(iterator)
-        except TypeError:  # as some written in C
-            _LATEST_ITERATORS[dataset] = lambda: iterator
-    except TypeError:  # the dataset cannot be hashed
-        return False
-    return before is not None and before() is iterator

@@ -366,7 +366,7 @@ class StreamSource(ItemSource[None]):
         lengths = self.reports.lengths
         return lengths if self.is_in_parts else [next((length for length in lengths if length is not None), None)]
 
-    def parts(self, skip: int, given: int) -> Sequence[Part]:
+    def parts(self, skip: int) -> Sequence[Part]:
         """Return what the pass is over: one stream, or workers' parts, from the one whose turn is first."""
         lengths = self.lengths_found()
         if not self.is_in_parts:

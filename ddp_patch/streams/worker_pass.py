@@ -26,7 +26,7 @@ from ddp_patch.sharding.saved_state import (
     StreamStart,
     split_consumed,
 )
-from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
+from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, tell_epoch, this_worker
 from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, PassReports, marked, name_of
 from ddp_patch.validation import counted
 
@@ -105,23 +105,26 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
 
     def items(self) -> Iterator[T]:
         """Tell the dataset its epoch, and yield this rank's items of the stream, or of this worker's part of it."""
-        worker, skip, skipped = self._worker, self._skip, 0
+        worker = self._worker
         plan = Plan(0, 1) if worker.splits_itself else worker.plan  # a part is of one rank
         with worker_info_told(self._info):
             # Told after the generators' states were put back, because it may seed them.
             tell_epoch(worker.dataset, self._epoch)
-        if self._has_state and self._known.state:
+        skipped = self._skipped_rounds()
+        if skipped is None:
+            read = self._from_beginning()
+            if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
+                read = marked(read, self._report)
+            stream: Iterator[T] = islice(self._detecting_split(read), self._taken_before, None)
+        else:
             if self._counts == PARTS:
                 self._use_own_states()  # the first item, after which all workers do, was read before
             read = self._read(partial(begun_at, worker.dataset, *self._known.state))
             stream = self._detecting_split(self._followed(read))
-            skip, skipped = 0, skip * plan.num_replicas
-        else:
-            read = self._from_beginning()
-            if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
-                read = marked(read, self._report)
-            stream = islice(self._detecting_split(read), self._taken_before, None)
-        chunks = self._drawn(stream, plan, skip)
+        skip = self._skip if skipped is None else 0
+        # Whole batches: none can come without, and states are taken between two.
+        rounds = chain([1, (skip - 1) % worker.batching.size or worker.batching.size], repeat(worker.batching.size))
+        chunks = Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
         of_rank = chain.from_iterable(split_chunks(plan, chunks, self._note_end, skipped))
         mine = self._of_worker(islice(of_rank, skip, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
@@ -266,11 +269,24 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 "state was taken with."
             )
 
-    def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
-        """Return the stream in whole batches: no batch can come without, and states are taken between two."""
-        size = self._worker.batching.size
-        rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        return Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
+    def _skipped_rounds(self) -> Chunk[T] | None:
+        """Return the rounds that need not be read again because the dataset has a state; None to read them.
+
+        Padding repeats items of the first round, so these are read where there may be padding.
+        """
+        plan = self._worker.plan
+        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._skip else 0
+        if not (self._has_state and self._known.state) or (repeats and self._taken_before):
+            return None
+        first = list[T]()
+        if repeats:
+            known = self._known.first
+            with self:
+                first = list(islice(self._from_beginning(), max(repeats, 0 if known is None else known.seen)))
+            if len(first) < repeats:
+                raise self._other_stream()
+            self._states = PrivateRNG(self._worker.seed.value, self._epoch)
+        return Chunk(self._skip * plan.num_replicas, first)
 
     # ---- how it reads the dataset ----
 
@@ -299,7 +315,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """Begin the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset: Any = self._worker.dataset
         iterator, items = begun_anew(dataset, self._known.initial_state, self._epoch)
-        self._is_drawn = iterator is dataset or is_again(dataset, iterator)
+        self._is_drawn = iterator is dataset
         if iterator is not dataset and is_stateful(iterator):
             self._has_state = False
         return items

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerated import ALL, Setting, hands_over, in_setting, trains
+from accelerated import ALL, Setting, hands_over, several, trains
 from documented import run_command
 from quick import run_ranks
 
@@ -21,13 +21,6 @@ GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="there is no GPU that torch sees: torch.cuda.device_count() is 0")
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 needs_several = pytest.mark.skipif(GPUS < 2, reason=f"NCCL takes one rank for each GPU, and there are {GPUS}")
-
-
-def several(rank: int, world_size: int, setting: Setting, what: tuple[Any, ...]) -> list[Any]:
-    """Do one after the other, in one process group, on this rank's GPU."""
-    here = setting._replace(device=f"cuda:{rank % torch.cuda.device_count()}")
-    found: list[Any] = in_setting(rank, world_size, here, lambda *where: [do(*where) for do in what])
-    return found
 
 
 def check(found: list[list[Any]]) -> None:

@@ -74,25 +74,14 @@ LOADERS |= {
         {"share": "within_batches"},
     ),
 }
-# How the loader reads, and whether every kind is tried so.
-WORKERS: list[tuple[dict[str, Any], bool]] = [
-    ({}, True),
-    ({"num_workers": 2}, True),
-    ({"num_workers": 2, "persistent_workers": True}, False),
-    ({"num_workers": 2, "snapshot_every_n_steps": 2}, False),  # torchdata then counts the steps since the last one
-]
 # With workers, which take long to start, one of each sort is tried; the session soak tries them all.
-SOONER = {
-    "shuffled by its sampler, batches of 5",
-    "batched by torch, batches of 4",
-    "P x K batches",
-    "a stream, divided",
-}
-CASES = [
-    pytest.param(name, how, marks=[pytest.mark.soak] * bool(how and name not in SOONER), id=f"{name}, {how}")
-    for how, of_every_kind in WORKERS
-    for name in (LOADERS if of_every_kind else ["shuffled by its sampler, batches of 5"])
-]
+ONE = "shuffled by its sampler, batches of 5"
+SOONER = {ONE, "batched by torch, batches of 4", "P x K batches", "a stream, divided"}
+WORKERS = {"num_workers": 2}
+CASES: list[Any] = [(name, {}) for name in LOADERS]
+CASES += [(name, WORKERS) if name in SOONER else soaked(name, WORKERS) for name in LOADERS]
+# With the last, torchdata counts the steps since the last snapshot.
+CASES += [(ONE, {**WORKERS, "persistent_workers": True}), (ONE, {**WORKERS, "snapshot_every_n_steps": 2})]
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)

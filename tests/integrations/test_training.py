@@ -35,16 +35,19 @@ def parameters(network: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(network.parameters()).detach()
 
 
+def looped(model: nn.Module, optimizer: Any, loader: Any, backward: Callable[[Any], Any] = Tensor.backward) -> None:
+    for _ in range(digits.EPOCHS):
+        for (images, labels), weights in iter_with_weights(loader, dtype=torch.float64):
+            optimizer.zero_grad()
+            backward((cross_entropy(model(images), labels, reduction="none") * weights).sum())
+            optimizer.step()
+
+
 def with_accelerate(name: str) -> Tensor:
     accelerator = Accelerator(cpu=True)
     network = digits.make_network()
     model, optimizer = accelerator.prepare(network, digits.make_optimizer(network))
-    loader = prepare_patched(accelerator, patched(name))
-    for _ in range(digits.EPOCHS):
-        for (images, labels), weights in iter_with_weights(loader, dtype=torch.float64):
-            optimizer.zero_grad()
-            accelerator.backward((cross_entropy(model(images), labels, reduction="none") * weights).sum())
-            optimizer.step()
+    looped(model, optimizer, prepare_patched(accelerator, patched(name)), accelerator.backward)
     return parameters(network)
 
 
@@ -53,14 +56,7 @@ def with_fsdp(name: str) -> Tensor:
 
     network = digits.make_network()
     fully_shard(network)
-    optimizer = digits.make_optimizer(network)
-    loader = patched(name)
-    for _ in range(digits.EPOCHS):
-        for (images, labels), weights in iter_with_weights(loader, dtype=torch.float64):
-            optimizer.zero_grad()
-            loss: Any = (cross_entropy(network(images), labels, reduction="none") * weights).sum()
-            loss.backward()
-            optimizer.step()
+    looped(network, digits.make_optimizer(network), patched(name))
     whole: list[Any] = list(network.parameters())  # of DTensor
     return torch.cat([parameter.full_tensor().flatten() for parameter in whole]).detach()
 

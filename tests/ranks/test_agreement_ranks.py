@@ -173,6 +173,78 @@ def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
     ]
 
 
+class Unsized(Sampler[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+def stepping(rank: int, world_size: int) -> list[list[int]]:
+    """Train: ranks meet again and again, over more items than the leader sends at once."""
+    n, steps = 5001, []
+    for uneven in ("pad", "keep", "drop"):
+        given = DataLoader(Indices(), sampler=Unsized(n), batch_size=1, collate_fn=as_it_is)
+        patched = patch_dataloader_to_ddp(given, timeout=20, order="leader", uneven=uneven)
+        steps.append([0, 0])
+        for epoch in range(2):
+            for _ in patched:
+                steps[-1][epoch] += 1
+                if steps[-1][epoch] % 50 == 0:
+                    dist.barrier()
+        for step, _ in enumerate(patched):  # and an epoch that is left early
+            dist.barrier()
+            if step == 1:
+                break
+    return steps
+
+
+def leading_others(rank: int, world_size: int) -> tuple[list[list[int]], list[int], int]:
+    """What an iterator gives after a break, a sampler that was copied and pickled, and how much large keys hold."""
+    iterator = led_loader(iter(range(40)))
+    taken: list[list[int]] = []
+    for batch in iterator:
+        taken.append(batch)
+        if len(taken) == 2:
+            break
+    taken += list(iterator)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(led_loader(range(N)).sampler)))  # noqa: S301 - its own
+    copied = list(again)
+    keys = [str(index) * 100_000 for index in range(1, 200)]  # more bytes than a store takes in one value
+    given = DataLoader(Indices(), sampler=keys, batch_size=None, collate_fn=as_it_is)
+    large = patch_dataloader_to_ddp(given, order="leader")
+    return taken, copied, sum(len(key) for key in large.sampler)
+
+
+def test_a_leader_leads_two_ranks_and_tells_what_it_cannot_lead() -> None:
+    led, steps, failing, apart = run_each(2, leading_others, stepping, failing_at_once, leading_apart)
+    (first, copied, keys), (second, others, rest) = led
+    assert first == [[*range(start, start + 8, 2)] for start in range(0, 40, 8)]
+    assert second == [[*range(start, start + 8, 2)] for start in range(1, 40, 8)]
+    assert (copied, others) == (list(range(0, N, 2)), [*range(1, N, 2), 0])
+    total = sum(len(str(index)) for index in range(1, 200)) * 100_000
+    assert keys + rest == total + 100_000  # and one key twice
+    # Ranks that meet do not wait for others' steps.
+    assert steps[0] == [[2501] * 2, [2501] * 2, [2500] * 2]
+    assert steps[1] == [[2501] * 2, [2500] * 2, [2500] * 2]
+    # What the leader cannot draw or send is told at once, before any time-out.
+    of_leader, of_other = failing
+    assert of_leader[0] == ("KeyError", "'no losses yet'")
+    assert of_other[0][0] == of_other[2][0] == "LeaderError"
+    assert_tells(of_other[0][1], ("Rank 0", "KeyError('no losses yet')"), "error")
+    assert_tells(of_other[2][1], ("Rank 0", "local object"), "error")
+    assert of_leader[1] == of_other[1] == ("nothing", "1")
+    # Ranks must begin the same pass, and fetch equally far ahead.
+    for other, epoch, ahead, seeded in apart:
+        assert {other[0], epoch[0], ahead[0]} == {"RankMismatchError"}
+        assert_tells(other[1], ("patched as: number", "on rank 0; number", "on rank 1"), "same loaders")
+        assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
+        assert_tells(epoch[1], "Sending every rank the order of an epoch", "same on every rank")
+        assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
+        assert seeded == ("nothing", "3")
+
+
 # Topology.
 
 
@@ -237,77 +309,6 @@ def test_four_ranks_share_over_the_data_parallel_dimensions_of_a_mesh_or_are_tol
         assert "rank 0: 0, rank 1: 1, rank 2: 2, rank 3: 3 on rank 0; rank 0: 0, rank 1: 0" in told[0][1]
         assert "  shares: " in told[1][1]
         assert "  shuffle_samples_between_gpus: True on rank 0; False on ranks 1 to 3" in told[2][1]
-
-
-class Unsized(Sampler[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
-
-
-def stepping(rank: int, world_size: int) -> list[list[int]]:
-    """Train: ranks meet again and again, over more items than the leader sends at once."""
-    n, steps = 5001, []
-    for uneven in ("pad", "keep", "drop"):
-        given = DataLoader(Indices(), sampler=Unsized(n), batch_size=1, collate_fn=as_it_is)
-        patched = patch_dataloader_to_ddp(given, timeout=20, order="leader", uneven=uneven)
-        steps.append([0, 0])
-        for epoch in range(2):
-            for _ in patched:
-                steps[-1][epoch] += 1
-                if steps[-1][epoch] % 50 == 0:
-                    dist.barrier()
-        for step, _ in enumerate(patched):  # and an epoch that is left early
-            dist.barrier()
-            if step == 1:
-                break
-    return steps
-
-
-def leading_others(rank: int, world_size: int) -> tuple[list[list[int]], list[int], int]:
-    """What an iterator gives after a break, a sampler that was copied and pickled, and how much large keys hold."""
-    iterator = led_loader(iter(range(40)))
-    taken: list[list[int]] = []
-    for batch in iterator:
-        taken.append(batch)
-        if len(taken) == 2:
-            break
-    taken += list(iterator)
-    again = pickle.loads(pickle.dumps(copy.deepcopy(led_loader(range(N)).sampler)))  # noqa: S301 - its own
-    copied = list(again)
-    keys = [str(index) * 100_000 for index in range(1, 200)]  # more bytes than a store takes in one value
-    given = DataLoader(Indices(), sampler=keys, batch_size=None, collate_fn=as_it_is)
-    large = patch_dataloader_to_ddp(given, order="leader")
-    return taken, copied, sum(len(key) for key in large.sampler)
-
-
-def test_a_leader_leads_two_ranks() -> None:
-    led, steps, failing, apart = run_each(2, leading_others, stepping, failing_at_once, leading_apart)
-    for other, epoch, ahead, seeded in apart:
-        assert {other[0], epoch[0], ahead[0]} == {"RankMismatchError"}
-        assert_tells(other[1], ("patched as: number", "on rank 0; number", "on rank 1"), "same loaders")
-        assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
-        assert_tells(epoch[1], "Sending every rank the order of an epoch", "same on every rank")
-        assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
-        assert seeded == ("nothing", "3")
-    first, second = failing  # at once, before any time-out of theirs
-    assert first[0] == ("KeyError", "'no losses yet'")
-    assert second[0][0] == second[2][0] == "LeaderError"
-    assert_tells(second[0][1], ("Rank 0", "KeyError('no losses yet')"), "error")
-    assert_tells(second[2][1], ("Rank 0", "local object"), "error")
-    assert first[1] == second[1] == ("nothing", "1")
-    # Ranks that meet do not wait for others' steps.
-    assert steps[0] == [[2501] * 2, [2501] * 2, [2500] * 2]
-    assert steps[1] == [[2501] * 2, [2500] * 2, [2500] * 2]
-    # Iterators, copies and keys of any size.
-    (first, copied, keys), (second, others, rest) = led
-    assert first == [[*range(start, start + 8, 2)] for start in range(0, 40, 8)]
-    assert second == [[*range(start, start + 8, 2)] for start in range(1, 40, 8)]
-    assert (copied, others) == (list(range(0, N, 2)), [*range(1, N, 2), 0])
-    total = sum(len(str(index)) for index in range(1, 200)) * 100_000
-    assert keys + rest == total + 100_000  # and one key twice
 
 
 # An older torch sorts a group's ranks.

@@ -1,7 +1,6 @@
 """Real gloo ranks whose steps cost alike: all ways to draw, and what is told of costs that differ."""
 
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -55,17 +54,13 @@ def passing(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
     return found
 
 
-def samples(batches: list[Any]) -> list[int]:
-    return [*chain.from_iterable(batches)]
-
-
 def test_each_sample_comes_once_in_equal_steps() -> None:
     world_size = 3
     ranks = run_ranks(passing, world_size)
     for way in WAYS:
         for name in makes():
             of_ranks = [found[str(way), name] for found in ranks]
-            together = samples([samples(batches) for batches, *_ in of_ranks])
+            together = [index for batches, *_ in of_ranks for batch in batches for index in batch]
             if way.get("uneven") == "drop":
                 assert len({*together}) == len(together)
                 assert name == "whole batches" or len(together) == N // world_size * world_size

@@ -2,19 +2,12 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerated import ALL, WITHOUT_COLLECTIVES, Setting, hands_over, in_setting, trains
+from accelerated import ALL, WITHOUT_COLLECTIVES, Setting, hands_over, several, trains
 from quick import run_ranks
-
-
-def several(rank: int, world_size: int, setting: Setting, what: tuple[Any, ...]) -> list[Any]:
-    """Do one after the other, in one process group."""
-    found: list[Any] = in_setting(rank, world_size, setting, lambda *where: [do(*where) for do in what])
-    return found
 
 
 def test_ranks_that_move_batches_to_a_device(tmp_path: Path) -> None:

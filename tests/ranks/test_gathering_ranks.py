@@ -25,9 +25,7 @@ from ddp_patch import (
     gather_in_order,
     gather_step,
     iter_with_mask,
-    loader_state,
     patch_dataloader_to_ddp,
-    restore_loader,
 )
 from ddp_patch.errors import MissingRanksError, RankMismatchError, message_of
 from ddp_patch.evaluation import gather
@@ -104,21 +102,6 @@ def every_form(rank: int, world_size: int) -> None:
             assert whole is None
 
 
-def the_rest(rank: int, world_size: int) -> None:
-    """A pass that goes on in the middle, after which only what was left can be gathered."""
-    stopped = patched("shuffle=True", rank)
-    next(iter(stopped))
-    again = patched("shuffle=True", rank + 1)
-    restore_loader(again, loader_state(stopped, batches_done=1))
-    own = outputs_of(again)
-    stream = stream_of("shuffle=True")
-    shares = [Plan(each, world_size).share(N)[4:] for each in range(world_size)]
-    left = {place for share in shares for place in share}
-    rest = [item for place, item in enumerate(stream) if place in left]
-    assert gather_in_order(torch.tensor(own), again).tolist() == rest if rest else True
-    assert gather_in_order(outputs_of(again), again) == stream_of("shuffle=True", 2)
-
-
 def led_by_rank_0(rank: int, world_size: int) -> None:
     """Each rank's own generator gives another order; rank 0's counts. Masks and places follow from what it sends."""
     for name in ("own numpy Generator", "P x K batches", "token-budget batches without len"):
@@ -152,7 +135,6 @@ def nothing_is_left(rank: int, world_size: int) -> None:
 def everything(rank: int, world_size: int) -> None:
     every_kind(rank, world_size)
     every_form(rank, world_size)
-    the_rest(rank, world_size)
     led_by_rank_0(rank, world_size)
     nothing_is_left(rank, world_size)
 

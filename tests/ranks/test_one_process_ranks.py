@@ -16,7 +16,7 @@ from quick import run_ranks, soaked
 from scripts_of_one import SCRIPTS, run
 from torch import nn
 from torch.utils.data import DataLoader
-from zoo import seed_ambient
+from zoo import Source, seed_ambient
 
 from ddp_patch import autopatch, leave_alone
 from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError, WorldError
@@ -226,6 +226,7 @@ def honest(rank: int, world_size: int) -> dict[str, Any]:
             found["drawn"].append(torch.rand(1).item())
             model(batch).pow(2).mean().backward()
             optimizer.step()
+        list(DataLoader(Source(), batch_size=4))
         found["buffers before"] = model[1].running_mean.tolist()
         classes = nn.Parameter(torch.ones(2, 3))
         weighing = torch.optim.SGD([classes], lr=0.01)
@@ -260,6 +261,7 @@ def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
         "2 ranks train as one process",
         "Batch normalisation sees this rank's part of each batch",
         "each batch divided over 2 ranks, 5 steps",
+        "was divided, and backward() was not called in its pass",
         "whole on every rank, 4 steps",
     ]
     for word in words:

@@ -116,7 +116,7 @@ def test_a_process_group_is_a_world_of_its_own() -> None:
     (first, said), (alone, _), (second, _) = run_ranks(in_two_groups, 3)
     assert not set(first) & set(second)
     assert (len(first), len(second), len(set(alone))) == (11, 11, 23)
-    assert_tells(said, ("global rank 0 of 3", "process_group"), ("group's ranks", "group that this rank"))
+    assert_tells(said, ("global rank 0 of 3", "process_group"), ("its ranks", "one that this rank belongs to"))
 
 
 def meetings() -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from quick import run_ranks
+from quick import run_each, run_ranks
 from torch.utils.data import DataLoader
 from zoo import Indices, Source, as_it_is, seed_ambient
 
@@ -28,10 +28,6 @@ def whole(loader: Any) -> None:
     assert list(loader)
 
 
-def by_hand(rank: int) -> Any:
-    return patch_dataloader_to_ddp(given(), rank=rank, num_replicas=dist.get_world_size())
-
-
 def refused(rank: int, at: int | None = None) -> None:
     """On one rank or on every one; who refuses does not come to the meeting."""
     with pytest.raises(DDPPatchError):
@@ -46,7 +42,7 @@ MADE: dict[str, Callable[[int], object]] = {
     "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
     "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), order="leader")),
     "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), share="by_worker")),
-    "by hand": lambda rank: whole(by_hand(rank)),
+    "by hand": lambda rank: whole(patch_dataloader_to_ddp(given(), rank=rank, num_replicas=dist.get_world_size())),
     "refused": refused,
     "refused by the last": lambda rank: refused(rank, 1),
 }
@@ -96,12 +92,6 @@ def dropped_together(rank: int, world_size: int) -> tuple[int, int]:
     return many, keys()
 
 
-def test_loaders_that_are_dropped_together_leave_the_store_with_the_next_patch() -> None:
-    for many, few in run_ranks(dropped_together, 2):
-        assert many >= 2 * MANY
-        assert few < 2 * KEPT + 12
-
-
 def dropped_by_the_faster(rank: int, world_size: int) -> tuple[str, int]:
     """Rank 0 looks, trains, drops the loader and patches others, before rank 1 reads its first batch."""
     seed_ambient(rank)
@@ -123,8 +113,13 @@ def dropped_by_the_faster(rank: int, world_size: int) -> tuple[str, int]:
     return told, keys()
 
 
-def test_what_a_faster_rank_did_with_a_loader_that_it_dropped_is_still_found() -> None:
-    first, second = run_ranks(dropped_by_the_faster, 2)
+def test_loaders_that_are_dropped_leave_the_store_with_the_next_patch_and_what_a_faster_rank_did_is_still_found() -> (
+    None
+):
+    together, (first, second) = run_each(2, dropped_together, dropped_by_the_faster)
+    for many, few in together:
+        assert many >= 2 * MANY
+        assert few < 2 * KEPT + 12
     assert second[0].startswith("RankMismatchError")
     assert "rank 0 left epoch 0 after 1 batch" in second[0]
     assert max(first[1], second[1]) < 2 * KEPT + 12

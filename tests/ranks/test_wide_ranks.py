@@ -1,9 +1,8 @@
-"""Many real ranks that evaluate, gather, weigh, share by worker and restore; and the files that each has open."""
+"""Many real ranks that evaluate, gather, weigh and share by worker; and the files that each has open."""
 
 import gc
 import math
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,7 @@ from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from zoo import loader, seed_ambient
 
-from ddp_patch import (
-    gather_in_order,
-    gather_step,
-    iter_with_weights,
-    loader_state,
-    patch_dataloader_to_ddp,
-    restore_loader,
-)
+from ddp_patch import gather_in_order, gather_step, iter_with_weights, patch_dataloader_to_ddp
 
 PASSES, N = 8, 70
 
@@ -38,17 +30,6 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def evaluates(given: DataLoader[Any]) -> None:
-    """In the steps, and after the loop."""
-    rows: list[int] = []
-    whole: list[int] = []
-    for batch in given:
-        rows += batch
-        whole += gather_step([*batch], given)
-    assert whole == [*range(N)]
-    assert gather_in_order(rows, given) == [*range(N)]
-
-
 def many(rank: int, world_size: int) -> int:
     """Return how many files the ranks' group takes on this rank."""
     seed_ambient(rank)
@@ -58,7 +39,12 @@ def many(rank: int, world_size: int) -> int:
         """Use loaders that are patched anew, as a program may make them for each epoch."""
         given = patch_dataloader_to_ddp(loader(batch_size=3, sampler=range(N)))
         split = patch_dataloader_to_ddp(DataLoader(Parts(), 1, collate_fn=list), share="by_worker", uneven="drop")
-        evaluates(given)
+        rows: list[int] = []
+        whole: list[int] = []
+        for batch in given:
+            rows += batch
+            whole += gather_step([*batch], given)
+        assert whole == gather_in_order(rows, given) == [*range(N)]
         assert [item for batch in split for item in batch] == [rank, rank + world_size]
         weights = [own.tolist() for _, own in iter_with_weights(given, weight_of=lambda batch: [1.0] * len(batch))]
         assert max(weights[0]) == pytest.approx(world_size / min(N, 3 * world_size))
@@ -70,11 +56,6 @@ def many(rank: int, world_size: int) -> int:
         once()
     dist.barrier()
     assert open_files() == before
-    stopped, again = (patch_dataloader_to_ddp(loader(batch_size=1, sampler=range(N)), seed=3) for _ in range(2))
-    for _ in islice(stopped, 1):
-        pass
-    restore_loader(again, loader_state(stopped, batches_done=1))
-    assert gather_in_order([item for batch in again for item in batch], again) == [*range(world_size, N)]
     return before - alone
 
 

@@ -62,6 +62,13 @@ def test_whole_batches_have_rows_or_are_a_list_unless_one_is_empty(uneven: Any) 
                 together(lists, loaders)
 
 
+def test_batches_of_one_sample_are_rows_whatever_these_are() -> None:
+    """All of one rank's could be a list of batches."""
+    loaders = shares(2, batch_size=1, sampler=[0, 1, 2, 3])
+    boxes = [[torch.zeros(1 + item % 2, 4) for batch in given for item in batch] for given in loaders]
+    assert [len(one) for one in together(boxes, loaders)] == [1, 2, 1, 2]
+
+
 def wide(items: list[int], least: int = 1) -> torch.Tensor:
     """Each row has as many ones as its number, and is as wide as the batch's widest."""
     width = max([least, *items])

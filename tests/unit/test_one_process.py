@@ -45,7 +45,7 @@ BACKWARD, END = "backward", "end"
 def test_the_weight_is_that_of_the_batch_that_was_taken(
     script: list[str | tuple[str, float | str]], expected: list[float] | str
 ) -> None:
-    step = StepWeight(print)
+    step = StepWeight()
     passes = {TRAIN: PassWeights(TRAIN), TEST: PassWeights(TEST)}
 
     def weights() -> list[float]:
@@ -54,7 +54,7 @@ def test_the_weight_is_that_of_the_batch_that_was_taken(
             if isinstance(event, str):
                 found.append(step.of_backward())
             elif isinstance(event[1], str):
-                step.end(passes[event[0]])
+                passes[event[0]].is_over = True
             else:
                 step.take(passes[event[0]], event[1], (1, 2))
         return found
@@ -69,12 +69,12 @@ def test_the_weight_is_that_of_the_batch_that_was_taken(
 def test_batches_that_are_kept_are_not_used_again_with_another_weight() -> None:
     batches = [{"x": torch.zeros(2)}, {"x": torch.zeros(1)}]
     for weights, is_kept in (((1.0, 0.8), True), ((0.8, 0.8), True), ((1.0, 0.8), False)):
-        step = StepWeight(print)
+        step = StepWeight()
         train = PassWeights(TRAIN)
         for weight, batch in zip(weights, batches, strict=True):
             step.take(train, weight, (1, 2), batch if is_kept else copy.deepcopy(batch))
             step.of_backward()
-        step.end(train)
+        train.is_over = True
         if is_kept and len(set(weights)) > 1:
             with pytest.raises(UnsupportedLoaderError, match="used again after its pass"):
                 step.of_backward()

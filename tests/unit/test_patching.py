@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
@@ -26,7 +26,7 @@ from ddp_patch import (
     extract_loader_parameters,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.errors import NotPatchedError, UnsupportedLoaderError
+from ddp_patch.errors import NotPatchedError, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import shards_itself
 from ddp_patch.orders.random_states import WorkerSeeding, epoch_seed
 
@@ -194,7 +194,7 @@ def test_shuffle_is_torchs_own_order_under_the_epochs_seed() -> None:
 @pytest.mark.parametrize(
     ("kind", "workers", "persistent"),
     [
-        *product(["sample", "batch, lazily", "batch, at once", "unbatched"], [0], [False]),
+        *product(["sample", "batch, lazily", "unbatched"], [0], [False]),
         ("sample", 2, True),
         ("batch, lazily", 2, False),
     ],
@@ -208,7 +208,6 @@ def test_a_generator_gives_what_it_gives_in_one_process(kind: str, workers: int,
         by_kind: dict[str, dict[str, Any]] = {
             "sample": {"shuffle": True},
             "batch, lazily": {"batch_sampler": LazyBatches(sampler)},
-            "batch, at once": {"batch_sampler": Reversed(BatchSampler(sampler, 4, drop_last=False))},
             "unbatched": {"batch_size": None, "sampler": sampler},
         }
         return loader(generator=generator, num_workers=workers, persistent_workers=persistent, **by_kind[kind])
@@ -348,15 +347,40 @@ def test_two_live_iterators_are_two_epochs_and_the_count_goes_on(workers: int) -
     assert [list(each) for each in zip(*pairs, strict=True)] == epochs[2:]
 
 
-def test_an_epoch_that_the_user_sets_on_the_own_sampler_counts() -> None:
+class HandsOn(EpochSeeded):
+    """Tells another sampler its epoch in each pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        inner = EpochSeeded()
+        inner.set_epoch(self.epoch)
+        return iter(inner)
+
+
+@pytest.mark.parametrize("inner", [EpochSeeded(), HandsOn()], ids=lambda inner: type(inner).__name__)
+def test_an_epoch_that_the_user_sets_on_the_own_sampler_counts(inner: EpochSeeded) -> None:
     """As scripts do that were written for DistributedSampler, above all when they resume."""
-    inner = EpochSeeded()
     patched = patch_dataloader_to_ddp(loader(sampler=inner), rank=0, num_replicas=1)
     epochs = {epoch: np.random.default_rng(epoch).permutation(N).tolist() for epoch in (10, 11, 12)}
     for epoch in (10, 11):
         inner.set_epoch(epoch)
         assert flat(patched) == epochs[epoch]
     assert flat(patched) == epochs[12]
+
+
+class Advances(EpochSeeded):
+    """Advances its epoch in each pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from [*super().__iter__()]
+        self.epoch += 1
+
+
+def test_a_sampler_that_advances_its_epoch_may_be_listed() -> None:
+    inner = Advances()
+    patched = patch_dataloader_to_ddp(loader(sampler=inner), rank=0, num_replicas=1)
+    for epoch in range(3):
+        list(inner)
+        assert flat(patched) == np.random.default_rng(epoch).permutation(N).tolist()
 
 
 def test_samplers_in_two_threads_do_not_mix_their_states() -> None:
@@ -379,3 +403,14 @@ def test_a_loader_with_a_wrapper_made_by_hand_is_no_patched_loader() -> None:
     by_hand: Any = DataLoader(data, sampler=DDPSamplerWrapper(SequentialSampler(data), rank=0, num_replicas=2))
     assert not isinstance(by_hand, PatchedLoader)
     assert isinstance(patch_dataloader_to_ddp(DataLoader(data), rank=0, num_replicas=2), PatchedLoader)
+
+
+class OwnLength(DataLoader[int]):
+    def __len__(self) -> int:
+        return 23
+
+
+def test_a_loader_class_with_a_length_of_its_own_is_told_of() -> None:
+    with pytest.warns(StreamLengthWarning, match="len\\(\\) of the OwnLength says 23 .* each rank gets 12 batches"):
+        patched = patch_dataloader_to_ddp(OwnLength(Indices(23)), rank=0, num_replicas=2)
+    assert len(list(patched)) == 12

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,11 +43,6 @@ class Framework:
     passes: Callable[[Any, bool, Sequence[int | None]], Epochs]
     moves: bool
     launch: Callable[..., object] = run_ranks
-
-    @property
-    def versions(self) -> str:
-        """The packages' versions."""
-        return ", ".join(f"{package} {version(package).partition('+')[0]}" for package in self.packages)
 
 
 @dataclass(frozen=True)

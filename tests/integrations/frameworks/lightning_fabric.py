@@ -1,7 +1,7 @@
 """Lightning Fabric: ``Fabric.setup_dataloaders``."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,18 +29,8 @@ def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
     for epoch in epochs[len(going_on) :]:
         # Fabric's loader calls set_epoch itself, at each pass; to go back, one passes over the loader it was given.
         loader.sampler.set_epoch(epoch)
-        seen += train(model, Moved(fabric, loader), [None], backward=fabric.backward)
+        seen += train(model, map(fabric.to_device, loader), [None], backward=fabric.backward)
     return seen
-
-
-class Moved:
-    """A loader whose batches are moved to the device by hand."""
-
-    def __init__(self, fabric: Fabric, loader: Any) -> None:
-        self.fabric, self.loader = fabric, loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.fabric.to_device, self.loader)
 
 
 FRAMEWORK = Framework(("lightning",), passes, moves=True)
