@@ -1,4 +1,4 @@
-"""Bad input to every public function: this package's own error, at once; and what only looks bad is accepted."""
+"""Bad input to every public function, told at once by an error of this package, which ends with where to read on."""
 
 import copy
 import operator

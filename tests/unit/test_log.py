@@ -1,4 +1,4 @@
-"""The log of passes: what contradicts what, by its five rules; and what a pass tells it, keeps and waits for."""
+"""The log of passes: what contradicts what, by its five rules; and what a pass tells it and waits for."""
 
 import multiprocessing
 import time
@@ -231,7 +231,7 @@ def test_it_waits_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 3 <= sum(slept) <= 3.5
 
 
-# A pass: what it keeps alive, and what it took.
+# What a pass took.
 
 
 class Held(IterableDataset[int]):

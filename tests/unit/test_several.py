@@ -1,4 +1,4 @@
-"""Several loaders in one call: any nest of them, options, errors and the case of one process."""
+"""Several loaders in one call: any nest of them, options, errors, one process; and what the log says of each."""
 
 import copy
 import inspect
