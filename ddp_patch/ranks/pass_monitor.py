@@ -47,9 +47,9 @@ _SAMPLES = 256
 
 # The first steps of a pass whose end nobody knows are all told. Later ones may take one part in so many of the time.
 _TOLD_STEPS, _STEP_TIMES = 1000, 100
-# Whoever comes to such an end waits at most so long for ranks that may be given more: with DDP the others are a step
-# behind at most, but a step may take long to load.
-_MOMENT_S, _AGAIN_S = 3.0, 0.002
+# Whoever comes to such an end waits at most so long for ranks that may be given more, or for so many steps if these
+# take longer: with DDP the others are a step behind at most, but a step may take long to load.
+_MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 3.0, 2, 60.0, 0.002
 # So many batches may be given on one rank before another sees what the first one left.
 _SLOTS = 8
 
@@ -96,8 +96,8 @@ class PassMonitor:
         self.why_in_common: Callable[[], str] | None = None
         # How many items were in common, and how many repeated, by pass and rank.
         self._in_common: dict[tuple[int, int], tuple[int, int]] = {}
-        # Passes whose end nobody knows before: how many ended, and when the next step is told.
-        self._ends, self._due_s = 0, 0.0
+        # Passes whose end nobody knows before: how many ended, when the first step came, and when the next is told.
+        self._ends, self._first_step_s, self._due_s = 0, 0.0, 0.0
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
@@ -256,6 +256,8 @@ class PassMonitor:
     def give_step(self, begun: LoggedPass, batches: int) -> None:
         """Leave that this rank was given so many batches of such a pass, if that is due."""
         now_s = perf_counter()
+        if batches == 1:
+            self._first_step_s = now_s
         if self.mailbox is None or now_s < self._due_s:
             return
         self.mailbox.leave(f"given/{batches % _SLOTS}", self._step(begun, batches))
@@ -272,7 +274,9 @@ class PassMonitor:
         if (mailbox := self.mailbox) is None:
             return
         self._ends += 1
-        ended, until_s, more = mailbox.count("ended", 1), monotonic() + _MOMENT_S, batches + self._slack + 1
+        ended, more = mailbox.count("ended", 1), batches + self._slack + 1
+        step_s = (perf_counter() - self._first_step_s) / max(1, batches - 1) if batches else 0.0
+        until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
         while mailbox.left(f"given/{more % _SLOTS}") != self._step(begun, more):
             # All that have come to their ends: then nobody is given more.
             if ended >= self._ends * len(mailbox.members) or not mailbox.is_open or monotonic() > until_s:

@@ -86,7 +86,7 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
     [
         ([], "training_script", {}),
         (["--no-such", "script.py"], "--no-such", {}),
-        (["--seed", "-1", "script.py"], "seed=-1", {}),
+        (["--seed", "-1", "script.py"], "--seed", {}),
         (["--check", "script.py"], "-n 4", {}),
         (["--check", "--mode", "ranks", "-n", "2", "script.py"], "-n 4", {}),
         (["--mode", "one", "--whole", "", "script.py"], "names no file", {}),
