@@ -32,11 +32,14 @@ from ddp_patch.running.loader_reports import EachRank, Patterns, logger
 from ddp_patch.running.lockstep import seed_all
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.running.overlay import shadowed
+from ddp_patch.validation import shown
 
 __all__ = ["DESCRIPTION", "run"]
 
 
 DESCRIPTION = "Run a script on several ranks, unedited: as one process trains, or each loader patched at its first use."
+# What --seed says, too.
+_SEED = "DDP_PATCH_SEED"
 _EPILOG = "ddp-patch run -n 8 train.py --epochs 3 starts 8 ranks on this machine."
 _OF_ONE = ("whole", "sync_batchnorm", "keep_shadows")  # options for ranks that train as one process
 
@@ -161,6 +164,14 @@ def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[
         return runpy.run_path(target, run_name="__main__")
 
 
+def _seed(text: str) -> int:
+    if text.isascii() and text.isdecimal() and len(text) < 20:
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"{shown(text)} is no whole number of at most 19 digits. Correct it, or unset {_SEED}."
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     """Return torchrun's parser with more options: what starts ranks is torchrun's own."""
     from torch.distributed.run import get_args_parser
@@ -194,7 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", **place, help="Patch only loaders that are made there; may be repeated.")
     add("--except", dest="excepted", **place, help="Do not patch loaders made there; may be repeated.")
     add("--dry-run", action="store_true", help="Patch nothing; only report what would be done.")
-    add("--seed", type=int, metavar="INT", help="What orders follow from; as one process, all numbers.")
+    seed = os.environ.get(_SEED)
+    text = "What orders follow from; as one process, all numbers. Else DDP_PATCH_SEED."
+    add("--seed", type=_seed, default=seed, metavar="INT", help=text)
     add("--whole", **place, help="As one process: never divide loaders that are made there; may be repeated.")
     add("--sync-batchnorm", action="store_true", help="As one process: put SyncBatchNorm in BatchNorm's place.")
     add(

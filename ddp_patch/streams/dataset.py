@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -44,6 +45,7 @@ __all__ = [
     "begun_anew",
     "begun_at",
     "generators_only",
+    "is_again",
     "tell_epoch",
     "this_worker",
 ]
@@ -53,6 +55,8 @@ T = TypeVar("T")
 
 # What a dataset asks of the worker info that differs between workers.
 _TELLING = frozenset({"id", "num_workers", "seed"})
+# The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
+_LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
 
 class ShardedIterable(AttributeProxy, IterableDataset[T]):
@@ -402,3 +406,16 @@ def _anew_if_empty(dataset: Any, iterator: Iterator[T]) -> Iterator[T]:
         if not is_empty:
             return
         iterator = iter(dataset)
+
+
+def is_again(dataset: Any, iterator: Any) -> bool:
+    """Return whether a dataset gave the same iterator before; remember it, without keeping it alive if possible."""
+    try:
+        before = _LATEST_ITERATORS.get(dataset)
+        try:
+            _LATEST_ITERATORS[dataset] = ref(iterator)
+        except TypeError:  # as some written in C
+            _LATEST_ITERATORS[dataset] = lambda: iterator
+    except TypeError:  # the dataset cannot be hashed
+        return False
+    return before is not None and before() is iterator

@@ -26,7 +26,7 @@ from ddp_patch.sharding.saved_state import (
     StreamStart,
     split_consumed,
 )
-from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, tell_epoch, this_worker
+from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
 from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, PassReports, marked, name_of
 from ddp_patch.validation import counted
 
@@ -315,7 +315,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """Begin the dataset; take no states of it if its iterator has one, which is the position then."""
         dataset: Any = self._worker.dataset
         iterator, items = begun_anew(dataset, self._known.initial_state, self._epoch)
-        self._is_drawn = iterator is dataset
+        self._is_drawn = iterator is dataset or is_again(dataset, iterator)
         if iterator is not dataset and is_stateful(iterator):
             self._has_state = False
         return items
