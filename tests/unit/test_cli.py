@@ -281,8 +281,3 @@ def test_a_reader_that_goes_away_changes_no_verdict(path: str) -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_names_that_a_part_has_are_listed(path: str) -> None:
-    with raises(InvalidOptionError, (":loaders has no 'zz'", "train, val"), None):
-        find(f"{path}:loaders.zz")

@@ -11,7 +11,7 @@ import torch
 from iterables import Standing
 from messages import raises
 from quick import soaked
-from resumed import RESUMED, Fetched, Shuffled, as_saved
+from resumed import RESUMED, Fetched, OwnCountsEpochs, Shuffled, as_saved, of
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from trying import over, patched
@@ -112,6 +112,25 @@ def test_stopped_anywhere_it_goes_on_as_a_run_that_was_never_stopped(kind: Kind,
             break
     restore_loader(whole, as_saved(loader_state(running)))
     assert_goes_on(whole, max(1, stop))
+
+
+class Stays(OwnCountsEpochs):
+    """Stays at its end."""
+
+    def __next__(self) -> Any:
+        if self.at == N:
+            raise StopIteration
+        return super().__next__()
+
+
+@over([Kind("Stays", lambda: of(Stays())()), *(kind for kind in RESUMED if kind.name.endswith(" 0 workers"))])
+def test_a_state_of_a_streams_end_is_followed_by_the_next_epoch(kind: Kind) -> None:
+    whole, stopped, again = patched(kind), patched(kind), patched(kind)
+    epochs = [batches_of(kind, whole) for _ in range(2)]
+    assert batches_of(kind, stopped) == epochs[0]
+    restore_loader(again, as_saved(loader_state(stopped)))
+    assert batches_of(kind, again) == epochs[1]
+    assert (epochs[1] == []) == (kind.name == "Stays")
 
 
 # Other loaders, other worlds.

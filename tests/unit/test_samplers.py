@@ -401,11 +401,3 @@ def test_windows_have_the_type_of_the_data(data: Any, window: int, start: int, e
         assert np.shares_memory(whole, data)  # no copy
     if isinstance(data, torch.Tensor):
         assert whole.data_ptr() == data.data_ptr()
-
-
-# The scalable shuffle.
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 23, 70_000])
-def test_a_scalable_shuffle_has_every_sample_once(n: int) -> None:
-    assert sorted(ScalableRandomSampler(n)) == list(range(n))

@@ -161,12 +161,6 @@ def test_batches_of_an_iterable_dataset_are_refused_and_those_that_it_makes_are_
         assert list(mine) == list(InBatches())[rank::2]
 
 
-@pytest.mark.parametrize("share", ["auto", "samples", "batches"])
-def test_items_of_a_loader_without_batch_size_are_what_they_are(share: Any) -> None:
-    given = loader(None, sampler=BatchSampler(range(16), 4, False))
-    assert list(patched(given, share=share)) == [[0, 1, 2, 3], [8, 9, 10, 11]]
-
-
 # ``share="within_batches"``: each batch of one process is one step, divided over the ranks.
 
 
