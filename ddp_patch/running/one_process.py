@@ -6,6 +6,7 @@ A pass begins whole, and shows by ``backward()`` after its first batch whether i
 
 import logging
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
@@ -60,7 +61,7 @@ _OF_RANKS: list[tuple[Any, str]] = [
 ]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loader:
     """What is known of a loader of the script.
 
@@ -70,6 +71,7 @@ class _Loader:
         seed: What its order follows from.
         is_stream: Whether its dataset is iterable, so that it cannot be read twice.
         is_whole: Whether it is never divided.
+        is_even: Whether all parts of all its batches have equally many samples, as far as that is known.
         trains: Whether ``backward()`` was called for its batches.
     """
 
@@ -78,6 +80,7 @@ class _Loader:
     seed: int
     is_stream: bool
     is_whole: bool
+    is_even: bool = False
     trains: bool = False
 
     @property
@@ -121,8 +124,12 @@ class OneProcess(Summary):
         self._told: set[str] = set()
         self._seed = 0
         self._has_begun = False
+        # By how often backward() was called before: which loaders gave a batch; now, and before the latest call.
+        self._given: tuple[int, set[_Loader]] = (0, set())
+        self._given_before: set[_Loader] = set()
+        self._running: list[_Loader] = []  # the loaders of passes that train
         self._world = World(0, 1)
-        self._lockstep = Lockstep()
+        self._lockstep = Lockstep(self._tell)
         self._replicas = Replicas(self._lockstep, self._tell)
         self._numbers = RandomNumbers()
         self._gradients = Gradients(self._lockstep, self._replicas, self._numbers, self._tell)
@@ -242,6 +249,7 @@ class OneProcess(Summary):
         timeout = self._options.timeout
         if not dist.is_initialized():
             self._stack.enter_context(group_made(backend_here(), timeout=timedelta(seconds=timeout)))
+            self._stack.enter_context(patch.object(dist, "is_initialized", _is_initialized))
         self._lockstep.join(timeout)
         self._world = find_world() or self._world
         seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))
@@ -278,6 +286,8 @@ class OneProcess(Summary):
                 record.note = "--whole"
             elif loader.batch_size is not None and loader.batch_size < self._lockstep.ranks:
                 record.note = f"batches of {loader.batch_size} cannot be divided"
+            size, n = loader.batch_size or 1, self._lockstep.ranks
+            known.is_even = size % n == 0 and (loader.drop_last or (length_of(loader.sampler, ()) or 1) % size % n == 0)
             known.is_whole = bool(record.note)
             known.whole = self._in_world(known, copy_loader(loader), World(0, 1))
             record.note_fate("whole", known.whole, 1)
@@ -326,12 +336,14 @@ class OneProcess(Summary):
             may_go_on: Whether the others are if the script calls ``backward()`` for the first.
         """
         key, before, asked = self._numbers.enter(own=False), self._lockstep.backwards, 0
+        self._running += [known] if is_divided or may_go_on else []
         try:
             iterator = iter(loader if is_divided else known.whole)
             yield iterator
             while not is_divided:
                 self._gradients.weight.take_whole()
                 is_first = may_go_on and not asked
+                self._note_given(known)
                 with self._gradients.looking(loader.batch_size) if is_first else nullcontext():
                     yield iterator
                 asked += 1
@@ -346,11 +358,23 @@ class OneProcess(Summary):
                 yield parts
         finally:
             self._numbers.leave(key)
+            if is_divided or may_go_on:
+                self._running.remove(known)
             self._tell(known.record.line, logging.INFO)
+
+    def _note_given(self, known: _Loader) -> None:
+        """Note that a loader gives a batch now."""
+        if self._given[0] < self._lockstep.backwards:
+            self._given_before, self._given = self._given[1], (self._lockstep.backwards, set())
+        self._given[1].add(known)
 
     def _may_divide(self, known: _Loader) -> bool:
         """Return whether the gradients of a loader's batches may be averaged; note why not."""
-        why = self._gradients.why_whole if self._replicas.parameters else "no optimizer of torch.optim"
+        given, backwards = self._given[1], self._lockstep.backwards
+        others = {each for each in (given if self._given[0] < backwards else self._given_before) if each is not known}
+        are_uneven = not all(each.is_even for each in (known, *others) if others & {*self._running})
+        why = self._gradients.why_whole or "batches of several loaders before one backward()" * are_uneven
+        why = why if self._replicas.parameters else "no optimizer of torch.optim"
         known.is_whole, known.record.note = bool(why), why
         return not why
 
@@ -367,8 +391,9 @@ class OneProcess(Summary):
             resume_loader(loader, state, counts_rest=False)
             iterator = iter(loader)
             numbers.install()  # one process begins no second iterator, which draws a seed
-        for running in filter(None, (each() for each in passes)):
-            running.wrapped = iterator  # the workers of the first one end
+        for running in (each() for each in passes):
+            if running is not None:
+                running.wrapped = iterator  # the workers of the first one end
         return iterator
 
     def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
@@ -377,6 +402,7 @@ class OneProcess(Summary):
         weights = step.begin(known.record.place, length_of(iterator, ()))
         for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
+            self._note_given(known)
             step.take(weights, ranks * part / whole, (part, whole), batch)
             yield batch
         step.end(weights)
@@ -401,6 +427,15 @@ class OneProcess(Summary):
                 f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. A script "
                 f"that counts on the batch size fails so: take the size from the batch, or pass --whole {step.name}."
             )
+
+
+def _is_initialized() -> bool:
+    """Return whether there is a process group, to torch and this package alone.
+
+    A script of one process has none: what asks sums up the counts of several ranks, which here count the same.
+    """
+    asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+    return asks in {"torch", "ddp_patch"} and dist.distributed_c10d.is_initialized()
 
 
 def _go_on_after(one: DataLoader[Any], other: DataLoader[Any]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from getpass import getuser
+from inspect import signature
 from multiprocessing.util import get_temp_dir
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
@@ -68,7 +69,14 @@ _CACHES = {
     "MPLCONFIGDIR": "~/.config/matplotlib",
 }
 
-_save, _load = torch.save, torch.load
+# What opens the path that it is given in C.
+_OPENED_IN_C: list[tuple[Any, str, tuple[_How, ...]]] = [
+    (torch, "save", ("", "emptied")),
+    (torch, "load", ("seen",)),
+    (torch.jit, "save", ("", "emptied")),
+    (torch.jit, "load", ("seen",)),
+    (torch.jit.RecursiveScriptModule, "save", ("", "emptied")),  # type: ignore[attr-defined]  # torch does not list it
+]
 # The functions themselves, before any is replaced.
 real: Any = SimpleNamespace(**{name: function for name, function in vars(os).items() if callable(function)})
 open_file: Any = io.open
@@ -471,12 +479,6 @@ def _put_over_os(world: Past | Overlay, stack: ExitStack) -> None:
     def open_by_flags(path: Any, flags: int, *args: Any, **options: Any) -> Any:
         return world.call(real.open, (_how_opened_by(flags),), path, flags, *args, **options)
 
-    def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:  # which opens a path in C
-        world.call(_save, ("", "emptied"), obj, f, *args, **options)
-
-    def load(f: Any, *args: Any, **options: Any) -> Any:
-        return world.call(_load, ("seen",), f, *args, **options)
-
     calls, functions = {**_CHANGES}, dict[str, Callable[..., Any]](open=open_by_flags)
     if isinstance(world, Overlay):
         calls |= dict.fromkeys(_LOOKS, ("seen",))
@@ -486,7 +488,21 @@ def _put_over_os(world: Past | Overlay, stack: ExitStack) -> None:
     functions |= {name: partial(world.call, getattr(real, name), hows) for name, hows in calls.items()}
     for name, ours in functions.items():
         stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))
-    stack.enter_context(files_opened_by(open_any, save, load))
+    stack.enter_context(files_opened_by(open_any))
+    for owner, name, hows in _OPENED_IN_C:
+        stack.enter_context(patch.object(owner, name, _bound(world, getattr(owner, name), hows)))
+
+
+def _bound(world: Past | Overlay, function: Callable[..., Any], hows: Sequence[_How]) -> Callable[..., Any]:
+    """Return a function that goes through a world, whether its path is given by position or by name."""
+    takes = signature(function)
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        bound = takes.bind(*args, **options)
+        return world.call(function, hows, *bound.args, **bound.kwargs)
+
+    return call
 
 
 def _of_paths(of_os: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
