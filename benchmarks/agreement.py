@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import ddp_patch.ranks.exchange
 from ddp_patch import patch_dataloader_to_ddp
-from ddp_patch.orders.chunks import draw, start_iterating
+from ddp_patch.orders.chunks import Drawn, start_iterating
 from ddp_patch.orders.digest import Digest
 from ddp_patch.orders.random_states import PrivateRNG
+from ddp_patch.positions_and_padding import Plan
 from ddp_patch.testing import run_ranks
 
 ITEMS = 100_000
@@ -141,7 +142,7 @@ def drawn_s(noted: Digest | None) -> float:
     """How many seconds it takes to draw whole numbers, noted or not."""
     start = time.perf_counter()
     states = PrivateRNG(0, 0)
-    chunks = draw(start_iterating(map(int, range(ITEMS))), lambda: states, round_size=8, ahead=True, digest=noted)
+    chunks = Drawn(start_iterating(map(int, range(ITEMS))), lambda: states, Plan(0, 8), digest=noted)
     for _ in chunks:
         pass
     return time.perf_counter() - start

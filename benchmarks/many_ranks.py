@@ -14,6 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from time import process_time
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from ddp_patch.options import Options
 from ddp_patch.orders.digest import Digest
 from ddp_patch.ranks import mailbox, pass_monitor
 from ddp_patch.ranks.agreement import Subject, agree
-from ddp_patch.ranks.group import _Addresses
+from ddp_patch.ranks.exchange import exchange
 from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.mailbox import Mailbox
 from ddp_patch.ranks.pass_monitor import PassMonitor
@@ -137,8 +138,12 @@ def comparing(steps: int) -> Callable[[int], object]:
 
 
 def meeting(rank: int) -> object:
-    """Exchange addresses as gloo gives them, as ranks do when they make their group."""
-    return _Addresses(range(HERE.world), "Gathering outputs", TIMEOUT_S, "").set("0/0", bytes(154))
+    """Do as ranks when they make their group: meet, leave an address as gloo has it, and read one for each round."""
+    name = exchange(range(HERE.world), "Gathering outputs", None, lambda _: uuid4().hex, TIMEOUT_S)
+    HERE.store.set(f"ddp_patch/group/{name}/{rank}", bytes(154))
+    after = [2**number for number in range((HERE.world - 1).bit_length())]
+    others = {(rank + sign * each) % HERE.world for each in after for sign in (1, -1)}
+    return [HERE.store.get(f"ddp_patch/group/{name}/{other}") for other in others]
 
 
 def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
@@ -150,7 +155,7 @@ def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
     spent = []
     for _ in range(steps):
         begun = process_time()
-        own = OwnOutputs(outputs, partial(share_of_step, given, batches), None)
+        own = OwnOutputs(outputs, partial(share_of_step, given, batches))
         spent.append(process_time() - begun)
         headers = np.repeat(own.header[None], world, 0)
         headers[:, 3] = range(world)  # where the keys of each begin
@@ -171,12 +176,16 @@ OPERATIONS: dict[str, Callable[[int], object]] = {
 
 
 def fitted(counts: Sequence[float]) -> str:
-    """Return the formula in W that fits the counts of more than two ranks: a constant, or a line."""
+    """Return the formula in W that fits the counts of more than two ranks: a constant, or a line in W or its log."""
     _, *counts = counts
-    slope, start = np.polyfit(WORLDS[1:], counts, 1)
     if max(counts) - min(counts) <= 0.2 * max(counts):
         return f"{round(float(np.mean(counts))):,}"
-    return f"{round(float(slope)):,} W" + (f" + {round(float(start)):,}" if round(float(start)) > 0 else "")
+    lines = {
+        name: np.polyfit(of(WORLDS[1:]), counts, 1, full=True) for name, of in (("W", np.array), ("log2 W", np.log2))
+    }
+    name = min(lines, key=lambda name: float(lines[name][1][0]))
+    slope, start = (round(float(number)) for number in lines[name][0])
+    return f"{slope:,} {name}" + (f" + {start:,}" if start > 0 else "")
 
 
 def rows_of(name: str, operation: Callable[[int], object]) -> list[list[str]]:

@@ -11,7 +11,8 @@ replicas hold one position, which moves when a step counts. Each step's batch is
 """
 
 from collections.abc import Iterator
-from dataclasses import astuple
+from contextlib import suppress
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,8 +22,12 @@ from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NoStepsErr
 from ddp_patch.evaluation import iter_with_weights
 from ddp_patch.loader import PatchedLoader
 from ddp_patch.loaders.facts import LoaderFacts, look_at
+from ddp_patch.loaders.samples import copy_to_draw, nested_samplers
 from ddp_patch.options import Options
+from ddp_patch.orders.chunks import copy_item, start_iterating
 from ddp_patch.orders.digest import number_of
+from ddp_patch.orders.orders import has_order, order_of
+from ddp_patch.orders.random_states import look, random_generators, seeded_anew, set_generator_state
 from ddp_patch.patching import patch_dataloader_to_ddp
 from ddp_patch.ranks.mailbox import unwatched
 from ddp_patch.resume import loader_state, restore_loader
@@ -30,6 +35,9 @@ from ddp_patch.resume import loader_state, restore_loader
 __all__ = ["ElasticLoader"]
 
 T = TypeVar("T")
+
+# How many first items of an order are compared: replicas meet before they draw.
+_COMPARED = 256
 
 
 class ElasticLoader(Generic[T]):
@@ -178,5 +186,11 @@ class ElasticLoader(Generic[T]):
 
 def _number_of_loader(facts: LoaderFacts[Any]) -> int:
     """Return a number of what a loader is, the order of its first items, and the samples that its dataset holds."""
-    stream = facts.stream
-    return number_of([facts.described, stream.order, [astuple(content) for content in stream.samples]])
+    stream, first = facts.stream, list[Any]()
+    # No copy can be drawn of an iterable dataset, or of a generator.
+    with suppress(Exception), look(seed=0), copy_to_draw(stream.source, facts.dataset) as drawn:
+        for generator in random_generators(nested_samplers(drawn)):  # where these stand is a matter of the position
+            set_generator_state(generator, seeded_anew(generator, None))
+        items = order_of(drawn, epoch=0).items() if has_order(drawn) else start_iterating(drawn)
+        first = list(map(copy_item, islice(items, _COMPARED)))
+    return number_of([facts.described, first, stream.samples])

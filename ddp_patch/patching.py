@@ -152,8 +152,8 @@ def patch_dataloader_to_ddp(
             ``mesh["replica", "shard"]``. Ranks that differ only in other dimensions (tensor, context or pipeline
             parallelism) get the same batches.
         order: How all ranks get the same order. ``"seeded"`` derives each epoch's order from (seed, epoch),
-            whatever the ranks' own seeds. ``"auto"`` does the same, but first compares the ranks' orders on a copy's
-            first items, and raises if they differ. With ``"leader"``, rank 0 draws each epoch for all and sends it.
+            whatever the ranks' own seeds. ``"auto"`` does the same, and raises if the ranks' datasets hold other
+            samples. With ``"leader"``, rank 0 draws each epoch for all and sends it.
             A ``torch.Generator`` of the loader, and any generator of its samplers, gets rank 0's state once.
             From then on it draws what it would in one process.
         layout: ``"interleaved"`` gives rank r the items r, r + num_replicas, ...; ``"contiguous"`` gives it the r-th
@@ -324,7 +324,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     # Where batches are divided, each may have padding, which repeats another rank's samples.
     has_indices = facts.unit is not ShardedUnit.ITERABLE and not agreed.options.divides_batches
     if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:
-        passes.monitor.expect_parts(partial(_why_samples_are_the_same, *held))
+        passes.monitor.why_in_common = partial(_why_samples_are_the_same, *held)
     if facts.num_workers > 0:
         init = new.get("worker_init_fn", facts.loader.worker_init_fn)
         new["worker_init_fn"] = WorkerSeeding(init, agreed.seed, agreed.world.rank, sharded.rank_passes.epochs)
@@ -378,11 +378,11 @@ def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = cop
     monitor = PassMonitor(agreed.mailbox)
     monitor.has_own_lengths = agreed.options.uneven == "keep"
     monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
-    monitor.let_epochs_be_alike()
+    monitor.log.has_one_order = True
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
     monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)
     if not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
-        monitor.expect_parts(partial(_why_parts_overlap, type(by).__name__))
+        monitor.why_in_common = partial(_why_parts_overlap, type(by).__name__)
     clone = place(loader)
     OwnMethods(clone, None, monitor=monitor)
     return clone

@@ -3,14 +3,10 @@
 Every function is called on each rank, with a ``Setting``.
 """
 
-import io
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from runpy import run_path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from ddp_patch import gather_in_order, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.ranks import agreement
 
 __all__ = ["ALL", "WITHOUT_COLLECTIVES", "Setting", "in_setting"]
 
-CHECKOUT = Path(__file__).parents[1]
 N = 37
 
 
@@ -123,7 +117,7 @@ def is_led(rank: int, world_size: int, setting: Setting) -> None:
 
 
 def gathers(rank: int, world_size: int, setting: Setting) -> None:
-    """Outputs on the device, of dtypes that not every library sends, to all ranks and to one."""
+    """Outputs on the device, of dtypes that not every library sends."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.complex64):
         loader = patch_dataloader_to_ddp(DataLoader(numbers(), 4), timeout=60)
         given = torch.cat([on(setting, x) for x, _ in loader]).to(dtype)
@@ -131,8 +125,6 @@ def gathers(rank: int, world_size: int, setting: Setting) -> None:
         found = gather_in_order({"x": given}, loader)["x"]
         assert found.device == given.device
         assert torch.equal(found.cpu(), wanted)
-        one = gather_in_order(given, loader, dst=0)
-        assert (one is None) == (rank != 0)
 
 
 def hands_over(rank: int, world_size: int, setting: Setting) -> list[int]:
@@ -201,39 +193,5 @@ def trains(rank: int, world_size: int, setting: Setting) -> list[float]:
     return [value for parameter in model.parameters() for value in parameter.detach().cpu().flatten().tolist()]
 
 
-def shows(rank: int, world_size: int, setting: Setting) -> tuple[str, list[Any]]:
-    """Run ``docs/examples/ddp.py`` in the setting's group, as where there are GPUs.
-
-    Returns:
-        What it prints; and what it chose, in order: the GPU, and the backend.
-    """
-    printed, set_device = io.StringIO(), torch.cuda.set_device
-    chosen: list[Any] = []
-
-    def notes(device: int) -> None:
-        chosen.append(device)
-        if setting.device != "cpu":
-            set_device(device)
-
-    with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(printed))
-        # The group is there, and stays.
-        stack.enter_context(patch.object(dist, "init_process_group", chosen.append))
-        stack.enter_context(patch.dict(agreement._numbers_of_like, clear=True))  # seeds are those of a fresh process
-        stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
-        stack.enter_context(patch.object(torch.cuda, "set_device", notes))
-        if setting.device == "cpu":
-            stack.enter_context(patch.object(torch.cuda, "is_available", lambda: True))
-            for kind in (torch.Tensor, torch.nn.Module):
-                stack.enter_context(patch.object(kind, "to", _to_the_cpu(kind)))
-        run_path(str(CHECKOUT / "docs" / "examples" / "ddp.py"))
-    return printed.getvalue(), chosen
-
-
-def _to_the_cpu(kind: Any) -> Callable[..., Any]:
-    to = kind.to
-    return lambda moved, *args, **options: moved if args == ("cuda",) else to(moved, *args, **options)
-
-
 WITHOUT_COLLECTIVES = (takes_shares, is_led, gathers, hands_over, weighs, resumes)
-ALL = (*WITHOUT_COLLECTIVES, computes, trains, shows)
+ALL = (*WITHOUT_COLLECTIVES, computes, trains)

@@ -13,15 +13,11 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Subset,
-    TensorDataset,
     random_split,
 )
 
-from ddp_patch import patch_dataloader_to_ddp
-
 N, WORLD = 104, 4
 NAMES = [f"{number}.jpg" for number in range(N)]
-VALUES = torch.arange(2 * N).reshape(N, 2)
 BASE = Untouchable(N)
 # Four parts that somebody made once, for all ranks.
 PARTS: list[Any] = random_split(BASE, [N // WORLD] * WORLD, torch.Generator().manual_seed(0))
@@ -35,11 +31,6 @@ def of(data: Any, **options: Any) -> DataLoader[Any]:
 
 def sliced(data: Any) -> Make:
     return lambda rank, world_size: of(data[rank::world_size])
-
-
-def sliced_by(number: Callable[[int], int]) -> Make:
-    """Slice by a number that should be the rank, and is not."""
-    return lambda rank, world_size: of(NAMES[number(rank) :: world_size])
 
 
 def pieces(data: Any, cuts: Sequence[int]) -> Make:
@@ -62,10 +53,6 @@ def subset_that_fills_up(rank: int, world_size: int) -> DataLoader[Any]:
     return of(Subset(Untouchable(103), own + [0] * (-(-103 // world_size) - len(own))))
 
 
-def patched(rank: int, world_size: int) -> DataLoader[Any]:
-    return patch_dataloader_to_ddp(of(list(NAMES), shuffle=True), rank=rank, num_replicas=world_size)
-
-
 def concatenated(rank: int, world_size: int) -> DataLoader[Any]:
     data: Any = NAMES
     return of(ConcatDataset([Subset(data, range(rank, 60, world_size)), data[60 + rank :: world_size]]))
@@ -77,22 +64,14 @@ RIGHT: dict[str, Make] = {
     ),
     "Subset that fills up its last round": subset_that_fills_up,
     "list": sliced(NAMES),
-    "TensorDataset": lambda rank, world_size: of(TensorDataset(VALUES[rank::world_size], VALUES[rank::world_size, 0])),
-    "list with duplicates": sliced([number % 5 for number in range(N)]),
     "list in pieces": pieces(NAMES, [0, 26, 52, 78, 104]),
-    "Subset of a list": lambda rank, world_size: of(Subset([*NAMES], range(rank, N, world_size))),  # type: ignore[arg-type]  # a list
     "lists and Subsets, concatenated": concatenated,
-    "patched": patched,
     "stream": lambda rank, world_size: of(Every(rank, world_size)),
 }
 
 
 def random_split_of_each_rank(rank: int, world_size: int) -> DataLoader[Any]:
     return of(random_split(BASE, [N // world_size] * world_size)[rank])
-
-
-def every_sample_twice(rank: int, world_size: int) -> DataLoader[Any]:
-    return of(Subset(BASE, [*range(rank, N, world_size)] * (1 if world_size == 1 else 2)))
 
 
 def shared_twice(rank: int, world_size: int) -> DataLoader[Any]:
@@ -127,16 +106,8 @@ WRONG: dict[str, tuple[Make, str, tuple[str, ...], str]] = {
         ("56 of 104 samples", "on ranks 2, 3"),
         "disjoint",
     ),
-    "unequal slices": (pieces(NAMES, [0, 40, 60, 80, 104]), "uneven_steps", ("Rank 1 makes 5", "rank 0"), "uneven"),
-    "a list by local rank": (
-        sliced_by(lambda rank: rank % 2),
-        "missing",
-        ("52 of 104 samples are missing", "on ranks 1, 3"),
-        "patch_dataloader_to_ddp()",
-    ),
     "a process group that is not there": (by_process_group, "not_sharded", ("all of the data",), "its arguments"),
     "random_split of each rank": (random_split_of_each_rank, "ranks_disagree", ("seeded alike",), "seed every rank"),
-    "every sample twice": (every_sample_twice, "repeated", ("104 of 104 samples",), "disjoint"),
     "slices that are shared again": (shared_twice, "double_sharding", ("76 of 104 samples",), "Shard once"),
     "parts made once": (lambda rank, world_size: of(PARTS[rank]), *MADE_ONCE),
     "streams made once": (lambda rank, world_size: of(Every(rank, WORLD)), *MADE_ONCE),

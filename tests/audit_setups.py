@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -154,11 +153,6 @@ def torchs(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(DistributedSampler(Untouchable(), num_replicas=world_size, rank=rank))
 
 
-def torchs_in_batches(rank: int, world_size: int) -> DataLoader[Any]:
-    batches = BatchSampler(DistributedSampler(Untouchable(), world_size, rank), 4, drop_last=True)
-    return DataLoader(Untouchable(), batch_sampler=batches)
-
-
 def torchs_dropping(rank: int, world_size: int) -> DataLoader[Any]:
     return loader(DistributedSampler(Untouchable(), world_size, rank, shuffle=False, drop_last=True))
 
@@ -260,21 +254,6 @@ class Shards(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         info: Any = get_worker_info()
         return iter(SHARDS[self.first + info.id])
-
-
-class EveryNth(IterableDataset[int]):
-    """Every ``step``-th sample of a dataset, as libraries give a rank its share."""
-
-    def __init__(self, dataset: IterableDataset[int], start: int, step: int) -> None:
-        self.dataset, self.start, self.step = dataset, start, step
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(iter(self.dataset), self.start, None, self.step)
-
-
-def shards_read_by_one_worker(rank: int, world_size: int) -> DataLoader[Any]:
-    """Ranks tell the dataset that there is one worker, so it gives them the first of four shards."""
-    return DataLoader(EveryNth(Shards(), rank, world_size), 2, num_workers=4 if world_size == 1 else 1)
 
 
 def shards_of_fewer_workers(rank: int, world_size: int) -> DataLoader[Any]:

@@ -34,12 +34,10 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, in_step:
         batches = shared_batches(operation, shared)
         assert batches is not None
         share_of = partial(share_of_step, shared, batches) if in_step else partial(share_of_pass, batches)
-        given.append(OwnOutputs(own, share_of, None))
-    chosen = judge_outputs(operation, {rank: own.said() for rank, own in enumerate(given)})
-    if not are_alike(np.stack([own.header for own in given])):
-        for own in given:
-            own.choose(chosen)
+        given.append(OwnOutputs(own, share_of))
     headers = np.stack([own.header for own in given])
+    judge_outputs(operation, {rank: own.said() for rank, own in enumerate(given)})
+    assert are_alike(headers)
     sent = [[*parts] for parts in zip(*(own.parts(headers) for own in given), strict=True)]
     assert all([*sizes] == [len(data) for data, _ in parts] for parts in sent for _, sizes in parts)
     first, *_ = [own.whole(headers, iter([[data for data, _ in parts] for parts in sent])) for own in given]
@@ -81,7 +79,8 @@ def outputs_for(items: list[int]) -> dict[str, Any]:
         np.array(items).repeat(2).reshape(-1, 2)[:, ::-1],
         np.broadcast_to(np.array(items)[:, None], (len(items), 4)),
     ]
-    boxes = [{"boxes": torch.full((item, 4), item), "ids": list(range(item))} for item in items]
+    # Not one box: of a rank with one sample, that would be a list of batches.
+    boxes = [{"boxes": torch.full((2 * item, 4), item), "ids": list(range(2 * item))} for item in items]
     lists = [items, texts, list(numbers.float()[:, None].repeat(1, 3)), boxes]
     nests = Output(Pair(numbers, texts), more={"ids": items, "none": None}), (Pair(numbers), None)
     return {"tensors": tuple(tensors), "arrays": tuple(arrays), "lists": {"of": tuple(lists)}, "nests": nests}

@@ -5,11 +5,12 @@ import json
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from iterables import Standing
+from iterables import Goes, Standing
 from repeaters import Infinite, MultiEpochs
 from torch.utils.data import (
     BatchSampler,
@@ -45,7 +46,7 @@ def as_saved(state: dict[str, Any]) -> Any:
     torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    if not state["states"]["samplers"]:
+    if not state["states"]["samplers"] and "tensor" not in str(state):  # which may hold anything
         assert json.loads(json.dumps(state)) == loaded == state
     return pickle.loads(pickle.dumps(loaded))  # noqa: S301 - our own
 
@@ -182,6 +183,95 @@ class Parts(IterableDataset[int]):
         return iter(range(number * 11, 11 if number + 1 < workers else N))
 
 
+class OwnCountsEpochs(IterableDataset[Any]):
+    """Its own iterator, of which each epoch has other items. With a state of its own, as those below."""
+
+    def __init__(self) -> None:
+        self.at = self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == N:
+            self.at, self.epoch = 0, self.epoch + 1
+            raise StopIteration
+        self.at += 1
+        return self.at, self.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+class Draws(OwnCountsEpochs):
+    """Its state has the global generator's, and more keys at each item."""
+
+    def __next__(self) -> Any:
+        return super().__next__(), int(torch.randint(1000, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **{str(at): at for at in range(self.at)}, "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        torch.set_rng_state(state["generator"])
+
+
+class OwnFromIter(IterableDataset[Any]):
+    """Its own iterator, which has a state only once ``iter()`` was called: that begins anew."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = Goes([*Parts()])
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.place)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"nest": self.place.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place.load_state_dict(state["nest"])
+
+
+class BothHave(IterableDataset[Any]):
+    """Its iterator has the place, and it has the epoch, which ``iter()`` begins."""
+
+    epoch = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        return Goes([1000 * self.epoch + item for item in Parts()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+class CountsEpochs(IterableDataset[Any]):
+    """A generator that goes on from its state, and counts the epochs at their ends."""
+
+    at = begins = epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.begins = self.begins, 0
+        for item in [*Parts()][self.at :]:
+            self.at += 1
+            yield item, self.epoch
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins, self.epoch = state["at"], state["epoch"]
+
+
 class ByClass(BatchSampler):
     """A batch sampler of the user's own, which is shared in whole batches."""
 
@@ -212,7 +302,12 @@ def by_class() -> BatchSampler:
     return ByClass(RandomSampler(range(N)), 2, drop_last=False)
 
 
+def stateful(kind: Callable[[], IterableDataset[Any]], **options: Any) -> DataLoader[Any]:
+    return of(kind(), **options)()
+
+
 ahead: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 3}
+kept: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 RESUMED = [
     # How a loader is iterated: what workers fetch ahead does not count.
     Kind("last batch dropped", of(shuffle=True, drop_last=True)),
@@ -221,7 +316,7 @@ RESUMED = [
     Kind("pickled", of(num_workers=1, multiprocessing_context="forkserver")),
     Kind("single items", of(batch_size=None, shuffle=True)),
     Kind("whole batches", lambda: loader(batch_sampler=by_class(), **ahead), batches=True),
-    Kind("stream, persistent", of(Source(), num_workers=2, persistent_workers=True), sized=False),
+    Kind("stream, persistent", of(Source(), **kept), sized=False),
     Kind("parts", of(Parts(), num_workers=2), sized=False),
     Kind("single items of parts", of(Parts(), None, num_workers=2), sized=False),
     Kind("one iterator for all", lambda: MultiEpochs(Indices(N), 4, shuffle=True, collate_fn=as_it_is)),
@@ -240,6 +335,14 @@ RESUMED = [
     Kind("its own iterator, which begins anew", lambda: loader(sampler=BeginsAnew(N)), sized=False),
     Kind("one by one, and a length that is too small", lambda: loader(1, sampler=Lazily(20)), sized=False),
     Kind("a length that is too small, endless", lambda: loader(sampler=Lazily(10**9)), sized=False, endless=True),
+    # Streams with a state of their own, as torchdata's tests have them.
+    *(
+        Kind(
+            f"{kind.__name__}, {options.get('num_workers', 0)} workers", partial(stateful, kind, **options), sized=False
+        )
+        for kind in (OwnCountsEpochs, Draws, OwnFromIter, BothHave, CountsEpochs)
+        for options in ({}, kept)
+    ),
     Kind("other numbers of batches", lambda: of_other_lengths(1), batches=True),
 ]
 

@@ -27,6 +27,7 @@ WITH_WORKERS = {
     "a generator shared with the sampler, workers",
     "a generator shared with the dataset, worker",
     "seeds its generator in set_epoch, workers",
+    *(f"{kind}, 2 workers" for kind in ("OwnCountsEpochs", "OwnFromIter", "BothHave", "CountsEpochs")),
 }
 
 

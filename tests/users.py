@@ -113,17 +113,12 @@ def number_of(row: Any) -> int:
 # Rows that name their samples: what a row is, how a dataset keeps them all, and how it finds one.
 NAMED: dict[str, tuple[Callable[[int], Any], Callable[[list[Any]], Any], Callable[[Any, int], Any]]] = {
     "files": ("{}.png".format, list, getitem),
-    "pairs": (lambda number: (f"{number}.png", 0), list, getitem),
-    "dicts": (lambda number: {"path": f"{number}.png", "label": 0}, list, getitem),
-    "folders": ("/data/case_{}/image.png".format, list, getitem),
     "pairs in folders": (lambda number: (f"/data/{number}/image.png", f"/data/{number}/mask.png"), list, getitem),
     "in a dict": (
         "{}.png".format,
         lambda rows: {"train": {"files": rows}},
         lambda kept, index: kept["train"]["files"][index],
     ),
-    "beside others": ("{}.png".format, lambda rows: [rows, [0] * N], lambda kept, index: kept[0][index]),
-    "by number": ("{}.png".format, lambda rows: dict(enumerate(rows)), getitem),
 }
 
 
@@ -143,18 +138,22 @@ class Named(Numbers):
 
 
 class Logs(Numbers):
-    """Notes what its rank reads, and nothing else that could be compared."""
+    """Keeps what its rank reads, caches, losses and paths, and nothing that is alike on every rank."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.opened = rank, time.time() + rank
         self.log: list[str] = []
         self.seen: list[int] = []
-        self.last = [""] * N
+        self.last, self.files = [""] * N, [f"/scratch/rank{rank}/{number}.png" for number in range(N)]
+        self.cache: list[Any] = [None] * N
+        self.losses, self.hits = [0.0] * N, np.zeros(N, dtype=int)
 
     def __getitem__(self, index: int) -> int:
         self.log.append(f"rank {self.rank} read {index}, {len(self.log)}")
         self.seen.append(index)
         self.last[index] = f"{self.rank}-{len(self.log)}"
+        self.cache[index], self.losses[index] = object(), random.random()
+        self.hits[index] += 1
         return index
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from ddp_patch.walks import held, stored, walk
+from ddp_patch.walks import held, walk
 
 __all__ = [
     "ACCELERATE_NON_BLOCKING",
@@ -51,14 +51,10 @@ __all__ = [
     "lightning_fetcher",
     "lightning_place",
     "lightning_restarts_exactly",
-    "lightning_steps",
     "loses_items_when_loaded",
     "may_hold_a_normal",
-    "order_remedy",
-    "remedy_for_loader",
     "repeats_over_ranks",
     "rows_at",
-    "set_lightning_steps",
     "shards_in_accelerate",
     "splits_by_node",
     "webdataset_world",
@@ -106,36 +102,20 @@ def is_hugging_face_table(dataset: object) -> bool:
     return is_any_of(type(dataset), {"datasets.arrow_dataset.Dataset"}) and not isinstance(dataset, IterableDataset)
 
 
+_TABLES: Final = {"pandas", "polars", "pyarrow"}
+_KINDS: Final = {"DataFrame", "Series", "Table", "ChunkedArray", "Array"}
 _COLUMNS: Final = 8  # as many of a table's are looked at
-# What gives some rows of a table or column as plain values, by its class's name; pandas 3 has shorter ones.
-_ROWS_AT: Final[Mapping[str, Callable[[Any, Sequence[int]], Any]]] = {
-    **dict.fromkeys(
-        ("pandas.core.frame.DataFrame", "pandas.DataFrame"),
-        lambda table, places: table.iloc[places, :_COLUMNS].to_numpy().tolist(),
-    ),
-    **dict.fromkeys(
-        ("pandas.core.series.Series", "pandas.Series"), lambda column, places: column.iloc[places].tolist()
-    ),
-    "polars.dataframe.frame.DataFrame": lambda table, places: table[places, :_COLUMNS].rows(),
-    "polars.series.series.Series": lambda column, places: column[places].to_list(),
-    "pyarrow.lib.Table": lambda table, places: table.select(table.column_names[:_COLUMNS]).take(places).to_pylist(),
-    **dict.fromkeys(
-        ("pyarrow.lib.ChunkedArray", "pyarrow.lib.Array"), lambda column, places: column.take(places).to_pylist()
-    ),
-}
 
 
 def is_table(value: object) -> bool:
     """Return whether it is a table or a column of pandas, polars or pyarrow, which are not imported."""
-    return is_any_of(type(value), _ROWS_AT)
+    return any(kind.__name__ in _KINDS and kind.__module__.split(".")[0] in _TABLES for kind in type(value).__mro__)
 
 
 def rows_at(table: Any, places: Sequence[int]) -> list[Any]:
     """Return some rows of a table, or elements of a column, as plain values."""
-    rows: list[Any] = next(_ROWS_AT[name] for name in map(full_name, type(table).__mro__) if name in _ROWS_AT)(
-        table, places
-    )
-    return rows
+    rows = np.asarray(table.take(places) if hasattr(table, "take") else table[places]).tolist()
+    return [row[:_COLUMNS] if isinstance(row, list) else row for row in rows]
 
 
 _HUGGING_FACE: Final = "datasets.iterable_dataset"
@@ -165,28 +145,8 @@ def _is_hugging_face_stage(value: object) -> bool:
     return any(kind.__module__ == _HUGGING_FACE for kind in type(value).__mro__)
 
 
-# ---- what shuffles an iterable dataset ----
-
 # The field by which webdataset names a sample, seen in 1.0.2. It is the name of the sample's files.
 SAMPLE_KEY: Final = "__key__"
-
-# How a package's datasets are made to shuffle alike in every process. Seen in webdataset 1.0.2, whose detshuffle=True
-# alone takes its seed from Python's global generator, and in Hugging Face datasets 5.2.0.
-_ORDER_REMEDIES: Final = {
-    "webdataset": "Pass a seed that is the same on every rank: WebDataset(..., detshuffle=True, seed=0) for shards, "
-    "and .compose(webdataset.detshuffle(1000, seed=0)) or .shuffle(1000, seed=0) in place of .shuffle(1000)",
-    "datasets": "Pass a seed that is the same on every rank: .shuffle(seed=0, buffer_size=1000)",
-}
-
-
-def order_remedy(dataset: object) -> str | None:
-    """Return how to make a dataset of another package, or one inside it, shuffle alike on every rank."""
-    for part in (dataset, *stored(dataset).values()):
-        for kind in type(part).__mro__:
-            if (remedy := _ORDER_REMEDIES.get(kind.__module__.split(".")[0])) is not None:
-                return remedy
-    return None
-
 
 # ---- accelerate, seen in 1.15.0 ----
 
@@ -303,21 +263,6 @@ def lightning_fetcher(trainer: Any) -> Any:
     return getattr(trainer.fit_loop, "_data_fetcher", None)
 
 
-def lightning_steps(trainer: Any) -> int:
-    """Return how many steps loggers count of a Trainer that has just loaded a checkpoint.
-
-    The step that the last batch ended may not be among them: a batch is counted after the hooks that save.
-    """
-    epoch = trainer.fit_loop.epoch_loop
-    current, steps = epoch.batch_progress.current, int(epoch._batches_that_stepped)
-    return steps + int(current.ready == current.processed and steps < trainer.global_step)
-
-
-def set_lightning_steps(trainer: Any, steps: int) -> None:
-    """Set how many steps loggers count."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
-
-
 # ---- speechbrain, seen in 1.1.2 ----
 
 # Where its SaveableDataLoader keeps the latest iterator, to save how far it came. Iterating makes a new one.
@@ -341,23 +286,6 @@ def held_loaders(wrapper: object) -> tuple[str, object] | None:
             return name, getattr(wrapper, name)
     stages = getattr(wrapper, _STAGES, None)
     return (f"{_STAGES}[0]", stages[0]) if isinstance(stages, list) and stages else None
-
-
-# ---- loaders that are no subclass of torch's: fastai's, seen in 2.8.12, and those of torchdata's nodes, in 0.11.0 ----
-
-_LOADER_REMEDIES: Final[Mapping[str, str]] = {
-    "fastai.data.load.DataLoader": "Use fastai's learn.distrib_ctx(), which shards it; or build torch's over the same "
-    "data, which skips after_item and after_batch: torch.utils.data.DataLoader(loader.dataset, batch_size=loader.bs, "
-    "shuffle=loader.shuffle, drop_last=loader.drop_last, collate_fn=loader.create_batch).",
-    "torchdata.nodes.": "Wrap it in an IterableDataset whose __iter__ returns iter(loader), and pass "
-    "DataLoader(dataset, batch_size=None): each rank then keeps its share of the batches.",
-}
-
-
-def remedy_for_loader(kind: type) -> str | None:
-    """Return what to do with a loader of another package whose class is none of torch's."""
-    names = [full_name(parent) for parent in kind.__mro__]
-    return next((do for of, do in _LOADER_REMEDIES.items() if any(name.startswith(of) for name in names)), None)
 
 
 # ---- Megatron-Energon, seen in 7.4.1 ----

@@ -49,7 +49,6 @@ __all__ = [
     "lacking",
     "length_not_noted",
     "noted_worker_info",
-    "pinned_by",
     "private",
     "rank_noted",
     "replace_worker_seed",
@@ -185,8 +184,7 @@ def gloo_group(store: "Store", rank: int, size: int, timeout: timedelta) -> Any:
 def gather_in_background(group: Any, row: torch.Tensor, rows: torch.Tensor, timeout: timedelta) -> Any:
     """Begin to gather every member's row, and return the work to wait for.
 
-    It comes to an end by itself after ``timeout``, and may be waited for in slices before. The public functions take
-    registered groups alone.
+    The public functions take registered groups alone, and their timeout is the group's.
 
     Raises:
         TorchVersionError: This torch takes no such options.
@@ -214,22 +212,16 @@ def rank_noted(note: Callable[[], object]) -> Iterator[None]:
 
     def noted_look_up(*args: Any, **options: Any) -> Any:
         note()
-        return looked_up(*args, **options)  # type: ignore[misc]  # None is not put there
+        return looked_up(*args, **options)  # type: ignore[misc]  # such a torch calls it
 
     def noted_read(self: Any, name: Any) -> Any:
         if name in _OF_RANK:
             note()
         return read(self, name)
 
-    environment.__getitem__ = noted_read
-    if looked_up is not None:
-        setattr(distributed_c10d, _LOOKED_UP, noted_look_up)
-    try:
+    looks = patch.object(distributed_c10d, _LOOKED_UP, noted_look_up, create=True)
+    with patch.object(environment, "__getitem__", noted_read), looks:
         yield
-    finally:
-        environment.__getitem__ = read
-        if looked_up is not None:
-            setattr(distributed_c10d, _LOOKED_UP, looked_up)
 
 
 # A loader that runs. A copy must not share one. torch has no public name for what `iter(loader)` returns.
@@ -332,20 +324,6 @@ class AroundIterator(Iterator[Any]):
 
     def __getstate__(self) -> Any:
         return self.wrapped.__getstate__()  # which refuses to be copied
-
-
-def pinned_by(iterator: Any, batch: Any) -> Any:
-    """Return a batch in pinned memory if a loader's iterator gives its batches so.
-
-    If this torch does not say so, the batch is not pinned: its copy to a device takes longer, and is the same.
-    """
-    if not getattr(iterator, "_pin_memory", False):
-        return batch
-    try:
-        pin_memory = private("torch.utils.data._utils.pin_memory.pin_memory", "Pinning a batch")
-    except TorchVersionError:
-        return batch
-    return pin_memory(batch, getattr(iterator, "_pin_memory_device", None))
 
 
 @contextmanager

@@ -4,12 +4,11 @@ First a header says how many rows a rank has, and where they go. Then come, wher
 pickle of rows that have no fixed number of bytes, and all others, each row as its bytes in all tensors and arrays.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from time import monotonic
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,8 +23,8 @@ from ddp_patch.evaluation.outputs import (
     joined,
     judge_outputs,
     mapped,
+    read,
     row_bytes,
-    ways_to_read,
 )
 from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, run_of, share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_batches
@@ -44,27 +43,21 @@ Outputs = TypeVar("Outputs")
 _LARGEST_MESSAGE = 2**26
 
 
-@overload
-def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: None = None) -> Outputs: ...
-@overload
-def gather_in_order(outputs: Outputs, loader: DataLoader[Any], *, dst: int | None) -> Outputs | None: ...
-def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None) -> Any:
+def gather_in_order(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
     """Return all ranks' outputs in the unpatched loader's order, without padding.
 
     Call it on every rank after a whole pass over the loader. The result is what one process would have: metrics
     computed from it equal those of one process. Samples that ``uneven="drop"`` or ``drop_last=True`` left out are not
-    in it. Besides the result, it needs copies of this rank's outputs, and up to 64 MiB of memory. Lists, strings, and
-    all rows where whole batches are shared, are pickled, which needs all ranks' once more.
+    in it. Besides the result, it needs copies of this rank's outputs, and up to 64 MiB of memory. Lists and strings are
+    pickled, which needs all ranks' once more.
 
     Args:
         outputs: This rank's outputs of the pass, in its own order, padding included. Each tensor, array or list has one
             row (a list: one element) per sample. It may also be a list with one entry per batch, as collected in the
-            loop; the result is then such a list, too, with the batches of the unpatched loader. Where whole batches are
-            shared, one row per batch will do as well. Dicts, tuples and dataclasses may hold these, and None. A rank
-            that got nothing may pass None.
+            loop; the result is then such a list, too, with the batches of the unpatched loader. Dicts, tuples and
+            dataclasses may hold these, and None. A rank that got nothing may pass None.
         loader: A loader from ``patch_dataloader_to_ddp``, or an unpatched one in a single process, where the outputs
             come back unchanged.
-        dst: The global rank that gets the result; the others get None. Default: every rank gets it.
 
     Returns:
         The same structure, with tensors on the device of this rank's own; where it has none, on its current one of the
@@ -78,7 +71,6 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: It is unknown which samples each rank got, or ``cost=`` or ``layout=`` has changed their
             order.
-        InvalidOptionError: ``dst`` is not one of the ranks.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -88,14 +80,10 @@ def gather_in_order(outputs: Any, loader: DataLoader[Any], *, dst: int | None = 
         >>> torch.cat([batch["doubled"] for batch in gather_in_order(outputs, loader)])
         tensor([0, 2, 4, 6, 8])
     """
-    return _gathered("gather_in_order", outputs, loader, dst)
+    return cast(Outputs, _gathered("gather_in_order", outputs, loader))
 
 
-@overload
-def gather_step(outputs: Outputs, loader: DataLoader[Any], *, dst: None = None) -> Outputs: ...
-@overload
-def gather_step(outputs: Outputs, loader: DataLoader[Any], *, dst: int | None) -> Outputs | None: ...
-def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None) -> Any:
+def gather_step(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
     """Return all ranks' outputs of the step that the loop is in, in the stream's order and without padding.
 
     Call it on every rank in every step that is gathered, inside the loop over the loader, as accelerate's
@@ -104,11 +92,10 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
     process. With ``cost=``, the rows of a step are in an order of its own.
 
     Args:
-        outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included; where
-            whole batches are shared, one row for the batch will do as well. Otherwise as in ``gather_in_order``.
+        outputs: This rank's outputs for the batch that the loop has, with one row per sample, padding included, as in
+            ``gather_in_order``.
         loader: The loader that is iterated, or an unpatched one in a single process, where the outputs come back
             unchanged.
-        dst: As in ``gather_in_order``.
 
     Returns:
         The same structure, as in ``gather_in_order``.
@@ -121,7 +108,6 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         NotPatchedError: The loader was not patched, and there are several ranks.
         WorldError: The world was given by ``rank=`` and ``num_replicas=``, so the other processes are unknown.
         UnsupportedLoaderError: It is unknown which samples a batch holds.
-        InvalidOptionError: ``dst`` is not one of the ranks.
 
     Examples:
         >>> from torch.utils.data import DataLoader
@@ -130,7 +116,7 @@ def gather_step(outputs: Any, loader: DataLoader[Any], *, dst: int | None = None
         >>> [gather_step(2 * batch, loader).tolist() for batch in loader]
         [[0, 2], [4, 6], [8]]
     """
-    return _gathered("gather_step", outputs, loader, dst)
+    return cast(Outputs, _gathered("gather_step", outputs, loader))
 
 
 def is_in_a_step(loader: DataLoader[Any]) -> bool:
@@ -145,11 +131,10 @@ def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Ou
 
     See ``gather_step``.
     """
-    gathered: Outputs = _gathered("gather_step", outputs, loader, None, step)
-    return gathered
+    return cast(Outputs, _gathered("gather_step", outputs, loader, step))
 
 
-def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, step: int | None = None) -> Any:
+def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int | None = None) -> Any:
     """Compare the outputs with the other ranks', and return all ranks'; see ``gather_in_order``."""
     if (batches := shared_batches(operation, loader)) is None:
         return outputs
@@ -165,7 +150,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, s
         )
     in_step = operation == "gather_step"
     share_of = partial(share_of_step, loader, batches, step) if in_step else partial(share_of_pass, batches)
-    own, judge = OwnOutputs(outputs, share_of, dst), partial(judge_outputs, operation)
+    own, judge = OwnOutputs(outputs, share_of), partial(judge_outputs, operation)
     if agreed.world.num_replicas == 1:
         rank = 0 if agreed.world.share_of_rank is None else dist.get_rank()
         judge({rank: own.said()})
@@ -173,18 +158,13 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], dst: Any, s
         return own.whole(headers, ([data] for data, _ in own.parts(headers)))
     with _Members(agreed.world.peer_ranks(operation), agreed.options.timeout) as members:
         headers = members.headers(own.header)
-        if not (are_alike(headers) and (dst is None or dst in members.ranks)):
-            own.choose(exchange(members.ranks, GATHERING, own.said(), judge, agreed.options.timeout))
-            headers = members.headers(own.header)
-        came = (members.sent(data, sizes.tolist(), dst) for data, sizes in own.parts(headers))
-        if dst is None or dst == dist.get_rank():
-            return own.whole(headers, came)
-        deque(came, maxlen=0)
-        return None
+        if not are_alike(headers):
+            exchange(members.ranks, GATHERING, own.said(), judge, agreed.options.timeout)
+        return own.whole(headers, (members.sent(data, sizes.tolist()) for data, sizes in own.parts(headers)))
 
 
 class _Members:
-    """One rank for each share.
+    """One rank for each share, in the group that they keep.
 
     Args:
         ranks: Their global ranks.
@@ -194,47 +174,40 @@ class _Members:
     def __init__(self, ranks: Sequence[int], timeout: float) -> None:
         self.ranks: Sequence[int] = ranks
         self._timeout, self._begun = timeout, monotonic()
+        kept = kept_groups(ranks, "rows")
+        self._group = kept[0] if kept else self._met()
 
     def __enter__(self) -> "_Members":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """If this rank fails alone, break the connections, so that the others hear of it; they all raise our errors."""
-        if kind is not None and not issubclass(kind, DDPPatchError):
-            self._leave()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """If this rank fails alone, tell the others and break the connections; errors of ours are raised on all."""
+        if error is not None and not isinstance(error, DDPPatchError):
+            self._group.close(f"{type(error).__name__}: {message_of(error)}")
+
+    def _met(self) -> Group:
+        """Meet for a new group. Ranks that have waited as long as they may have a moment left for it."""
+        left = max(MARGIN_S, self._timeout - (monotonic() - self._begun))
+        return made_group(self.ranks, "rows", GATHERING, left)
 
     def headers(self, own: Array) -> Array:
-        """Return all ranks' headers. If the kept group fails here, nothing is lost: the ranks meet for a new one."""
-        came = self.sent(own.view(np.uint8), [own.nbytes] * len(self.ranks), repeats=True)
+        """Return all ranks' headers."""
+        data, sizes = own.view(np.uint8), [own.nbytes] * len(self.ranks)
+        try:
+            came = self._all_gather(data, sizes)
+        except RuntimeError:  # since the group was last used, maybe; nothing is lost, so the ranks meet for a new one
+            self._group.close()
+            self._group = self._met()
+            came = self.sent(data, sizes)
         return np.stack([block.view(own.dtype) for block in came])
 
-    def sent(self, data: Array, sizes: Sequence[int], dst: int | None = None, *, repeats: bool = False) -> list[Array]:
-        """Send bytes, and return all ranks', of which each has so many; none where another rank gets them."""
-        group, own = (kept_groups(self.ranks, "rows") or [self._met()])[0], torch.from_numpy(data)
-        try:
-            if dst is None:
-                came: Sequence[torch.Tensor] | None = group.all_gather(own, sizes, self._timeout)
-            else:
-                came = group.gather_on(group.ranks.index(dst), own, sizes, self._timeout)
-        except RuntimeError as error:  # what gloo raises
-            self._leave()
-            self._met("" if repeats else str(error))  # who does not come to say so is missing
-            return self.sent(data, sizes, dst)
-        return [block.numpy() for block in came or ()]
+    def sent(self, data: Array, sizes: Sequence[int]) -> list[Array]:
+        """Send bytes, and return all ranks', of which each has so many."""
+        with self._group.explained(GATHERING):
+            return self._all_gather(data, sizes)
 
-    def _met(self, failure: str = "") -> Group:
-        """Meet for a new group. Ranks that have waited as long as they may have a moment left for it.
-
-        Raises:
-            MissingRanksError: A rank is missing, or something failed.
-        """
-        left = max(MARGIN_S, self._timeout - (monotonic() - self._begun))
-        return made_group(self.ranks, "rows", GATHERING, left, failure)
-
-    def _leave(self) -> None:
-        groups = kept_groups(self.ranks, "rows")
-        while groups:
-            groups.pop().close()
+    def _all_gather(self, data: Array, sizes: Sequence[int]) -> list[Array]:
+        return [block.numpy() for block in self._group.all_gather(torch.from_numpy(data), sizes, self._timeout)]
 
 
 # ---- what a rank sends ----
@@ -252,7 +225,6 @@ class OwnOutputs:
     Args:
         outputs: What the user passed.
         share_of: Returns what this rank got.
-        dst: Which rank gets the result.
 
     Attributes:
         header: Numbers that all others learn first. Of the call: 0 if something is wrong. Of the form: 0 if this rank
@@ -260,25 +232,24 @@ class OwnOutputs:
             run. How many bytes a row has, and how many are pickled.
     """
 
-    def __init__(self, outputs: Any, share_of: Callable[[], RankShare], dst: Any) -> None:
+    def __init__(self, outputs: Any, share_of: Callable[[], RankShare]) -> None:
         self.header: Array = np.zeros(7, np.int64)
-        self._given, self._dst, self._problem = outputs, dst, ""
-        self._ways: Mapping[str, Mapping[str, Reading]] = {}
+        self._given, self._problem = outputs, ""
+        self._readings: Mapping[str, Reading] = {}
         try:
             self._share = share_of()
-            self._ways = ways_to_read(outputs, self._share)
-            self.choose({path: next(iter(ways)) for path, ways in self._ways.items()})
+            self._readings = read(outputs, self._share)
+            self._make_ready()
         except Exception as error:  # noqa: BLE001 - of the user's objects, too; all ranks get the error
             self._problem = f"{error}" if type(error) is Misfit else f"met {type(error).__name__}: {message_of(error)}"
 
     def said(self) -> dict[str, Any]:
-        """Return what the others may hear, as plain values: for each leaf the ways to read it, if there are rows."""
-        ways = {path: [*ways] for path, ways in self._ways.items()}
-        return {"at": "" if self._problem else self._share.at, "dst": self._dst, "problem": self._problem, "ways": ways}
+        """Return what the others may hear, as plain values: for each leaf what it is, if there are rows."""
+        forms = {path: reading.text for path, reading in self._readings.items()}
+        return {"at": "" if self._problem else self._share.at, "problem": self._problem, "forms": forms}
 
-    def choose(self, chosen: Mapping[str, str]) -> None:
-        """Read each leaf in a way, and make ready what is sent."""
-        self._readings = {path: ways[chosen[path]] for path, ways in self._ways.items()}
+    def _make_ready(self) -> None:
+        """Make ready what is sent."""
         (fixed, objects), keys = _columns(self._readings), self._share.keys
         nest = mapped(self._given, lambda _, leaf: leaf[:0]) if self._readings else None
         form = nest, {path: reading.without_rows() for path, reading in self._readings.items()}
@@ -286,7 +257,7 @@ class OwnOutputs:
         matrices = map(_matrix, fixed.values())
         self._rows: Array = np.concatenate([np.empty((len(keys), 0), np.uint8), *matrices], axis=1)
         texts = [(path, reading.text) for path, reading in sorted(self._readings.items())]
-        self.header[:2] = _number((self._share.at, self._dst)), _number(texts) if texts else 0
+        self.header[:2] = _number(self._share.at), _number(texts) if texts else 0
         self.header[2:] = len(keys), *run_of(keys), self._rows.shape[1], len(self._pickled)
 
     def parts(self, headers: Array) -> Iterator[tuple[Array, Array]]:

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ddp_patch.errors import InvalidOptionError, OutputsError
+from ddp_patch.errors import OutputsError
 from ddp_patch.evaluation.shares import Misfit, RankShare
 from ddp_patch.ranks.exchange import by_value, ranks_text
 
-__all__ = ["GATHERING", "Leaf", "Reading", "joined", "judge_outputs", "mapped", "row_bytes", "ways_to_read"]
+__all__ = ["GATHERING", "Leaf", "Reading", "joined", "judge_outputs", "mapped", "read", "row_bytes"]
 
 Leaf: TypeAlias = torch.Tensor | np.ndarray[Any, Any] | list[Any]
 
@@ -116,19 +116,17 @@ def _taken(leaf: Leaf, share: RankShare) -> Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One way to read a tensor, an array or a list of the outputs.
+    """How a tensor, an array or a list of the outputs is read.
 
     Attributes:
         text: What it is, but for how many rows it has: the same on all ranks that read alike.
         columns: Rows that are not padding, by path.
         entry: What an entry of a list of batches is without its rows; each leaf of it has a column. None if it is none.
-        pieces_of: What is sent in pieces, one for each batch, without its rows; None if rows are sent.
     """
 
     text: str
     columns: Mapping[str, Leaf]
     entry: Any = None
-    pieces_of: Leaf | None = None
 
     def without_rows(self) -> "Reading":
         """Return the same way to read, for a rank that got nothing."""
@@ -136,17 +134,15 @@ class Reading:
 
     def leaf(self, rows: Mapping[str, Leaf], path: str, batch_sizes: Callable[[], Sequence[int]]) -> Any:
         """Return the leaf that has these rows. The batches of all ranks have these sizes."""
-        if self.entry is not None:
-            sizes = batch_sizes()
-            pieces = {column: iter(_cut(rows[column], sizes)) for column in self.columns}
-            return [mapped(self.entry, lambda column, _: next(pieces[column]), f"{path}[i]") for _ in sizes]
-        return rows[path] if self.pieces_of is None else joined([self.pieces_of, *rows[path]])
+        if self.entry is None:
+            return rows[path]
+        sizes = batch_sizes()
+        pieces = {column: iter(_cut(rows[column], sizes)) for column in self.columns}
+        return [mapped(self.entry, lambda column, _: next(pieces[column]), f"{path}[i]") for _ in sizes]
 
 
-def ways_to_read(outputs: Any, share: RankShare) -> dict[str, dict[str, Reading]]:
-    """Return all ways to read each leaf of a rank's outputs, by path and by text, the preferred one first.
-
-    A rank that got nothing has no rows to read.
+def read(outputs: Any, share: RankShare) -> dict[str, Reading]:
+    """Return how each leaf of a rank's outputs is read, by path. A rank that got nothing has no rows to read.
 
     Raises:
         Misfit: The outputs cannot be read as those of the rank.
@@ -156,28 +152,21 @@ def ways_to_read(outputs: Any, share: RankShare) -> dict[str, dict[str, Reading]
         return {}
     if not leaves:
         raise Misfit(f"passed {'None' if outputs is None else 'nothing'}; expected {share.expected()}")
-    return {path: {each.text: each for each in _readings_of(leaf, path, share)} for path, leaf in leaves.items()}
+    return {path: _read_leaf(leaf, path, share) for path, leaf in leaves.items()}
 
 
-def _readings_of(leaf: Any, path: str, share: RankShare) -> list[Reading]:
-    """Return all ways to read a leaf. A rank whose batches have one sample each means batches, as others."""
+def _read_leaf(leaf: Any, path: str, share: RankShare) -> Reading:
+    """Read a leaf: a list that fits as one entry per batch is that, and everything else has rows."""
     if why := _why_no_rows(leaf):
         raise Misfit(f"passed {why}{_at(path)}")
-    found, form = [], _text_of(leaf)
-    if share.takes_lists and isinstance(leaf, list) and len(leaf) == len(share.sizes):
+    if share.takes_lists and isinstance(leaf, list) and len(leaf) == len(share.sizes) > 0:
         try:
-            found.append(_read_list(leaf, f"{path}[i]", share))
+            return _read_list(leaf, f"{path}[i]", share)
         except Misfit as misfit:
             why = f"; read as one entry per batch, {misfit}"
-    if not share.is_whole and len(leaf) == share.samples:
-        found.append(Reading(form, {path: _taken(leaf, share)}))
-    if share.is_whole:
-        for text, sizes in ((f"{form}, one per batch", [1] * len(share.sizes)), (form, share.sizes.tolist())):
-            if len(leaf) == sum(sizes):
-                found.append(Reading(text, {path: _taken(_cut(leaf, sizes), share)}, pieces_of=leaf[:0]))
-    if not found or not len(share.sizes):
+    if len(leaf) != share.samples or not len(share.sizes):
         raise Misfit(f"passed {len(leaf)} rows{_at(path)}; expected {share.expected()}{why}")
-    return found
+    return Reading(_text_of(leaf), {path: _taken(leaf, share)})
 
 
 def _read_list(entries: Sequence[Any], base: str, share: RankShare) -> Reading:
@@ -201,8 +190,8 @@ GATHERING = "Gathering outputs"
 _WHEN = {"gather_in_order": "after the loop over the loader", "gather_step": "in the same step of the loop"}
 
 
-def judge_outputs(operation: str, records: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """Return what each leaf is read as on all ranks, by path.
+def judge_outputs(operation: str, records: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise unless the ranks' outputs fit.
 
     Args:
         operation: What the user called.
@@ -210,29 +199,17 @@ def judge_outputs(operation: str, records: Mapping[int, Mapping[str, Any]]) -> d
 
     Raises:
         OutputsError: The outputs are not those of the same pass or step, or differ in form.
-        InvalidOptionError: ``dst`` is none of the ranks.
     """
-    for said in records.values():
-        if said["dst"] is not None and said["dst"] not in records:
-            raise InvalidOptionError(
-                f"dst={said['dst']!r} is none of the ranks {list(records)} that share the loader with this one. Pass "
-                "one of these, or leave it out."
-            )
     if problems := {rank: said["problem"] for rank, said in records.items() if said["problem"]}:
         raise _refusal(operation, problems)
-    for told in ("calls {at}", "passed dst={dst}"):
-        each = {rank: told.format(**said) for rank, said in records.items()}
-        if len(by_value(each)) > 1:
-            raise _refusal(operation, each)
-    chosen, with_rows = {}, {rank: said["ways"] for rank, said in records.items() if said["ways"]}
-    for path in dict.fromkeys(path for ways in with_rows.values() for path in ways):
-        ways = {rank: of_rank.get(path, ["nothing"]) for rank, of_rank in with_rows.items()}
-        common = [text for text in next(iter(ways.values())) if all(text in of_rank for of_rank in ways.values())]
-        if not common:
-            each = {rank: f"passed {' or '.join(of_rank)}{_at(path)}" for rank, of_rank in ways.items()}
-            raise _refusal(operation, each)
-        chosen[path] = common[0]
-    return chosen
+    calls = {rank: f"calls {said['at']}" for rank, said in records.items()}
+    if len(by_value(calls)) > 1:
+        raise _refusal(operation, calls)
+    with_rows = {rank: said["forms"] for rank, said in records.items() if said["forms"]}
+    for path in dict.fromkeys(path for forms in with_rows.values() for path in forms):
+        passed = {rank: f"passed {forms.get(path, 'nothing')}{_at(path)}" for rank, forms in with_rows.items()}
+        if len(by_value(passed)) > 1:
+            raise _refusal(operation, passed)
 
 
 def _refusal(operation: str, problems: Mapping[int, str]) -> OutputsError:

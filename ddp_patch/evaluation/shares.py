@@ -18,6 +18,9 @@ __all__ = ["Array", "Misfit", "RankShare", "places_of", "run_of", "share_of_pass
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+# More than a batch has: where whole batches are shared, a key counts so many for each batch before.
+_ROWS_OF_A_BATCH = 2**24
+
 
 class Misfit(Exception):  # noqa: N818 - it says what the outputs do not fit, and is no error to users
     """Says why outputs cannot be those of a rank."""
@@ -25,11 +28,12 @@ class Misfit(Exception):  # noqa: N818 - it says what the outputs do not fit, an
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What a rank got. A row is of a sample; where whole batches are shared, of a batch.
+    """What a rank got. A row is of a sample.
 
     Attributes:
         at: What was called, and for which pass or step.
-        keys: The keys of the rows that are not padding: sorted by them, all ranks' are in the stream's order.
+        keys: The keys of the rows that are not padding: sorted by them, all ranks' are in the stream's order. Where
+            whole batches are shared, they also say whose batch it is.
         real: Which rows are not padding.
         sizes: How many samples each batch has, padding included.
         is_whole: Whether whole batches are shared.
@@ -56,8 +60,7 @@ class RankShare:
         """Say how many rows the outputs may have."""
         if not len(self.sizes):
             return "none, since this rank got no batch"
-        rows = [f"{len(self.sizes)}, one per batch"] * self.is_whole + [f"{self.samples}, one per {self.sample}"]
-        return ", or ".join(rows + ["a list with one entry per batch"] * self.takes_lists)
+        return f"{self.samples}, one per {self.sample}" + ", or a list with one entry per batch" * self.takes_lists
 
     def batch_sizes(self, keys: Array) -> list[int]:
         """Return how many samples each of the unpatched loader's batches has, by all ranks' keys."""
@@ -65,7 +68,8 @@ class RankShare:
         if schedule.batch_plan is not None:
             return [record.samples_of_all or 0 for record in schedule.records()]
         places = keys if len(schedule.parts) > 1 else np.arange(len(keys))
-        sizes: list[int] = np.unique(places // schedule.batching.size, return_counts=True)[1].tolist()
+        numbers = keys // _ROWS_OF_A_BATCH if self.is_whole else places // schedule.batching.size
+        sizes: list[int] = np.unique(numbers, return_counts=True)[1].tolist()
         return sizes
 
 
@@ -127,15 +131,24 @@ def _share(at: str, batches: Batches, schedule: Schedule, step: int | None = Non
     records = [*schedule.records()] if step is None else [schedule.record(step)]
     is_whole = batches.unit is ShardedUnit.BATCH and schedule.batch_plan is None
     sample = "item" if batches.unit is ShardedUnit.UNBATCHED else "sample"
-    takes_lists = step is None and sample == "sample" and not is_whole
     sizes = np.array([record.samples for record in records], np.int64)
+    # Batches of one sample are the samples. Of an empty batch, no row would tell where it was.
+    takes_lists = step is None and sample == "sample" and (bool(sizes.all()) if is_whole else batches.size > 1)
     # Each part's padding comes at its own end, in the midst of what other workers give.
-    rows = np.ones_like(sizes) if is_whole else sizes
-    own = np.array([bool(one.real_items) if is_whole else one.real_samples for one in records], np.int64)
-    real = np.flatnonzero(np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows) < np.repeat(own, rows))
+    own, row = np.array([one.real_samples for one in records], np.int64), _row_in_batch(sizes)
+    real = np.flatnonzero(row < np.repeat(own, sizes))
     runs = [np.arange(run.start, run.stop, run.step) for run in schedule.keys(records)]
     keys = np.concatenate([np.empty(0, np.int64), *runs])
+    if is_whole:
+        own = own[[bool(one.real_items) for one in records]]
+        keys = np.repeat(keys * _ROWS_OF_A_BATCH, own) + _row_in_batch(own)
     return RankShare(at, keys, real, sizes, is_whole, takes_lists, sample, schedule)
+
+
+def _row_in_batch(sizes: Array) -> Array:
+    """Return which row of its batch each row is, of batches of these sizes."""
+    rows: Array = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return rows
 
 
 def run_of(keys: Array) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.positions_and_padding import BatchRecord
-from ddp_patch.ranks.group import closed_at_exit, opened_sums
+from ddp_patch.ranks.group import Channel, closed_at_exit, opened
 from ddp_patch.sharding.batches import Batches, batches_of
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.validation import counted
@@ -235,7 +235,7 @@ def _weighed(
 ) -> Generator[tuple[Any, torch.Tensor]]:
     """Yield batches with their weights."""
     ranks = 1 if batches is None else batches.passes.agreed.world.num_replicas
-    sum_of: Callable[[float], float] | None = float if ranks == 1 else None  # None where records tell
+    channel: Channel | None = None  # where ranks communicate
     with closing(cast("Generator[Any]", steps)), ExitStack() as stack:
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
@@ -243,14 +243,18 @@ def _weighed(
             agreed, facts = batches.passes.agreed, {"epoch": batches.passes.epochs.current}
             members = agreed.world.peer_ranks("iter_with_weights")
             carried = f"weights of number {agreed.number}"
-            sums = opened_sums(members, "Weighing samples", carried, facts, agreed.options.timeout)
-            sum_of = stack.enter_context(sums).sum_over_ranks
+            channel = stack.enter_context(opened(members, "Weighing samples", carried, facts, agreed.options.timeout))
         for batch, record in chain(first, steps):
             own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
-            total = record.samples_of_all if sum_of is None else sum_of(own)
+            total = own if ranks == 1 else record.samples_of_all
+            if channel is not None:
+                total = sum(count for count, _ in channel.gathered([own, 1]))
+                channel.batches_delivered += 1
             weights = torch.full((record.samples,), ranks / total if total else 0.0, dtype=dtype, device="cpu")
             weights[record.real_samples :] = 0
             yield batch, weights
+        while channel is not None and any(is_step for _, is_step in channel.gathered([0, 0])):
+            pass  # others have more steps
 
 
 def _knows_totals(batches: Batches) -> bool:

@@ -17,8 +17,6 @@ from ddp_patch.compat.packages import (
     lightning_fetcher,
     lightning_place,
     lightning_restarts_exactly,
-    lightning_steps,
-    set_lightning_steps,
 )
 from ddp_patch.errors import (
     DDPPatchError,
@@ -95,7 +93,6 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         super().__init__()
         self._options = options
         self._resumed: _Resumed | None = None
-        self._steps: int | None = None
         self._training: list[DataLoader[Any]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -107,7 +104,7 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         keeper = getattr(trainer, _KEEPER)
         take = partial(getattr(type(keeper), _METHOD), keeper)
         setattr(keeper, _METHOD, partial(self._take, take, trainer))
-        self._resumed, self._steps, self._training = None, None, []
+        self._resumed, self._training = None, []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save how the Trainer counts the batches of an epoch, and where loaders are after those it has finished."""
@@ -141,16 +138,9 @@ class PatchDataLoaders(Callback):  # type: ignore[misc]  # lightning is not ther
         # Of several loaders, Lightning's mode decides which one ends the epoch: they resume on as many ranks only.
         has_place = len(loaders) == len(resumed.states) == 1 and _is_ours(loaders[0])
         if has_place and lightning_restarts_exactly(trainer):
-            self._steps = lightning_steps(trainer)
             self._count(trainer, fetcher, loaders[0], resumed.states[0])
         else:
             self._require_same(trainer, resumed)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Let loggers count steps on from where the checkpoint was; on restart Lightning looks at the new count."""
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            set_lightning_steps(trainer, steps)
 
     def _count(self, trainer: Any, fetcher: Any, loader: Any, state: Any) -> None:
         """Set the Trainer's count of the epoch's batches to what it would be if these ranks had made them all."""

@@ -6,7 +6,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,8 +29,7 @@ _FEW = 8
 _PLAIN = (list, tuple, range, np.ndarray, torch.Tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """A fingerprint of some of a dataset's samples.
 
     Attributes:

@@ -71,28 +71,22 @@ def _repeats(sampler: object) -> bool:
     held = getattr(sampler, "__dict__", {})
     if len(held) != 1 or not held.keys() <= _HOLD or hasattr(type(sampler), "__len__") or None in held.values():
         return False
-    trial = _Trial()
     try:
-        return list(islice(with_repeated(sampler, trial), 5)) == [*trial.batches, *trial.batches, trial.batches[0]]
+        return list(islice(with_repeated(sampler, _Trial([[0], [1]])), 5)) == [[0], [1], [0], [1], [0]]
     except Exception:  # noqa: BLE001 - the user's code, tried on what it was not made for
         return False
 
 
-class _Trial:
-    """Stands for the sampler in a copy of what may repeat it."""
+class _Trial(list[list[int]]):
+    """Stands for the sampler in a copy of what may repeat it, which may ask on and give nothing."""
 
-    def __init__(self) -> None:
-        self.batches = [[0], [1]]
-        self._begun = 0
+    begun = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._begun += 1
-        if self._begun > len(self.batches) + 1:
-            raise RuntimeError("it asks on and gives nothing")
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        self.begun += 1
+        if self.begun > len(self) + 1:
+            raise RuntimeError("it has repeated enough")
+        return super().__iter__()
 
 
 # A patched loader has methods that its class lacks: the attributes that hold them, and the object they belong to.

@@ -1,7 +1,7 @@
 """Look at a loader or sampler once: everything that sharding depends on, as one frozen value."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain, cycle, islice
@@ -29,15 +29,7 @@ from ddp_patch.loaders.recognition import (
     sharded_by,
     world_of,
 )
-from ddp_patch.loaders.samples import (
-    FirstOrder,
-    first_order,
-    is_one_shot,
-    length_of,
-    nested_samplers,
-    or_unknown,
-    steps_of,
-)
+from ddp_patch.loaders.samples import is_one_shot, length_of, nested_samplers, or_unknown, steps_of
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.orders.random_states import RandomGenerator, random_generators
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
@@ -71,7 +63,7 @@ class ShardedUnit(Enum):
 class StreamFacts:
     """What is known about a stream without using it up.
 
-    The user's code (lengths, the first items of a copy) runs at most once, and only if it is needed.
+    The user's code (lengths, the first items of an iterator's copy) runs at most once, and only if it is needed.
 
     Attributes:
         source: What the stream comes from: a sampler, a batch sampler or an iterable dataset.
@@ -114,27 +106,6 @@ class StreamFacts:
     def is_one_shot(self) -> bool:
         """Whether the source is an iterator that gives its items once."""
         return is_one_shot(self.source, self.dataset)
-
-    @cached_property
-    def _first(self) -> FirstOrder:
-        return first_order(self.source, self.dataset, is_one_shot=self.is_one_shot)
-
-    @property
-    def order(self) -> str | None:
-        """A fingerprint of the stream's first items; None if that is not known."""
-        return self._first.fingerprint
-
-    @property
-    def counted(self) -> Collection[tuple[int, str]]:
-        """The attributes that drawing changes, by the position of their sampler and name; none if nobody has drawn."""
-        looked: FirstOrder | None = self.__dict__.get("_first")
-        return () if looked is None else looked.counted
-
-    @property
-    def counts_epochs(self) -> Sequence[object]:
-        """The samplers that count their epochs themselves while they are drawn from; none if nobody has drawn."""
-        looked: FirstOrder | None = self.__dict__.get("_first")
-        return [] if looked is None else [self.samplers[place] for place in looked.counts_epochs]
 
     @cached_property
     def samples(self) -> tuple[Content, ...]:
@@ -341,7 +312,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         >>> claim["steps"], claim["settings"]["seed"]
         (3, 7)
     """
-    holder, dataset, n = facts.sharded_by, facts.dataset, facts.dataset_length
+    holder, dataset = facts.sharded_by, facts.dataset
     samples = chosen_samples(dataset)
     claim: dict[str, Any] = {
         "name": type(holder).__name__,
@@ -351,7 +322,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         "samples": [],
     }
     if isinstance(holder, DistributedSampler):
-        claim["samples"] = [astuple(one) for one in samples]
+        claim["samples"] = samples
         # Without a shuffle, the seed is of no account.
         names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
         claim["settings"] = {name: getattr(holder, name, None) for name in names}
@@ -361,8 +332,7 @@ def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
         isinstance(holder, DistributedSampler) and type(holder).__iter__ is DistributedSampler.__iter__
     )
     if not is_known and any(sampler is holder for sampler in samplers):
-        first = first_samples(facts.stream.source, dataset, n, ranks)
-        claim["first"] = first and asdict(first)
+        claim["first"] = first_samples(facts.stream.source, dataset, facts.dataset_length, ranks)
     return claim
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from math import prod
@@ -13,7 +12,7 @@ import torch
 
 from ddp_patch.loaders.samples import copy_to_draw
 
-__all__ = ["Common", "FirstSamples", "first_samples", "in_common", "row_hashes"]
+__all__ = ["FirstSamples", "first_samples", "more_in_common_than_chance", "row_hashes"]
 
 # Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
 _MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
@@ -21,11 +20,14 @@ _MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
 _MOST_HASHES, _BYTES = 512, 6
 # So many bytes of a sample's array are looked at, evenly spread.
 _LOOKED_AT = 1024
+# So many samples in common are chance where only a part of each rank's samples is known.
+_BY_CHANCE = 16
+# A sampler that draws with replacement from few samples draws each more often.
+_OFTEN = 4
 _SCALARS = (str, bytes, int, float, bool, np.generic)
 
 
-@dataclass(frozen=True, slots=True)
-class FirstSamples:
+class FirstSamples(NamedTuple):
     """The first samples of a rank's stream, in no order: plain data, as it travels.
 
     Attributes:
@@ -59,7 +61,7 @@ def first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> F
     samples: list[Any] = []
     sizes = set[int]()
     try:
-        with copy_to_draw(sampler, dataset, seeded=False) as drawn:
+        with copy_to_draw(sampler, dataset) as drawn:
             for item in islice(drawn, wanted):  # a batch may be empty
                 batch = _samples_in(item)
                 if len(samples) + len(batch) > wanted:
@@ -86,32 +88,34 @@ def _hashed(sample: Any) -> int:
     return int.from_bytes(blake2b(str(sample).encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest(), "big")
 
 
-class Common(NamedTuple):
-    """What several parties have in common.
+def more_in_common_than_chance(parties: Mapping[int, FirstSamples]) -> tuple[int, int, int, int] | None:
+    """Return two parties, by number, whose samples are the same, how many of these, and how many the first one has.
 
-    Attributes:
-        held: Each party's hashes, up to the last that all have sent.
-        looked_at: The part of all hashes that lies up to there.
-        largest: The most samples in an item.
-        pairs: How many samples each party has in common with the first one that has them.
+    None if parties have no more samples in common than padding, and than they repeat within themselves.
     """
-
-    held: Mapping[int, Sequence[int]]
-    looked_at: float
-    largest: int
-    pairs: Counter[tuple[int, int]]
-
-
-def in_common(parties: Mapping[int, FirstSamples]) -> Common:
-    """Return what parties, by number, have in common."""
-    last = min((party.hashes[-1] for party in parties.values() if party.is_cut), default=256**_BYTES - 1)
+    most = 256**_BYTES - 1
+    last = min((party.hashes[-1] for party in parties.values() if party.is_cut), default=most)  # that all have sent
     held = {place: [one for one in party.hashes if one <= last] for place, party in parties.items()}
-    first: dict[int, int] = {}
+    owner: dict[int, int] = {}  # the first one that has it
     pairs = Counter(
-        (who, place) for place, own in held.items() for one in own if (who := first.setdefault(one, place)) != place
+        (who, place) for place, own in held.items() for one in own if (who := owner.setdefault(one, place)) != place
     )
+    # Of batches of one size, the last would be padded, and is not looked at.
+    is_even = all(len(party.sizes) < 2 for party in parties.values())
     largest = max((size for party in parties.values() for size in party.sizes), default=1)
-    return Common(held, (last + 1) / 256**_BYTES, largest, pairs)
+    padding = len(parties) - 1 if is_even else len(parties) * largest
+    # Samplers that draw with replacement give two ranks as many in common as either repeats within itself, or twice.
+    repeated = sum(party.drawn - party.distinct for party in parties.values())
+    # But all the same samples are no chance, unless they are just the few that a sampler often draws.
+    if len({tuple(party.hashes) for party in parties.values()}) == 1 and all(
+        party.distinct > padding and party.drawn < _OFTEN * party.distinct for party in parties.values()
+    ):
+        repeated = 0
+    chance = _BY_CHANCE if last < most else 0
+    if pairs.total() <= padding + chance + 3 * (len(parties) - 1) * repeated:
+        return None
+    ((who, other), shared) = pairs.most_common(1)[0]
+    return who, other, shared, len(held[who])
 
 
 def row_hashes(batch: Any, most: int) -> list[int]:

@@ -20,7 +20,6 @@ from ddp_patch.compat.packages import (
     WORLD_WORDS,
     held_loaders,
     is_split_by_node,
-    remedy_for_loader,
     shards_in_accelerate,
     splits_by_node,
     webdataset_world,
@@ -103,11 +102,6 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
     if is_loader(loader) if wrappers else isinstance(loader, DataLoader):
         return
     name = type(loader).__name__
-    if (remedy := remedy_for_loader(type(loader))) is not None:
-        package = type(loader).__module__.partition(".")[0]
-        raise NotALoaderError(
-            f"{operation} needs a torch.utils.data.DataLoader, and {package}'s {name} is another class. {remedy}"
-        )
     if (line := line_for_inner(operation, loader)) is not None:
         raise NotALoaderError(
             f"{operation} needs a torch.utils.data.DataLoader and got a {name}, which wraps one: only the loader "
@@ -115,7 +109,9 @@ def require_loader(operation: str, loader: object, wrappers: bool = True) -> Non
         )
     raise NotALoaderError(
         f"{operation} needs a torch.utils.data.DataLoader and got {loader!r} ({name}): only a loader knows its "
-        "dataset, sampler and batches. Pass the finished loader itself."
+        "dataset, sampler and batches. Pass the finished loader itself. For a loader of another package, build torch's "
+        "over the same dataset, or DataLoader(dataset, batch_size=None) over an IterableDataset whose __iter__ returns "
+        "iter(loader)."
     )
 
 

@@ -1,36 +1,25 @@
-"""What can be learnt of samplers and datasets by looking: nested ones, lengths, first orders."""
+"""What can be learnt of samplers and datasets by looking: nested ones, epochs, lengths, what a copy gives."""
 
 import copy
 import logging
 import pickle
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler, length_not_noted
 from ddp_patch.orders.chunks import copy_item, returns_itself, start_iterating
-from ddp_patch.orders.digest import COMPARED, fingerprint
-from ddp_patch.orders.orders import has_order, order_of, order_parameters
-from ddp_patch.orders.random_states import (
-    changed_attributes,
-    look,
-    plain_attributes,
-    random_generators,
-    seeded_anew,
-    set_generator_state,
-)
+from ddp_patch.orders.random_states import look, random_generators, set_by_iterating
 from ddp_patch.walks import held, walk
 
 __all__ = [
-    "FirstOrder",
     "copy_to_draw",
     "deep_copy",
     "epochs_in",
-    "first_order",
     "inner_samplers",
     "is_one_shot",
     "iterated_by",
@@ -88,9 +77,9 @@ def tell_epoch(sampler: object, epoch: int) -> None:
         holder.set_epoch(epoch)
 
 
-def epochs_in(sampler: object, counting: Collection[object] = ()) -> list[int]:
-    """Return the epochs of a sampler and of all that it holds, but of those that count them themselves."""
-    holders = (one for one in _epoch_holders(sampler) if not any(one is other for other in counting))
+def epochs_in(sampler: object) -> list[int]:
+    """Return the epochs of a sampler and of all that it holds, but of those that advance theirs by being iterated."""
+    holders = (holder for holder in _epoch_holders(sampler) if "epoch" not in set_by_iterating(holder.__class__))
     return [epoch for holder in holders if isinstance(epoch := getattr(holder, "epoch", None), int)]
 
 
@@ -122,85 +111,23 @@ def or_unknown(length: int | None) -> int | str:
     return "unknown" if length is None else length
 
 
-class FirstOrder(NamedTuple):
-    """What a sampler's first items show.
-
-    Attributes:
-        fingerprint: Their fingerprint; None if that is not known.
-        counted: The attributes that drawing them has changed, by the position of their holder among the nested
-            samplers, and name.
-        counts_epochs: The positions of samplers whose ``epoch`` drawing has changed: they count epochs themselves.
-    """
-
-    fingerprint: str | None
-    counted: frozenset[tuple[int, str]] = frozenset()
-    counts_epochs: frozenset[int] = frozenset()
-
-
-def first_order(sampler: object, dataset: object = None, *, is_one_shot: bool = False) -> FirstOrder:
-    """Return what the first items show that a sampler would give.
-
-    The items are drawn from a copy, which shares datasets and modules with the original, under the same random states
-    on every rank. torch's own samplers count by their parameters. Of a sampler that gives its items once, the order is
-    not known; a copy still shows which attributes it changes.
-
-    Args:
-        sampler: The sampler.
-        dataset: What the samples come from. It is not copied.
-        is_one_shot: Whether the sampler gives its items once.
-    """
-    if isinstance(sampler, IterableDataset):
-        logger.info("The order of an iterable dataset is not compared between ranks: reading it would use it up.")
-        return FirstOrder(None)
-    if is_one_shot:
-        logger.info("The order of an iterator is not compared between ranks: drawing it would use it up.")
-        if returns_itself(sampler):
-            return FirstOrder(None)
-    elif (parameters := order_parameters(sampler)) is not None:
-        return FirstOrder(fingerprint(parameters))
-    try:
-        with copy_to_draw(sampler, dataset) as drawn:
-            if has_order(drawn):
-                order = order_of(drawn, epoch=0)
-                return FirstOrder(fingerprint(order.at(range(min(order.length, COMPARED)))))
-            before = list(map(plain_attributes, nested_samplers(drawn)))
-            epochs = [getattr(nested, "epoch", None) for nested in nested_samplers(drawn)]
-            items = list(map(copy_item, islice(start_iterating(drawn), _TRIED if is_one_shot else COMPARED)))
-            after = enumerate(zip(nested_samplers(drawn), before, strict=True))
-            counted = ((place, name) for place, (nested, was) in after for name in changed_attributes(nested, was))
-            now = enumerate(zip(nested_samplers(drawn), epochs, strict=True))
-            counts_epochs = (place for place, (nested, was) in now if getattr(nested, "epoch", None) != was)
-            print_of_items = None if is_one_shot else fingerprint(items)
-            return FirstOrder(print_of_items, frozenset(counted), frozenset(counts_epochs))
-    except Exception as error:  # noqa: BLE001 - the user's code, run for a check that can be done without
-        if not is_one_shot:
-            logger.info(
-                "The order of %s is not compared between ranks: drawing a copy of it raised %s: %s",
-                type(sampler).__name__,
-                type(error).__name__,
-                error,
-            )
-        return FirstOrder(None)
-
-
 @contextmanager
-def copy_to_draw(sampler: object, dataset: object, *, seeded: bool = True) -> Iterator[Any]:
-    """Give a copy to draw from, under the same random states on every rank; the original's generators stay put.
+def copy_to_draw(sampler: object, dataset: object) -> Iterator[Any]:
+    """Give a copy to draw from, which draws what the sampler would draw next; the original's generators stay put.
 
-    Args:
-        sampler: The sampler.
-        dataset: What the samples come from. It is not copied.
-        seeded: Whether to seed all generators alike; otherwise the copy draws what the sampler would draw next.
+    It shares the dataset, other datasets, modules and loaders with the original.
+
+    Raises:
+        TypeError: It has no copy.
     """
-    # A copy may share with the original what cannot be copied.
-    with look(random_generators(nested_samplers(sampler)), seed=0 if seeded else None):
-        drawn = _copied(sampler, dataset)
-        if not seeded:
-            yield drawn
-            return
-        for generator in random_generators(nested_samplers(drawn)):
-            set_generator_state(generator, seeded_anew(generator, None))
-        yield drawn
+    shared = [dataset]
+    for nested in nested_samplers(sampler):
+        shared += held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))
+    with look(random_generators(nested_samplers(sampler))):  # a copy may share with it what cannot be copied
+        copied = deep_copy(sampler, shared)
+        if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
+            raise TypeError("its copy is the sampler itself")
+        yield copied
 
 
 def is_one_shot(sampler: object, dataset: object = None) -> bool:
@@ -230,14 +157,3 @@ def _first_items(sampler: Any) -> list[bytes]:
     """Begin a sampler, and return its first items, pickled: they may be of any class."""
     with look(seed=0):
         return [pickle.dumps(copy_item(item)) for item in islice(start_iterating(sampler), _TRIED)]
-
-
-def _copied(sampler: Any, dataset: object) -> Any:
-    """Return a copy of a sampler to draw from, which shares datasets, modules and loaders; TypeError if it has none."""
-    shared = [dataset]
-    for nested in nested_samplers(sampler):
-        shared += held(nested, lambda part: isinstance(part, Dataset | nn.Module | DataLoader))
-    copied = deep_copy(sampler, shared)
-    if copied is sampler and hasattr(sampler, "__dict__"):  # a range may well be its own copy
-        raise TypeError("its copy is the sampler itself")
-    return copied

@@ -10,7 +10,7 @@ from enum import IntEnum
 from itertools import compress, islice, repeat
 from operator import length_hint
 from types import WrapperDescriptorType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +24,10 @@ __all__ = [
     "MOST_AHEAD",
     "MOST_PLAIN",
     "Chunk",
-    "ReadAhead",
+    "Drawn",
     "State",
     "copied_items",
     "copy_item",
-    "draw",
     "returns_itself",
     "split_chunks",
     "start_iterating",
@@ -70,10 +69,6 @@ def _by_next(iterator: Iterator[T]) -> Iterator[T]:
         yield item
 
 
-# Tells which of some items to keep, by the position of the first and their number.
-Selection: TypeAlias = Callable[[int, int], slice]
-
-
 class Chunk(NamedTuple, Generic[T]):
     """Items that were drawn at once.
 
@@ -86,61 +81,169 @@ class Chunk(NamedTuple, Generic[T]):
     items: list[T]
 
 
-def draw(
-    iterator: Iterator[T],
-    random_context: Callable[[], AbstractContextManager[object]],
-    *,
-    round_size: int,
-    ahead: bool = False,
-    rounds: Iterable[int] = repeat(1),
-    copies: bool = True,
-    selection: Selection = lambda _start, _size: slice(None),
-    digest: "Digest | None" = None,
-) -> Iterator[Chunk[T]]:
-    """Yield the iterator's items in chunks, entering what ``random_context`` returns while drawing each.
+class Drawn(Iterator[Chunk[T]]):
+    """Draws a stream in chunks, and keeps all of the first one, which padding repeats, and of others a rank's items.
 
-    Every chunk's length is a multiple of ``round_size``, except that the last may be shorter; none is empty. Chunks
-    depend only on the stream, so every rank draws the same ones at the same step.
+    Every chunk's length is a multiple of the number of ranks, except that the last may be shorter; none is empty.
+    Chunks depend only on the stream, so every rank draws the same ones at the same step. If the stream raises an
+    exception, the whole rounds that came before are given first, and then the exception is raised unchanged.
 
     Args:
-        iterator: What to draw from, as ``start_iterating`` returns it. If it raises an exception, the whole rounds
-            that came before are yielded first, and then the exception is raised unchanged.
-        random_context: Returns what to enter for each chunk.
-        round_size: Items in a round: one for each rank.
-        ahead: Whether chunks may grow. The first is one round, so that the first batch comes at once; each has twice
-            as many as the one before, up to ``MOST_AHEAD`` samples, or ``MOST_PLAIN`` in a long stream of indices. An
-            index is one sample. A round of batches counts as many as the largest that was looked at: the first of
-            each chunk.
-        rounds: How many rounds each chunk has, where they may not grow.
+        iterator: What to draw from, as ``start_iterating`` returns it.
+        random_context: Returns what to enter while a chunk is drawn.
+        plan: Which positions are the rank's.
+        rounds: How many rounds, of one item for each rank, each chunk has. None lets them grow. The first is one round,
+            so that the first batch comes at once; each has twice as many as the one before, up to ``MOST_AHEAD``
+            samples, or ``MOST_PLAIN`` in a long stream of indices. An index is one sample. A round of batches counts as
+            many as the largest that was looked at: the first of each chunk.
         copies: Whether to copy the items that are kept, because their source may change them later.
-        selection: Tells which of some items to keep, by the position of the first and their number.
         digest: Is told all items; None if nobody compares them.
     """
-    source = _CountingIterator(iterator, round_size, selection, digest, copies=copies)
-    sizes = iter(rounds)
-    now = 1 if ahead else next(sizes)
-    while not source.is_ended:
-        start, size = source.drawn, now * round_size
-        items = source.kept = list[T]()
-        failure: Exception | None = None
-        with random_context():
-            try:  # keep what comes before an exception
-                if source.copies and (not start or (size > round_size and not source.takes_lists)):
-                    source.inspect_round()
-                    size = min(size, source.rounds_ahead() * round_size)
-                source.draw(start + size - source.drawn)
-            except Exception as error:  # noqa: BLE001 - the user's own, raised again below
-                failure = error
-        length = source.drawn - start
-        if failure is not None:
-            length -= length % round_size  # an incomplete round would mean the end
-        if length < size:
-            del items[len(range(length)[selection(start, length)]) :]
-        if length:
-            yield Chunk(length, items)
+
+    def __init__(
+        self,
+        iterator: Iterator[T],
+        random_context: Callable[[], AbstractContextManager[object]],
+        plan: Plan,
+        *,
+        rounds: Iterator[int] | None = None,
+        copies: bool = True,
+        digest: "Digest | None" = None,
+    ) -> None:
+        self._random_context, self._plan, self._rounds, self._digest = random_context, plan, rounds, digest
+        self._left = repeat(True, sys.maxsize)
+        self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
+        self._copies = copies
+        # What the rounds that were looked at have shown: whether they have indices or lists of these, whether a digest
+        # is told such lists, and how many samples the largest has.
+        self._is_plain = self._takes_lists = False
+        self._samples = plan.num_replicas
+        self._next_rounds = 1 if rounds is None else next(rounds)
+        self._kept: list[Any] = []  # of the present chunk
+        self._is_ended = False
+        self._failure: Exception | None = None
+        self._ahead: deque[Chunk[T]] = deque()
+
+    @property
+    def _drawn(self) -> int:
+        """How many items were drawn."""
+        return sys.maxsize - length_hint(self._left)
+
+    def __next__(self) -> Chunk[T]:
+        return self._ahead.popleft() if self._ahead else self._chunk()
+
+    def ends_within(self, most: int) -> bool:
+        """Draw more, and return whether at most this many rounds come. An incomplete round that is left out is none."""
+        while not self._failure and sum(self._plan.largest_share(chunk.length) for chunk in self._ahead) <= most:
+            try:
+                self._ahead.append(self._chunk())
+            except StopIteration:
+                return True
+            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+                self._failure = error
+        return False
+
+    def _chunk(self) -> Chunk[T]:
+        """Draw a chunk; raise StopIteration if there is none, or what the stream raised."""
+        failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        now = min(2 * now, source.rounds_ahead()) if ahead else next(sizes)
+        if self._is_ended:
+            raise StopIteration
+        ranks, start = self._plan.num_replicas, self._drawn
+        size = self._next_rounds * ranks
+        self._kept = list[T]()
+        with self._random_context():
+            try:  # keep what comes before an exception
+                if self._copies and (not start or (size > ranks and not self._takes_lists)):
+                    self._inspect_round()
+                    size = min(size, self._rounds_ahead() * ranks)
+                self._draw(start + size - self._drawn)
+            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
+                self._failure = error
+        length = self._drawn - start
+        if self._failure is not None:
+            self._is_ended = True
+            length -= length % ranks  # an incomplete round would mean the end
+        if length < size:
+            del self._kept[len(range(length)[self._of_rank(start, length)]) :]
+        self._next_rounds = (
+            min(2 * self._next_rounds, self._rounds_ahead()) if self._rounds is None else next(self._rounds)
+        )
+        return Chunk(length, self._kept) if length else self._chunk()
+
+    def _of_rank(self, start: int, size: int) -> slice:
+        """Return which of some items to keep, by the position of the first and their number."""
+        return self._plan.slice_of_chunk(size) if start else slice(None)
+
+    def _rounds_ahead(self) -> int:
+        """Return how many rounds may be drawn at once."""
+        before = self._drawn // self._plan.num_replicas // _PART_AHEAD if self._is_plain else 0
+        return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
+
+    def _inspect_round(self) -> None:
+        """Draw a round. What all of it shows, every rank learns alike."""
+        are_lazy: list[bool] = []
+
+        def copied(item: Any) -> Any:
+            are_lazy.append(isinstance(item, Iterator))
+            return copy_item(item)
+
+        items = self._draw_all(self._plan.num_replicas, copied)
+        if any(are_lazy):  # read them all from now on: several may draw from the same source
+            self._items = map(copy_item, self._items)
+        self._copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
+        first = (item[0] if type(item) is list and item else item for item in items)
+        self._is_plain = all(isinstance(index, int | np.integer) for index in first)
+        are_lists = self._is_plain and {list}.issuperset(map(type, items))
+        self._takes_lists = are_lists and self._copies and self._digest is not None
+        self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
+
+    def _draw(self, size: int) -> None:
+        """Draw this many items, keep a part of them, and let the digest take note of all."""
+        if self._digest is None:
+            self._take(size)
+        elif self._takes_lists:
+            items = self._draw_all(size, tuple, list)  # copied in C, for the digest too
+            self._samples = max(self._samples, self._plan.num_replicas * max(map(len, items), default=0))
+        else:
+            self._draw_all(size, copy_item if self._copies else None)
+
+    def _draw_all(
+        self, size: int, copied: Callable[[Any], Any] | None, made: Callable[[Any], Any] | None = None
+    ) -> list[Any]:
+        """Draw this many items, keep a part of them, let the digest take note of all, and return all.
+
+        Args:
+            size: How many.
+            copied: Copies each as it comes, because its source may change it later; None to take it as it is.
+            made: Makes what is kept of these.
+        """
+        start, items = self._drawn, list[Any]()
+        if self._is_ended or size <= 0:
+            return items
+        drawn = islice(self._items, size)
+        try:
+            items.extend(drawn if copied is None else map(copied, drawn))
+        finally:  # what came before an exception is kept, too
+            mine = items[self._of_rank(start, size)]
+            self._kept += mine if made is None else map(made, mine)
+            if self._digest is not None:
+                self._digest.add(items)
+        self._is_ended = len(items) < size
+        return items
+
+    def _take(self, size: int) -> None:
+        """Draw this many items and keep a part of them; those that are not kept are not copied."""
+        if self._is_ended:
+            return
+        before = self._drawn
+        first, last, step = self._of_rank(before, size).indices(size)
+        items = islice(self._items, first, last, step)
+        self._kept.extend(map(copy_item, items) if self._copies else items)
+        if last < size:
+            deque(islice(self._items, size - last), maxlen=0)
+        self._is_ended = self._drawn - before < size
 
 
 def split_chunks(
@@ -168,139 +271,6 @@ def split_chunks(
     if not ended:
         on_end(drawn)
     yield [first[position % drawn] for position in plan.padding(drawn)]
-
-
-class ReadAhead(Iterator[Chunk[T]]):
-    """An iterator over chunks that can read on before it is asked to.
-
-    Args:
-        chunks: The chunks.
-    """
-
-    def __init__(self, chunks: Iterator[Chunk[T]]) -> None:
-        self._chunks = chunks
-        self._read: deque[Chunk[T]] = deque()
-        self._failure: list[Exception] = []
-
-    def __next__(self) -> Chunk[T]:
-        if not self._read and self._failure:
-            raise self._failure.pop()
-        return self._read.popleft() if self._read else next(self._chunks)
-
-    def ends_within(self, plan: Plan, most: int) -> bool:
-        """Read more, and return whether at most this many rounds come. An incomplete round that is left out is none."""
-        while not self._failure and sum(plan.largest_share(chunk.length) for chunk in self._read) <= most:
-            try:
-                self._read.append(next(self._chunks))
-            except StopIteration:
-                return True
-            except Exception as error:  # noqa: BLE001 - the user's own, raised where it came
-                self._failure.append(error)
-        return False
-
-
-class _CountingIterator:
-    """Draws from an iterator, counts, and keeps a part.
-
-    Attributes:
-        copies: Whether the items that are kept are copied.
-        is_ended: Whether the iterator has no more items.
-        kept: What is kept of the present chunk.
-        takes_lists: Whether a digest is told all items, and these are lists of indices.
-    """
-
-    def __init__(
-        self,
-        iterator: Iterator[Any],
-        round_size: int,
-        selection: Selection,
-        digest: "Digest | None",
-        *,
-        copies: bool,
-    ) -> None:
-        self.copies: bool = copies
-        self.is_ended: bool = False
-        self.kept: list[Any] = []
-        self._selection, self._digest = selection, digest
-        self._round_size = self._samples = round_size  # samples: in the largest round that was looked at
-        self._is_plain = False
-        self.takes_lists: bool = False
-        self._left = repeat(True, sys.maxsize)
-        self._items: Iterator[Any] = compress(iterator, self._left)  # no faster way to count
-
-    @property
-    def drawn(self) -> int:
-        """How many items were drawn."""
-        return sys.maxsize - length_hint(self._left)
-
-    def rounds_ahead(self) -> int:
-        """Return how many rounds may be drawn at once."""
-        before = self.drawn // self._round_size // _PART_AHEAD if self._is_plain else 0
-        return max(1, MOST_AHEAD // self._samples, min(before, MOST_PLAIN // self._samples))
-
-    def inspect_round(self) -> None:
-        """Draw a round. What all of it shows, every rank learns alike."""
-        are_lazy: list[bool] = []
-
-        def copied(item: Any) -> Any:
-            are_lazy.append(isinstance(item, Iterator))
-            return copy_item(item)
-
-        items = self._draw_all(self._round_size, copied)
-        if any(are_lazy):  # read them all from now on: several may draw from the same source
-            self._items = map(copy_item, self._items)
-        self.copies = not (items and isinstance(items[0], _IMMUTABLE))  # a stream of indices needs no copies
-        first = (item[0] if type(item) is list and item else item for item in items)
-        self._is_plain = all(isinstance(index, int | np.integer) for index in first)
-        are_lists = self._is_plain and {list}.issuperset(map(type, items))
-        self.takes_lists = are_lists and self.copies and self._digest is not None
-        self._samples = max(self._samples, sum(length_hint(item, 1) or 1 for item in items))
-
-    def draw(self, size: int) -> None:
-        """Draw this many items, keep a part of them, and let the digest take note of all."""
-        if self._digest is None:
-            self._take(size)
-        elif self.takes_lists:
-            items = self._draw_all(size, tuple, list)  # copied in C, for the digest too
-            self._samples = max(self._samples, self._round_size * max(map(len, items), default=0))
-        else:
-            self._draw_all(size, copy_item if self.copies else None)
-
-    def _draw_all(
-        self, size: int, copied: Callable[[Any], Any] | None, made: Callable[[Any], Any] | None = None
-    ) -> list[Any]:
-        """Draw this many items, keep a part of them, let the digest take note of all, and return all.
-
-        Args:
-            size: How many.
-            copied: Copies each as it comes, because its source may change it later; None to take it as it is.
-            made: Makes what is kept of these.
-        """
-        start, items = self.drawn, list[Any]()
-        if self.is_ended or size <= 0:
-            return items
-        drawn = islice(self._items, size)
-        try:
-            items.extend(drawn if copied is None else map(copied, drawn))
-        finally:  # what came before an exception is kept, too
-            mine = items[self._selection(start, size)]
-            self.kept += mine if made is None else map(made, mine)
-            if self._digest is not None:
-                self._digest.add(items)
-        self.is_ended = len(items) < size
-        return items
-
-    def _take(self, size: int) -> None:
-        """Draw this many items and keep a part of them; those that are not kept are not copied."""
-        if self.is_ended:
-            return
-        before = self.drawn
-        first, last, step = self._selection(before, size).indices(size)
-        items = islice(self._items, first, last, step)
-        self.kept.extend(map(copy_item, items) if self.copies else items)
-        if last < size:
-            deque(islice(self._items, size - last), maxlen=0)
-        self.is_ended = self.drawn - before < size
 
 
 def copied_items(stream: Iterator[T]) -> Iterator[T]:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 __all__ = [
-    "COMPARED",
     "END",
     "Digest",
     "evenly_spread",
@@ -30,9 +29,6 @@ __all__ = [
     "number_of",
     "number_or_zero",
 ]
-
-# How many items ranks compare, if they do not compare all.
-COMPARED = 256
 
 # How many elements of such a list are looked at.
 _ELEMENTS = 8
@@ -62,7 +58,7 @@ def fingerprint(items: Iterable[Any]) -> str:
     return running.hexdigest()
 
 
-def evenly_spread(length: int, about: int = COMPARED) -> range:
+def evenly_spread(length: int, about: int) -> range:
     """Return about so many positions of a sequence, evenly spread."""
     return range(0, length, max(1, length // about))
 

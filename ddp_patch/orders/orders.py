@@ -24,7 +24,6 @@ from torch.utils.data import (
 
 from ddp_patch.compat.private_torch import is_torch_batch_sampler
 from ddp_patch.errors import StreamLengthError
-from ddp_patch.orders.digest import evenly_spread
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +39,6 @@ __all__ = [
     "is_random_access",
     "is_torch_sampler",
     "order_of",
-    "order_parameters",
 ]
 
 
@@ -216,23 +214,6 @@ def is_always_alike(sampler: object) -> bool:
     return type(_sampler_of_items(sampler)) in {SequentialSampler, range, list, tuple}
 
 
-def order_parameters(sampler: object) -> list[object] | None:
-    """Return what the order of one of torch's own samplers depends on, besides the random states; otherwise None."""
-    if _is_batching(sampler):
-        inner = order_parameters(sampler.sampler)
-        return None if inner is None else ["batches", sampler.batch_size, sampler.drop_last, *inner]
-    match sampler if is_torch_sampler(sampler) else None:
-        case SequentialSampler():
-            return ["sequential"]
-        case RandomSampler() as known:
-            return ["random", known.replacement, known.num_samples, known.generator is None]
-        case SubsetRandomSampler() as known:
-            return ["subset", *_spread(known.indices)]
-        case WeightedRandomSampler() as known:
-            return ["weighted", known.replacement, known.num_samples, *_spread(known.weights)]
-    return None
-
-
 def has_order(sampler: object) -> bool:
     """Return whether ``order_of`` knows the sampler.
 
@@ -295,11 +276,6 @@ def _in_batches(items: EpochOrder, size: int, drop_last: bool) -> EpochOrder:
 
     batches = length // size if drop_last else -(-length // size)
     return EpochOrder(batches, at, items.finish, sizes, drawn=whole)
-
-
-def _spread(values: Any) -> list[Any]:
-    """Return some of the values, evenly spread over the sequence."""
-    return [values[position] for position in evenly_spread(len(values))]
 
 
 def in_blocks(positions: range, size: int) -> Iterator[tuple[int, range]]:

@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from dis import get_instructions
+from functools import lru_cache, partial
 from itertools import islice
-from types import BuiltinMethodType, MethodType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_patch.compat.packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.walks import LOOKED_AT, elements, stored
+from ddp_patch.walks import LOOKED_AT, elements, stored, walk
 
 __all__ = [
     "EpochCounter",
@@ -50,6 +51,7 @@ __all__ = [
     "random_generators",
     "reader_seed",
     "seeded_anew",
+    "set_by_iterating",
     "set_generator_state",
     "set_generator_states",
     "shuffle_key",
@@ -217,6 +219,34 @@ def plain_attributes(holder: object) -> dict[str, Any]:
         for name, value in getattr(holder, "__dict__", {}).items()
         if type(value) in _PLAIN and not (name == "epoch" and hasattr(holder, "set_epoch"))  # set_epoch() sets it
     }
+
+
+@lru_cache
+def set_by_iterating(kind: type[object]) -> frozenset[str]:
+    """Return the names of the attributes that iterating a sampler of a class sets: what it counts.
+
+    ``__iter__`` and ``__next__`` count, the methods that they name, and the functions within these.
+
+    Examples:
+        >>> class Advances:
+        ...     def __iter__(self):
+        ...         yield from range(self.epoch)
+        ...         self.advance()
+        ...     def advance(self):
+        ...         self.epoch += 1
+        >>> set_by_iterating(Advances), set_by_iterating(range)
+        (frozenset({'epoch'}), frozenset())
+    """
+
+    def codes(names: Iterable[str]) -> list[CodeType]:
+        methods = (vars(base).get(name) for name in names for base in kind.__mro__)
+        return [method.__code__ for method in methods if isinstance(method, FunctionType)]
+
+    def reached(code: CodeType) -> list[CodeType]:
+        return [*codes(code.co_names), *(part for part in code.co_consts if isinstance(part, CodeType))]
+
+    run = (code for start in codes(("__iter__", "__next__")) for code in walk(start, reached))
+    return frozenset(step.argval for code in run for step in get_instructions(code) if step.opname == "STORE_ATTR")
 
 
 # ---- seeds and epochs ----

@@ -4,7 +4,7 @@ from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_patch.errors import InvalidOptionError, LeaderError, RankMismatchError
 from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import Claim, StreamFacts
-from ddp_patch.loaders.overlap import FirstSamples, in_common
+from ddp_patch.loaders.overlap import FirstSamples, more_in_common_than_chance
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
@@ -34,11 +34,6 @@ T = TypeVar("T")
 
 AGREEING = "Agreeing on how data is sharded"
 _SENDING = "Sending every rank the order of an epoch"
-
-# So many samples in common are chance where only a part of each rank's samples is known.
-_BY_CHANCE = 16
-# A sampler that draws with replacement from few samples draws each more often.
-_OFTEN = 4
 
 # How a call for a single loader or sampler is described.
 ONE = "one"
@@ -249,19 +244,17 @@ def _common_facts(options: Options, members: Mapping[int, int]) -> dict[str, obj
 def _report(options: Options, subject: Subject, generators: Sequence[RandomGenerator], is_first: bool) -> Report:
     """Return what a rank reports of one loader.
 
-    It has fingerprints of the order of the stream's first items, of the samples that the dataset holds, and of what
-    distinguishes the stream from others; and the first rank's states of the user's generators.
+    It has fingerprints of the samples that the dataset holds, and of what distinguishes the stream from others; and the
+    first rank's states of the user's generators.
     """
     stream = subject.stream
     samples: Sequence[Any] = ()
     if options.order in {"auto", "leader"}:
         claimed = () if subject.claim is None else subject.claim.get("samples", ())
-        samples = claimed if stream is None else [astuple(content) for content in stream.samples]
+        samples = claimed if stream is None else stream.samples
     return {
         "label": subject.label,
         "compared": {**subject.compared, "generators": len(generators)},
-        "name": "" if stream is None else stream.name,
-        "order": stream.order if stream is not None and options.order == "auto" else None,
         "samples": samples,
         "stream": fingerprint([] if stream is None else [stream.described]),
         "generators": [*map(generator_state, generators)] if is_first else [],
@@ -271,7 +264,7 @@ def _report(options: Options, subject: Subject, generators: Sequence[RandomGener
 
 
 def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
-    """Compare the ranks' loaders, and decide for each what is used on all ranks: seed, generators, order, number.
+    """Compare the ranks' loaders, and decide for each what is used on all ranks: seed, generators, number.
 
     Raises:
         RankMismatchError: They differ. No seed counts as given then.
@@ -296,15 +289,13 @@ def judge_reports(reported: Mapping[int, Report]) -> list[Report]:
 
 
 def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mapping[int, Report]) -> None:
-    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit, or draw other orders."""
+    """Raise RankMismatchError if the ranks' loaders are sharded in ways that do not fit."""
     if all(loader["made_for"] for loader in of_ranks.values()):
         require_all_shares({rank: (shares[rank], (*loader["made_for"],)) for rank, loader in of_ranks.items()})
     claims: dict[int, Claim] = {rank: loader["claim"] for rank, loader in of_ranks.items() if loader["claim"]}
     if len(claims) == len(of_ranks):
         of_shares = {rank: (shares[rank], claim) for rank, claim in claims.items()}
         require_apart(of_shares, even=common["uneven"] != "keep")
-    name: str = next(iter(of_ranks.values()))["name"]
-    require_one_order({rank: loader["order"] for rank, loader in of_ranks.items()}, name)
 
 
 def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
@@ -377,25 +368,6 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     )
 
 
-def require_one_order(orders: Mapping[int, str | None], name: str) -> None:
-    """Raise unless the ranks would draw one order, as far as all of them know theirs.
-
-    Args:
-        orders: A fingerprint of each rank's first items; None where it is not known.
-        name: The class that they come from.
-    """
-    parties = by_value(orders)
-    if len(parties) > 1 and None not in parties:
-        raise RankMismatchError(
-            f"{AGREEING}: {parties_text(parties)} would draw different orders from {name}, and each keep its shard of "
-            "what should be one order, so samples would be lost. Usually its random generator is seeded by rank, or "
-            "its data (weights, indices, a set, files) differ, or it gives each rank a part. Make its order the same "
-            "on every rank; or, unless it gives parts, pass order='leader', and rank 0 draws each epoch for all. "
-            f"If it does, build {name} for one process, or say is_ddp_aware = True in it, and its loader is left as "
-            "it is."
-        )
-
-
 def require_apart(claims: Mapping[int, tuple[int, Claim]], *, even: bool = True) -> None:
     """Raise unless ranks that are sharded already make equally many steps, of samples that no other share has.
 
@@ -423,28 +395,16 @@ def require_apart(claims: Mapping[int, tuple[int, Claim]], *, even: bool = True)
 
 
 def _require_nothing_in_common(name: str, claims: Mapping[int, Claim]) -> None:
-    """Raise if shares have more samples in common than padding, and than they repeat within themselves."""
+    """Raise if shares have samples in common."""
     if any(claim.get("first") is None for claim in claims.values()) or len({c["data"] for c in claims.values()}) > 1:
         return  # indices of other data mean other samples
-    firsts = {rank: FirstSamples(**claim["first"]) for rank, claim in claims.items()}
-    common = in_common(firsts)
-    # Of batches of one size, the last would be padded, and is not looked at.
-    is_even = all(len(first.sizes) < 2 for first in firsts.values())
-    padding = len(claims) - 1 if is_even else len(claims) * common.largest
-    # Samplers that draw with replacement give two ranks as many in common as either repeats within itself, or twice.
-    repeated = sum(first.drawn - first.distinct for first in firsts.values())
-    # But all the same samples are no chance, unless they are just the few that a sampler often draws.
-    if len({tuple(first.hashes) for first in firsts.values()}) == 1 and all(
-        first.distinct > padding and first.drawn < _OFTEN * first.distinct for first in firsts.values()
-    ):
-        repeated = 0
-    chance = _BY_CHANCE if common.looked_at < 1 else 0
-    if common.pairs.total() <= padding + chance + 3 * (len(claims) - 1) * repeated:
+    firsts = {rank: FirstSamples(*claim["first"]) for rank, claim in claims.items()}
+    if (found := more_in_common_than_chance(firsts)) is None:
         return
-    ((rank, other), shared) = common.pairs.most_common(1)[0]
+    rank, other, shared, looked_at = found
     raise RankMismatchError(
         f"{AGREEING}: the loaders are said to be sharded already by a {name}, but {shared} of the first "
-        f"{len(common.held[rank])} samples of rank {rank} that were looked at are also rank {other}'s, so ranks train "
+        f"{looked_at} samples of rank {rank} that were looked at are also rank {other}'s, so ranks train "
         "on the same samples, and others may be lost. A class that only stores its rank, as for a log, shards nothing; "
         "and slices of orders that each rank shuffles with another seed overlap. Pass the same seed on every rank; or "
         "a loader that one process would use, without what shards it, and it is sharded here. If "

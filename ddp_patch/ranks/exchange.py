@@ -27,6 +27,7 @@ __all__ = [
     "exchange",
     "parties_text",
     "ranks_text",
+    "refusal",
     "refuse",
     "require_same",
     "store_reached",
@@ -164,7 +165,15 @@ def refuse(members: Sequence[int], doing: str, error: Exception) -> None:
     with suppress(MissingRanksError), store_reached(doing):  # the refusal itself says more
         meeting.bring(None, why)
         if meeting.leads:
-            meeting.announce(meeting.refusal({meeting.rank: why}))
+            meeting.announce(refusal(doing, {meeting.rank: why}))
+
+
+def refusal(doing: str, refused: Mapping[int, str]) -> RankMismatchError:
+    """Return the error of ranks that cannot continue, with why each cannot."""
+    listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
+    return RankMismatchError(
+        f"{doing}: not every rank could continue.\n{listed}\nCorrect the error above and start all ranks again."
+    )
 
 
 @contextmanager
@@ -185,13 +194,6 @@ def _sliced(key: str, data: bytes) -> dict[str, bytes]:
     """Return what to put under which keys, for bytes of any number; the last says that the others are there."""
     first, *slices = [data[at : at + _LARGEST_VALUE] for at in range(0, len(data) or 1, _LARGEST_VALUE)]
     return {f"{key}/{at}": part for at, part in enumerate(slices)} | {key: b"%d\n" % len(slices) + first}
-
-
-def _joined(store: Any, key: str, value: bytes) -> tuple[bytes, list[str]]:
-    """Return bytes of which this value lies under a key, and the keys that they take."""
-    count, _, first = value.partition(b"\n")
-    slices = [f"{key}/{at}" for at in range(int(count))]
-    return first + b"".join(store.multi_get(slices) if slices else ()), [key, *slices]
 
 
 class _Meeting:
@@ -229,11 +231,7 @@ class _Meeting:
         try:
             answer = _as_read(judge(self._records()))
             if self._decide("judged") != "judged":
-                raise MissingRanksError(
-                    f"{self.doing}: rank {self.rank} arrived or answered too late: another of "
-                    f"{ranks_text(self.members)} had already stopped waiting for it. Look for what delayed it, or pass "
-                    "a longer timeout=."
-                )
+                raise self._missing([self.rank], self.timeout + MARGIN_S, "answer", "another has given up")
         except DDPPatchError as error:
             failure = error
         except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever happens here
@@ -275,7 +273,7 @@ class _Meeting:
             came.update(zip(others, map(self._read, keys, self.store.multi_get(keys)), strict=True))
         self._clear()
         if refused := {rank: message["refusal"] for rank, message in came.items() if message["refusal"]}:
-            raise self.refusal(refused)
+            raise refusal(self.doing, refused)
         if elsewhere := {rank: message["doing"] for rank, message in came.items() if message["doing"] != self.doing}:
             where = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(elsewhere).items())
             raise RankMismatchError(
@@ -302,18 +300,13 @@ class _Meeting:
             self.left_behind.append(key)
         return str(self.store.compare_set(key, "", outcome).decode())
 
-    def refusal(self, refused: Mapping[int, str]) -> RankMismatchError:
-        listed = "\n".join(f"  {ranks_text(ranks)}: {why}" for why, ranks in by_value(refused).items())
-        return RankMismatchError(
-            f"{self.doing}: not every rank could continue.\n{listed}\n"
-            "Correct the error above and start all ranks again."
-        )
-
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"{self.base}/{self.number}/{what}" + ("" if rank is None else f"/{rank}")
 
     def _read(self, key: str, value: bytes) -> _Message:
-        message: _Message = json.loads(_joined(self.store, key, value)[0])
+        count, _, first = value.partition(b"\n")
+        slices = [f"{key}/{at}" for at in range(int(count))]
+        message: _Message = json.loads(first + b"".join(self.store.multi_get(slices) if slices else ()))
         return message
 
     def _wait(self, keys: list[str], seconds: float) -> bool:

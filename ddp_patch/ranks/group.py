@@ -1,48 +1,46 @@
 """CPU groups of ranks: made when they first send each other data, kept, and lent to one pass after the other.
 
-Each is a gloo group of these ranks alone, so it works beside any backend. Its ranks exchange their addresses in one
-meeting, and connect when they first send: a rank of W has connections to about 2 log W others, in rounds of messages
-that double.
+Each is a gloo group of these ranks alone, so it works beside any backend. Two ranks connect when they first send each
+other something: a rank of W has connections to about 2 log W others, in rounds of messages that double.
 
 Rows are gathered in a group of their own. A pass whose ranks talk in its steps opens a channel over another: each sends
-numbers to all, and may send values to one. A rank that leaves or fails is named to the others.
+numbers to all, and may send values to one. With its last row, a rank says that it asks for no more. A rank that fails
+says why in the store and breaks its connections; whoever meets a broken one says that it is there, and looks what the
+others say: who says nothing is missing.
 """
 
 import atexit
-import json
-import math
 import os
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate, pairwise
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Literal, TypeAlias, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from ddp_patch import errors
 from ddp_patch.compat.private_torch import default_store, gather_in_background, gloo_group
 from ddp_patch.errors import DDPPatchError, MissingRanksError, RankMismatchError, message_of
-from ddp_patch.ranks.exchange import already_in, exchange, ranks_text, require_same, store_reached
+from ddp_patch.ranks.exchange import MARGIN_S, already_in, exchange, ranks_text, refusal, require_same, store_reached
 from ddp_patch.ranks.packing import packed, unpacked
 from ddp_patch.validation import counted
 
-__all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "opened", "opened_sums"]
+__all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "opened"]
 
 T = TypeVar("T")
 
 # Tags of messages: what is sent, and nothing.
 _DATA, _NOTHING = 0, 2**30
 
-# Whoever waits for it has the deadline: it looks meanwhile who has left.
-_BACKGROUND = timedelta(days=1)
+# How long the last row of a pass may be on its way: others may come to their end much later.
+_LAST_ROW_S = 86_400.0
 
-# After so long, a rank that waits looks whether another has left, and says that it waits.
-_SLICE_S = 1.0
+# After so long, a rank looks again for what the others say.
+_AGAIN_S = 0.05
 
 # Which ranks a group is of, sorted, and what for.
 _Kept: TypeAlias = dict[tuple[tuple[int, ...], Literal["rows", "steps"]], list["Group"]]
@@ -56,54 +54,45 @@ _open: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 class Group:
     """A gloo group of some ranks, which are numbered as they are sorted.
 
-    A pass borrows it, so that another one that begins before it ends makes a group of its own.
-
     Args:
         gloo: The group itself.
-        addresses: Its store, which it asks when it first connects to a rank.
+        name: A name that no other group has.
         ranks: The global ranks, sorted.
         index: This rank's number among them.
 
     Attributes:
-        name: A name that no other group has.
-        begun: How many collectives this rank has begun: ranks that have begun equally many can go on with the next.
-        is_lent: Whether a pass has borrowed it.
+        is_lent: Whether a pass has borrowed it. Another one that begins before it ends makes a group of its own.
     """
 
-    def __init__(self, gloo: Any, addresses: "_Addresses", ranks: Sequence[int], index: int) -> None:
-        self.name: str = addresses.name
+    def __init__(self, gloo: Any, name: str, ranks: Sequence[int], index: int) -> None:
+        self.name: str = name
         self.ranks: Sequence[int] = ranks
         self.index: int = index
-        self.begun: int = 0
         self.is_lent: bool = False
-        self._gloo, self._addresses, self._process = gloo, addresses, os.getpid()
+        self._gloo, self._store, self._process, self._has_said = gloo, default_store(), os.getpid(), False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has broken its connections."""
+        return self._gloo is None
 
     @property
     def _open(self) -> Any:
-        if self._gloo is None:
+        if self.is_closed:
             raise RuntimeError("the ranks' group was left, as after an error or with the process group")
         return self._gloo
 
-    def gather(self, row: torch.Tensor, rows: torch.Tensor) -> Any:
+    def gather(self, row: torch.Tensor, rows: torch.Tensor, timeout: float) -> Any:
         """Begin to gather every rank's row in the background, and return the work to wait for."""
-        self.begun += 1
-        return gather_in_background(self._open, row, rows, _BACKGROUND)
+        return gather_in_background(self._open, row, rows, timedelta(seconds=timeout))
 
     def send(self, data: torch.Tensor, index: int) -> Any:
         """Begin to send bytes to a rank, and return the work to wait for."""
         return self._open.send([data], index, _DATA)
 
-    def receive(self, into: torch.Tensor, index: int) -> None:
-        """Wait for bytes that a rank sends."""
-        self._open.recv([into], index, _DATA).wait()
-
-    def is_closed_by(self, index: int) -> bool:
-        """Return whether the connection to a rank is closed, as far as is known without waiting."""
-        try:
-            self._open.send([torch.empty(1)], index, _NOTHING)
-        except RuntimeError:
-            return True
-        return False
+    def receive(self, into: torch.Tensor, index: int) -> Any:
+        """Begin to receive bytes that a rank sends, and return the work to wait for."""
+        return self._open.recv([into], index, _DATA)
 
     def all_gather(self, own: torch.Tensor, sizes: Sequence[int], timeout: float) -> list[torch.Tensor]:
         """Return every rank's bytes on every rank, in log2 W rounds.
@@ -119,62 +108,65 @@ class Group:
         Source:
             Bruck et al., Efficient Algorithms for All-to-All Communications (1997): concatenation.
         """
-        held, ends = self._room(own, sizes)
+        # This rank's come first, those of the ranks after it behind.
+        ends = [0, *accumulate([*sizes[self.index :], *sizes[: self.index]])]
+        held = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
+        held[: ends[1]] = own
         have, ranks = 1, len(sizes)
         while have < ranks:
             more = min(have, ranks - have)
-            self._swap(held[: ends[more]], self.index - have, held[ends[have] : ends[have + more]], have, timeout)
+            sent, came = held[: ends[more]], held[ends[have] : ends[have + more]]
+            works = [self.receive(came, (self.index + have) % ranks)] if len(came) else []
+            works += [self.send(sent, (self.index - have) % ranks)] if len(sent) else []
+            for work in works:
+                work.wait(timedelta(seconds=timeout))
             have += more
         blocks = torch.split(held, [end - begin for begin, end in pairwise(ends)])
         return [*blocks[ranks - self.index :], *blocks[: ranks - self.index]]
 
-    def gather_on(
-        self, target: int, own: torch.Tensor, sizes: Sequence[int], timeout: float
-    ) -> list[torch.Tensor] | None:
-        """Return every rank's bytes on one rank, by a binomial tree, and None on the others.
+    @contextmanager
+    def explained(self, doing: str) -> Iterator[None]:
+        """Raise an error of ours where a connection fails, and break all others."""
+        try:
+            yield
+        except RuntimeError as error:  # what gloo raises
+            failure = self._failure(doing, error)
+            self.close()
+            raise failure from error
+
+    def _failure(self, doing: str, error: RuntimeError) -> DDPPatchError:
+        """Return the error of a connection that failed: what another rank says, or which ones say nothing."""
+        self._say("")
+        until = monotonic() + MARGIN_S
+        with store_reached(doing):
+            while True:
+                said = already_in(self._store, {rank: self._word_of(rank) for rank in self.ranks})
+                if told := {rank: text.decode() for rank, text in said.items() if text}:
+                    return refusal(doing, told)
+                missing = [rank for rank in self.ranks if rank not in said]
+                if not missing or monotonic() > until:
+                    return _unreachable(doing, self.ranks, f"{error}", missing)
+                sleep(_AGAIN_S)
+
+    def _word_of(self, rank: int) -> str:
+        return f"ddp_patch/words/{self.name}/{rank}"
+
+    def _say(self, why: str) -> None:
+        """Leave a word for the others, once: why this rank has failed, or nothing if it has not."""
+        if not self._has_said:
+            self._has_said = True
+            with suppress(RuntimeError):  # the store may be gone
+                self._store.set(self._word_of(self.ranks[self.index]), why)
+
+    def close(self, why: str = "") -> None:
+        """Break all connections where something is still on its way, so that nobody waits for it, and leave.
 
         Args:
-            target: The number of the rank that gets them.
-            own: This rank's.
-            sizes: How many bytes each rank has.
-            timeout: As of ``all_gather``.
-
-        Raises:
-            RuntimeError: As of ``all_gather``.
+            why: What the others are told; empty if they are told nothing.
         """
-        held, ends = self._room(own, sizes)
-        have, ranks, place = 1, len(sizes), (self.index - target) % len(sizes)
-        nothing = held[:0]
-        while have < ranks:
-            if place & have:
-                self._swap(held[: ends[min(have, ranks - place)]], self.index - have, nothing, 0, timeout)
-                return None
-            if (more := min(have, ranks - place - have)) > 0:
-                self._swap(nothing, 0, held[ends[have] : ends[have + more]], have, timeout)
-            have *= 2
-        blocks = torch.split(held, [end - begin for begin, end in pairwise(ends)])
-        return [*blocks[ranks - target :], *blocks[: ranks - target]]
-
-    def _room(self, own: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Return room for all bytes, with this rank's first and those of the ranks after it behind, and their ends."""
-        ends = [0, *accumulate([*sizes[self.index :], *sizes[: self.index]])]
-        held = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
-        held[: ends[1]] = own
-        return held, ends
-
-    def _swap(self, sent: torch.Tensor, to: int, came: torch.Tensor, after: int, timeout: float) -> None:
-        """Send bytes to a rank, and receive others from the rank that is so many numbers after this one."""
-        works, ranks = [], len(self.ranks)
-        if len(sent):
-            works.append(self._open.send([sent], to % ranks, _DATA))
-        if len(came):
-            works.append(self._open.recv([came], (self.index + after) % ranks, _DATA))
-        for work in works[::-1]:
-            work.wait(timedelta(seconds=timeout))
-
-    def close(self) -> None:
-        """Break all connections where something is still on its way, so that nobody waits for it, and leave."""
-        if self._gloo is not None and self._process == os.getpid():
+        if not self.is_closed and self._process == os.getpid():
+            if why:
+                self._say(why)
             # gloo breaks all connections when a time is over, on one that is not broken yet.
             ranks = len(self.ranks)
             any(self._times_out((self.index + after) % ranks) for after in range(1, ranks))
@@ -198,7 +190,9 @@ def kept_groups(members: Sequence[int], purpose: Literal["rows", "steps"]) -> li
         kept: _Kept = {}
         _kept[world] = kept
         weakref.finalize(world, _close_all, kept).atexit = False
-    return _kept[world].setdefault((tuple(sorted(members)), purpose), [])
+    groups = _kept[world].setdefault((tuple(sorted(members)), purpose), [])
+    groups[:] = [group for group in groups if not group.is_closed]
+    return groups
 
 
 def _close_all(kept: _Kept) -> None:
@@ -207,9 +201,7 @@ def _close_all(kept: _Kept) -> None:
             group.close()
 
 
-def made_group(
-    members: Sequence[int], purpose: Literal["rows", "steps"], doing: str, timeout: float, failure: str = ""
-) -> Group:
+def made_group(members: Sequence[int], purpose: Literal["rows", "steps"], doing: str, timeout: float) -> Group:
     """Meet the other ranks, and return a new group of all, which is kept.
 
     Args:
@@ -217,63 +209,29 @@ def made_group(
         purpose: What it is for.
         doing: What they are doing, for errors.
         timeout: How many seconds they wait for each other.
-        failure: Why what they did in another group cannot be done again; empty if it can.
 
     Raises:
-        MissingRanksError: A rank did not arrive in time, cannot be reached, or says that something failed.
+        MissingRanksError: A rank did not arrive in time, or cannot be reached.
     """
-    ranks = tuple(sorted(members))
-    index = ranks.index(dist.get_rank())
-    addresses = _Addresses(ranks, doing, timeout, failure)
+    ranks = sorted(members)
+    index, name = ranks.index(dist.get_rank()), exchange(ranks, doing, None, lambda _: uuid4().hex, timeout)
+    addresses = dist.PrefixStore(f"ddp_patch/group/{name}", default_store())  # type: ignore[attr-defined]  # torch documents it
     try:
         gloo = gloo_group(addresses, index, len(ranks), timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise addresses.error or _unreachable(doing, ranks, f"{error}") from error
-    if addresses.error is not None:
-        raise addresses.error
-    group = Group(gloo, addresses, ranks, index)
+        raise _unreachable(doing, ranks, f"{error}") from error
+    group = Group(gloo, name, ranks, index)
     kept_groups(members, purpose).append(group)
     return group
 
 
-class _Addresses(dist.Store):  # type: ignore[name-defined, misc]  # torch documents it, and its stubs lack it
-    """The addresses of all ranks, which gloo asks for one by one: one meeting brings all."""
-
-    def __init__(self, ranks: Sequence[int], doing: str, timeout: float, failure: str) -> None:
-        super().__init__()
-        self.name: str = ""
-        self.error: DDPPatchError | None = None
-        self._ranks, self._doing, self._timeout, self._failure = ranks, doing, timeout, failure
-        self._of_all: Sequence[str] = ()
-
-    def set(self, key: str, value: bytes) -> None:
-        """Tell all others this rank's address, and hear theirs."""
-        record = {"address": value.hex(), "failure": self._failure}
-        try:
-            self.name, self._of_all = exchange(self._ranks, self._doing, record, self._judged, self._timeout)
-        except DDPPatchError as error:  # which would lose its class on its way through gloo
-            self.error = error.with_traceback(None)
-            raise RuntimeError from None
-
-    def _judged(self, records: Mapping[int, Mapping[str, str]]) -> tuple[str, list[str]]:
-        if failures := {record["failure"] for record in records.values()} - {""}:
-            raise _unreachable(self._doing, self._ranks, "; ".join(sorted(failures)))
-        return uuid4().hex, [record["address"] for record in records.values()]
-
-    def get(self, key: str) -> bytes:
-        """Return the address that a rank has set."""
-        return bytes.fromhex(self._of_all[int(key.rpartition("/")[2])])
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Do nothing: all are there."""
-
-
-def _unreachable(doing: str, ranks: Sequence[int], why: str) -> MissingRanksError:
-    """Return the error of a connection that failed."""
+def _unreachable(doing: str, ranks: Sequence[int], why: str, missing: Sequence[int] = ()) -> MissingRanksError:
+    """Return the error of a connection that failed; of some that are missing, if that is known."""
+    who = f"{ranks_text(missing)} of {list(ranks)} did not come, or ended" if missing else f"{ranks_text(ranks)} failed"
     return MissingRanksError(
-        f"{doing}: the connection between {ranks_text(ranks)} failed ({why}). Look for the error of a rank that ended. "
-        "If none did, name the network interface by which they reach each other in GLOO_SOCKET_IFNAME, or pass a "
-        "longer timeout=."
+        f"{doing}: {'' if missing else 'the connection between '}{who} ({why}). Look for the error of a rank that "
+        "ended, or for what it does instead. If there is none, pass a longer timeout=, or name the network interface "
+        "by which the ranks reach each other in GLOO_SOCKET_IFNAME."
     )
 
 
@@ -299,39 +257,31 @@ def opened(
     """
     free = {group.name: group for group in kept_groups(members, "steps") if not group.is_lent}
 
-    def judge(records: Mapping[int, Mapping[str, Any]]) -> tuple[str, str]:
-        """Name the channel, and a group that all ranks have free and in which they have begun equally many."""
+    def judge(records: Mapping[int, Mapping[str, Any]]) -> str:
+        """Name a group that all ranks have free."""
         require_same(doing, {rank: {**record, "groups": ""} for rank, record in records.items()})
         first, *others = (record["groups"] for record in records.values())
-        alike = (group for group, begun in first.items() if all(other.get(group) == begun for other in others))
-        return uuid4().hex, next(alike, "")
+        return next((name for name in first if all(name in free for free in others)), "")
 
-    begun = {group: each.begun for group, each in free.items()}
-    name, chosen = exchange(members, doing, {"patched as": of, **facts, "groups": begun}, judge, timeout)
+    chosen = exchange(members, doing, {"patched as": of, **facts, "groups": [*free]}, judge, timeout)
     if not chosen:
-        for group in free.values():  # in which a rank has begun what others have not
+        for group in free.values():  # which another rank has closed, or not given back
             group.close()
-            kept_groups(members, "steps").remove(group)
     group = free[chosen] if chosen else made_group(members, "steps", doing, timeout)
-    channel = Channel(members, doing, name, group, timeout)
+    channel, group.is_lent = Channel(members, doing, group, timeout), True
     try:
         yield channel
+    except GeneratorExit:
+        channel.leave()
+        raise
     except BaseException as error:
-        channel.leave(error)
+        if not channel.is_over:
+            group.close(f"{type(error).__name__}: {message_of(error)}")
         raise
     else:
-        channel.close()
-
-
-@contextmanager
-def opened_sums(
-    members: Sequence[int], doing: str, of: str, facts: Mapping[str, object], timeout: float
-) -> Iterator["Channel"]:
-    """Open a channel over which ranks sum in each step, as long as one of them has steps; see ``opened``."""
-    with opened(members, doing, of, facts, timeout) as channel:
-        yield channel
-        while channel.go_on:
-            channel.sum_over_ranks(0.0, is_step=False)
+        channel.leave()
+    finally:
+        group.is_lent = False
 
 
 class Channel:
@@ -340,202 +290,81 @@ class Channel:
     Args:
         members: The global ranks that take part.
         doing: What they are doing, for errors.
-        name: A name that no other channel has.
         group: Of these ranks, which nobody else has borrowed.
         timeout: How many seconds they wait for each other.
 
     Attributes:
         index: This rank's number among the members.
         batches_delivered: How many batches this rank has given, for errors.
-        go_on: Whether a rank may have another step, where they sum over steps.
+        is_over: Whether a member has said that it asks for no more.
     """
 
-    def __init__(self, members: Sequence[int], doing: str, name: str, group: Group, timeout: float) -> None:
+    def __init__(self, members: Sequence[int], doing: str, group: Group, timeout: float) -> None:
         self.index: int = members.index(dist.get_rank())
         self.batches_delivered: int = 0
-        self.go_on: bool = True
-        self._members, self._doing, self._name, self._group, self._timeout = members, doing, name, group, timeout
+        self.is_over: bool = False
+        self._members, self._doing, self._group, self._timeout = members, doing, group, timeout
         self._in_group = [group.ranks.index(member) for member in members]
-        self._sends: list[tuple[int, Any]] = []
-        self._store: Any = default_store()
-        # Who left first, and why: the group's next channel writes over it. Who waits for which gather.
-        self._left = f"ddp_patch/words/{group.name}"
-        self._waits = [f"ddp_patch/waits/{group.name}/{index}" for index in range(len(members))]
-        group.is_lent = True
+        self._columns = 0
 
-    def gathered(self, row: Sequence[int]) -> list[list[int]]:
-        """Send a row of numbers, equally many on each member, and return all members' rows; see ``_wait``."""
-        rows: list[list[int]] = self._rows(torch.tensor(row, dtype=torch.int64, device="cpu")).tolist()
-        return rows
-
-    def _rows(self, row: torch.Tensor) -> torch.Tensor:
-        rows = row.new_empty(len(self._members), len(row))
-        self._wait(self._group.gather(row, rows))
-        return rows[self._in_group]
-
-    def sum_over_ranks(self, value: float, *, is_step: bool = True) -> float:
-        """Return the sum of all ranks' values of a step; ranks may make different numbers of steps.
-
-        Args:
-            value: This rank's.
-            is_step: Whether this rank has a step, or takes part in the others'.
-
-        Raises:
-            RankMismatchError: A rank broke off or failed.
-            MissingRanksError: A rank did not come to this step in time.
-        """
-        row = torch.tensor([value, is_step], dtype=torch.float64, device="cpu")
-        total, steps = self._rows(row).sum(0).tolist()
-        self.go_on = steps > 0
-        self.batches_delivered += is_step
-        return float(total)
-
-    def _wait(self, work: Any) -> None:
-        """Wait until all members have sent what was begun.
-
-        Args:
-            work: What was begun.
+    def gathered(self, row: Sequence[float]) -> list[list[float]]:
+        """Send a row of numbers, equally many on each member, and return all members' rows.
 
         Raises:
             RankMismatchError: A rank has left or failed.
             MissingRanksError: A rank has ended, or sent nothing in time.
         """
-        begun = looked = monotonic()
-        wait_s = min(_SLICE_S, self._timeout / 4)
-        while not self._has_come(work, wait_s):
-            if (now := monotonic()) < looked + wait_s / 2:
-                continue
-            looked = now
-            with store_reached(self._doing):
-                self._store.set(self._waits[self.index], f"{self._group.begun}")
-                self.require_nobody_left(self._group.begun)
-                if now > begun + self._timeout:
-                    waiting = already_in(self._store, dict(enumerate(self._waits)))
-                    missing = [at for at in range(len(self._waits)) if int(waiting.get(at, 0)) != self._group.begun]
-                    raise self._missing(f"did not ask for the next batch within {self._timeout:g} s", missing)
-
-    def _has_come(self, work: Any, seconds: float) -> bool:
-        try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError:  # the time is over, or the connection failed
-            if not work.is_completed():
-                return False
-        try:
+        self._columns = len(row)
+        with self._group.explained(self._doing):
+            work, rows = self._begin([*row, 0], self._timeout)
             work.wait()
-        except RuntimeError as error:
-            raise self._lost(error, self._closed()) from error
-        return True
-
-    def send(self, target: int, value: Any) -> None:
-        """Begin to send a value to a member, which receives it."""
-        body = torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
-        with self._connected(target):
-            for message in (torch.tensor([len(body)]).view(torch.uint8), body):
-                self._sends.append((target, self._group.send(message, self._in_group[target])))
-
-    def all_sent(self) -> None:
-        """Wait until all that was sent has left this rank."""
-        for target, work in self._sends:
-            with self._connected(target):
-                work.wait()
-        self._sends.clear()
-
-    def receive(self, source: int) -> Any:
-        """Return the value that a member sends here."""
-        size = torch.empty(8, dtype=torch.uint8)
-        with self._connected(source):
-            self._group.receive(size, self._in_group[source])
-            body = torch.empty(int(size.view(torch.int64).item()), dtype=torch.uint8)
-            self._group.receive(body, self._in_group[source])
-        return unpacked(body.numpy().data)
-
-    def fail(self, error: BaseException) -> None:
-        """Write why this rank cannot continue, before its row tells the others."""
-        who = ranks_text([self._members[self.index]])
-        text = (
-            f"{self._doing}: {who} could not continue.\n  {who}: {type(error).__name__}: {message_of(error)}\n"
-            "Correct the error above and start all ranks again."
-        )
-        self._note(RankMismatchError(text))
-
-    def leave(self, error: BaseException) -> None:
-        """Leave before the end, and write why: this rank asks for no more, or cannot continue."""
-        has_left = isinstance(error, GeneratorExit)
-        if has_left:
-            text = (
-                f"{self._doing}: {ranks_text([self._members[self.index]])} left this pass after "
-                f"{counted(self.batches_delivered, 'batch')}, and others ask for more. The ranks communicate during a "
-                "pass, so it needs all of them. Let every rank take equally many batches: break after the same one on "
-                "all, or iterate to the end."
+        came = rows[self._in_group].tolist()
+        if left := {int(said[-1]): member for member, said in zip(self._members, came, strict=True) if said[-1]}:
+            self.is_over = True
+            raise RankMismatchError(
+                f"{self._doing}: {ranks_text([left[min(left)]])} left this pass after "
+                f"{counted(min(left) - 1, 'batch')}, and others ask for more. The ranks communicate during a pass, so "
+                "it needs all of them. Let every rank take equally many batches: break after the same one on all, or "
+                "iterate to the end."
             )
-            self._note(RankMismatchError(text), self._group.begun)
-        else:
-            self.fail(error)
-        self.close(is_whole=has_left and not self._sends)
+        return [said[:-1] for said in came]
 
-    def _note(self, error: DDPPatchError, last: int = -1) -> None:
-        """Write what all others are to raise, unless another has written already, or the store is gone.
+    def leave(self) -> None:
+        """Begin to send the last row, which says that this rank asks for no more."""
+        with suppress(RuntimeError):  # the group may be closed
+            self._begin([0] * self._columns + [1 + self.batches_delivered], _LAST_ROW_S)
 
-        Args:
-            error: What they raise.
-            last: Up to which gather this rank took part.
-        """
-        note = json.dumps([self._name, last, type(error).__name__, message_of(error)])
-        with suppress(RuntimeError):
-            before = self._store.get(self._left).decode() if self._store.check([self._left]) else ""
-            if self._name not in before:
-                self._store.compare_set(self._left, before, note)
+    def _begin(self, row: Sequence[float], timeout: float) -> tuple[Any, torch.Tensor]:
+        own = torch.tensor(row, dtype=torch.float64, device="cpu")
+        rows = own.new_empty(len(self._members), len(own))
+        return self._group.gather(own, rows, timeout), rows
 
-    def require_nobody_left(self, gather: float = math.inf) -> None:
-        """Raise the error of the member that left first, if one did.
+    def swapped(self, given: Mapping[int, Any], sources: Collection[int]) -> dict[int, Any]:
+        """Send some members a value each, and return the values that some send here.
 
         Args:
-            gather: Which gather this rank waits for. A member that left after it is not to blame.
+            given: The value for each member that gets one.
+            sources: Which members send one.
         """
-        with store_reached(self._doing):
-            if not self._store.check([self._left]):
-                return
-            name, last, kind, text = json.loads(self._store.get(self._left))
-        if name == self._name and gather > last:
-            raise getattr(errors, kind)(text)
+        bodies = {
+            self._in_group[to]: torch.frombuffer(bytearray(packed(value)), dtype=torch.uint8)
+            for to, value in given.items()
+        }
+        with self._group.explained(self._doing):
+            works = []
+            for to, body in bodies.items():
+                works += [self._group.send(part, to) for part in (torch.tensor([len(body)]).view(torch.uint8), body)]
+            came = {source: self._received(self._in_group[source]) for source in sources}
+            for work in works:
+                work.wait()
+        return {source: unpacked(body.numpy().data) for source, body in came.items()}
 
-    def close(self, *, is_whole: bool = True) -> None:
-        """Give the group back; where something may still be on its way, break its connections."""
-        self._group.is_lent = False
-        if not is_whole:
-            self._group.close()
-            with suppress(ValueError):  # it went with the process group
-                kept_groups(self._members, "steps").remove(self._group)
-        with suppress(RuntimeError):  # the store may be gone
-            self._store.delete_key(self._waits[self.index])
-
-    def _closed(self) -> list[int]:
-        """Return the numbers of the members whose connections are closed."""
-        others = [index for index in range(len(self._members)) if index != self.index]
-        return [index for index in others if self._group.is_closed_by(self._in_group[index])]
-
-    @contextmanager
-    def _connected(self, other: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # what gloo raises
-            raise self._lost(error, [other]) from error
-
-    def _lost(self, error: RuntimeError, suspects: Sequence[int]) -> DDPPatchError:
-        """Return the error of a lost connection: what a member wrote, or else who is gone."""
-        self.require_nobody_left()
-        return self._missing(f"ended, or cannot be reached ({error})", suspects)
-
-    def _missing(self, what: str, indices: Sequence[int]) -> MissingRanksError:
-        missing = [self._members[index] for index in indices]
-        text = (
-            f"{self._doing}: {ranks_text(missing) if missing else 'another rank'} of {list(self._members)} {what}. "
-            "Look for the error of that rank, or for what it does instead. If it still works, pass a longer timeout=, "
-            "and name the network interface by which the ranks reach each other in GLOO_SOCKET_IFNAME."
-        )
-        error = MissingRanksError(text)
-        self._note(error)
-        return error
+    def _received(self, index: int) -> torch.Tensor:
+        size = torch.empty(8, dtype=torch.uint8)
+        self._group.receive(size, index).wait()
+        body = torch.empty(int(size.view(torch.int64).item()), dtype=torch.uint8)
+        self._group.receive(body, index).wait()
+        return body
 
 
 # ---- the end of the process ----

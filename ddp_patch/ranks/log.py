@@ -14,8 +14,7 @@ pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` i
 """
 
 import json
-from collections.abc import Callable
-from hashlib import blake2b
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from ddp_patch.orders.chunks import State
@@ -42,9 +41,9 @@ __all__ = [
 ]
 
 # The version of what ranks leave each other.
-VERSION = 5
+VERSION = 6
 
-# So many passes before the latest one are kept; of earlier ones a hash.
+# So many passes before the latest one are kept.
 _KEPT = 16
 # Others are told so many passes before the latest one, too: a rank may still be in one of these.
 _TOLD = 4
@@ -71,16 +70,8 @@ class Entry(NamedTuple):
     first: tuple[int, ...] = ()
 
 
-class Record(NamedTuple):
-    """What a rank tells the others of its log: plain data.
-
-    Attributes:
-        chain: A hash of all passes before the latest one.
-        passes: The last ones that are more than looks, the latest at the end; none before the first.
-    """
-
-    chain: str = ""
-    passes: tuple[Entry, ...] = ()
+# What a rank tells the others of its log: the last passes that are more than looks, the latest at the end.
+Record: TypeAlias = Sequence[Entry]
 
 
 def text_of(record: Record) -> str:
@@ -91,14 +82,14 @@ def text_of(record: Record) -> str:
 def record_of(text: bytes | str) -> Record | None:
     """Return the record of which ``text_of`` made text; None if it is anything else, or of another version."""
     try:
-        version, chain, passes = json.loads(text)
-        told = tuple(
+        version, *passes = json.loads(text)
+        told = [
             Entry._make([*name, State(state), is_own, held, mark and tuple(mark), tuple(first)])
             for *name, state, is_own, held, mark, first in passes
-        )
+        ]
     except (ValueError, TypeError):
         return None
-    return Record(chain, told) if version == VERSION else None
+    return told if version == VERSION else None
 
 
 class Progress(NamedTuple):
@@ -196,7 +187,6 @@ class Log:
         self.settled: int = 0
         self._first = 0
         self._passes: list[LoggedPass] = []  # from number ``_first`` on
-        self._chains = [""]
 
     def begin(self, begun: LoggedPass) -> None:
         """Add a pass."""
@@ -231,10 +221,6 @@ class Log:
         self.settled = max(before, self._first + last + 1)
         for number in range(max(before - 1, self._first), self.settled - 1):
             self._passes[number - self._first].leave()
-        for number in range(before, self.settled):
-            made = self._passes[number - self._first]
-            name = ("" if self.has_one_order else made.epoch, made.begins_at, made.others)
-            self._chains.append(blake2b(repr((self._chains[-1], name)).encode(), digest_size=4).hexdigest())
         surplus = max(0, self.settled - self._first - _KEPT)
         self._first += surplus
         del self._passes[:surplus]
@@ -250,10 +236,6 @@ class Log:
         name, mark = (number, made.epoch, made.begins_at, made.others), next(reversed(made.marks().items()), None)
         return Entry(*name, batches, given.state, given.is_own or made.is_cut, made.held, mark, tuple(made.first))
 
-    def chain(self, number: int) -> str:
-        """Return the hash of all passes before one."""
-        return self._chains[number]
-
     def made(self, number: int) -> LoggedPass:
         """Return a pass that is kept."""
         return self._passes[number - self._first]
@@ -267,8 +249,7 @@ class Log:
         """Return what the others are told; no first samples but those of the latest two passes."""
         numbers = range(max(0, self.settled - 1 - _TOLD), self.settled)
         told = [entry for number in numbers if (entry := self.entry(number)) is not None]
-        passes = (*(entry._replace(first=()) for entry in told[:-2]), *told[-2:])
-        return Record(self._chains[max(0, self.settled - 1)], passes)
+        return [*(entry._replace(first=()) for entry in told[:-2]), *told[-2:]]
 
 
 # ---- what contradicts what ----
@@ -282,19 +263,19 @@ class Difference(NamedTuple):
     Attributes:
         rule: What differs: (a) ``passes``, (e) ``others``, (b) ``order`` or (c) ``length``; or what datasets have
             ``held``: whoever finds that asks what they hold.
-        mine: This rank's pass; None if it is no longer kept.
+        mine: This rank's pass.
         theirs: The other rank's.
     """
 
     rule: Rule
-    mine: Entry | None
-    theirs: Entry | None
+    mine: Entry
+    theirs: Entry
 
 
-def shorter(found: Difference) -> Entry | None:
-    """Return the pass that is over, after fewer batches if both are; None if neither is, or is kept."""
-    over = [one for one in (found.mine, found.theirs) if one is not None and one.state is not State.RUNNING]
-    return min(over, key=lambda one: one.batches, default=None)
+def shorter(found: Difference) -> Entry:
+    """Return the pass that is over, after fewer batches if both are, of two with different lengths."""
+    over = [one for one in (found.mine, found.theirs) if one.state is not State.RUNNING]
+    return min(over, key=lambda one: one.batches)
 
 
 def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
@@ -305,17 +286,14 @@ def difference(log: Log, theirs: Record, slack: int = 0) -> Difference | None:
         theirs: The other rank's record.
         slack: How many batches more one rank may have in a pass.
     """
-    for other in theirs.passes:
+    for other in theirs:
         own = log.entry(other.number)
         rule = None if own is None else _rule_broken(log, own, other, slack)
-        if rule is not None:
+        if own is not None and rule is None and other is theirs[-1] and own.held != other.held:
+            rule = "held"
+        if own is not None and rule is not None:
             return Difference(rule, own, other)
-    if not theirs.passes or (latest := theirs.passes[-1]).number >= log.settled:
-        return None
-    own = log.entry(latest.number)
-    if theirs.chain != log.chain(latest.number):  # a pass before these
-        return Difference("passes", own, latest)
-    return Difference("held", own, latest) if own is not None and own.held != latest.held else None
+    return None
 
 
 def _rule_broken(log: Log, own: Entry, other: Entry, slack: int) -> Rule | None:
@@ -370,12 +348,10 @@ def mismatch_text(name: str, ranks: tuple[int, int], found: Difference, why: str
         why: What differs, and what to do, where the ranks draw different orders; what their datasets hold otherwise.
     """
     here, there = (ranks_text([rank]) for rank in ranks)
-    mine, theirs, rule = found.mine, found.theirs, found.rule
-    if mine is None or theirs is None or rule == "passes":
-        known = [(one, rank) for one, rank in ((mine, here), (theirs, there)) if one is not None]
-        told = " and ".join(f"pass {one.number} is over {_what(one)} on {rank}" for one, rank in known)
-        earlier = ", or before" if mine is None or theirs is None or _what(mine) == _what(theirs) else ""
-        seen = f"the ranks make different passes: {told}{earlier}"
+    rule, mine, theirs = found
+    if rule == "passes":
+        each = f"{_what(mine)} on {here}, and over {_what(theirs)} on {there}"
+        seen = f"the ranks make different passes: pass {mine.number} is over {each}"
         remedy = f"{_LOOK_ALIKE} Restore a state on every rank or on none."
     elif rule == "order":
         count = END if theirs.mark is None else theirs.mark[0]

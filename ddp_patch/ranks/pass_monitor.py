@@ -4,7 +4,6 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import log2
 from threading import get_ident
 from time import monotonic, perf_counter, sleep
 from typing import Any
@@ -32,7 +31,7 @@ from ddp_patch.ranks.log import (
 from ddp_patch.ranks.mailbox import Mailbox
 from ddp_patch.validation import counted
 
-__all__ = ["PassMonitor", "bits_against_chance", "common_items"]
+__all__ = ["PassMonitor", "are_no_chance", "common_items"]
 
 
 # The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
@@ -43,15 +42,14 @@ _TIMES_AT_AN_END = 20
 # Ranks compare when 2, 4, 8, ... batches were given, and then whenever so many more were.
 _LARGEST_GAP = 32
 
-# Where each rank has a part of the data, so many first samples of each pass are compared; and how unlikely chance must
-# be, in bits, before ranks' samples count as the same.
-_SAMPLES, _BITS = 256, 10.0
+# Where each rank has a part of the data, so many first samples of each pass are compared.
+_SAMPLES = 256
 
 # The first steps of a pass whose end nobody knows are all told. Later ones may take one part in so many of the time.
 _TOLD_STEPS, _STEP_TIMES = 1000, 100
-# Whoever comes to such an end waits at most so long for ranks that may be given more, or for so many steps if these
-# take longer: with DDP the others are a step behind at most, but a step may take long to load.
-_MOMENT_S, _STEPS, _MOST_S, _AGAIN_S = 1.0, 2, 60.0, 0.002
+# Whoever comes to such an end waits at most so long for ranks that may be given more: with DDP the others are a step
+# behind at most, but a step may take long to load.
+_MOMENT_S, _AGAIN_S = 3.0, 0.002
 # So many batches may be given on one rank before another sees what the first one left.
 _SLOTS = 8
 
@@ -69,34 +67,37 @@ class PassMonitor:
 
     Attributes:
         mailbox: As given.
+        log: The passes.
         has_own_lengths: Whether ranks may have any number of batches in a pass.
         only_warns_of_lengths: Whether the user says that the loader is sharded: parts of unequal length are a warning.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
+        why_in_common: Says why samples may be the same, and what to do, where each rank has a part of the data, so that
+            the ranks' first samples are compared; None where they are not.
+        held: What the user may change in the dataset; None if nobody compares that.
     """
 
     def __init__(self, mailbox: Mailbox | None = None, name: str = "loader", *, slack: int = 0) -> None:
         self._name, self._slack = name, slack
         self.mailbox: Mailbox | None = mailbox
-        self._log = Log()
+        self.log: Log = Log()
         self._made = self._made_before = 0  # how many passes, looks apart; and over other loaders before this one came
         self._thread = get_ident()
         self._comparisons, self._cost_s, self._ended_s = 0, 0.0, 0.0
         self._latest: LoggedPass | None = None
-        self._held: HeldData | None = None
+        self.held: HeldData | None = None
         if mailbox is not None:
-            mailbox.post(text_of(self._log.record()), "passes")
+            mailbox.post(text_of(self.log.record()), "passes")
             if (made := self._made_by_all) is not None:
                 self._made_before = made[mailbox.group]
         self.has_own_lengths: bool = False
         self.only_warns_of_lengths: bool = False
         self._has_warned = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
-        self._why_in_common: Callable[[], str] | None = None
-        # How many items were in common, and how many repeated: by pass and rank, as long as the log keeps it; in all.
+        self.why_in_common: Callable[[], str] | None = None
+        # How many items were in common, and how many repeated, by pass and rank.
         self._in_common: dict[tuple[int, int], tuple[int, int]] = {}
-        self._common = self._repeats = 0
-        # Passes whose end nobody knows before: how many ended, when the first step of this one was, and the next told.
-        self._ends, self._first_step_s, self._due_s = 0, 0.0, 0.0
+        # Passes whose end nobody knows before: how many ended, and when the next step is told.
+        self._ends, self._due_s = 0, 0.0
 
     def __reduce__(self) -> tuple[type["PassMonitor"], tuple[()]]:
         return PassMonitor, ()  # a copy makes passes of its own, which other ranks need not know about
@@ -110,18 +111,6 @@ class PassMonitor:
         """Set what errors call the loader, and how many workers may each read a part, before its first pass."""
         self._name, self._slack = name, self._slack * readers
 
-    def let_epochs_be_alike(self) -> None:
-        """Let passes over different epochs count as alike: all have one order, so no sample is lost by them."""
-        self._log.has_one_order = True
-
-    def expect_parts(self, why: Callable[[], str]) -> None:
-        """Compare the ranks' first samples: each has a part of the data, so they have none in common.
-
-        Args:
-            why: Says why samples may be the same, and what to do.
-        """
-        self._why_in_common = why if self.is_on else None
-
     def note_batch(self, batch: Any, begun: LoggedPass | None = None) -> None:
         """Record a batch of this rank's part of the data, in a pass; in the latest one by default."""
         made = self._latest if begun is None else begun
@@ -133,27 +122,15 @@ class PassMonitor:
     @property
     def compares_samples(self) -> bool:
         """Whether ranks compare the first samples of each pass."""
-        return self._why_in_common is not None
-
-    def compare_held(self, held: HeldData) -> None:
-        """Let ranks compare what the user changes in their datasets."""
-        self._held = held if self.is_on else None
+        return self.is_on and self.why_in_common is not None
 
     def note_read(self, begun: LoggedPass) -> None:
         """Record that samples were read in a pass: what that has changed in the dataset is no change of the user's."""
-        if self._held is not None and self.mailbox is not None:
-            self._held.read()
-            told = self._held.told()
-            begun.held = digest(sorted(told.items()))[:8] if self._held.is_changed else ""
+        if self.held is not None and self.mailbox is not None:
+            self.held.read()
+            told = self.held.told()
+            begun.held = digest(sorted(told.items()))[:8] if self.held.is_changed else ""
             self.mailbox.post(json.dumps(told), "held")
-
-    def choose_epoch(self) -> None:
-        """Record that the user chose the epoch that comes next."""
-        self._log.strike_looks()
-
-    def restore(self) -> None:
-        """Record that a position is restored."""
-        self._log.cut_off()
 
     def begin(
         self,
@@ -178,10 +155,10 @@ class PassMonitor:
         made = self._made_by_all
         others = None if is_own or made is None else made[self.mailbox.group] - self._made - self._made_before
         begun = LoggedPass(epoch, begins_at, told, marks, others)
-        self._log.begin(begun)
+        self.log.begin(begun)
         self._latest = begun
-        if self._held is not None:
-            self._held.begin()
+        if self.held is not None:
+            self.held.begin()
         return begun
 
     @property
@@ -194,10 +171,6 @@ class PassMonitor:
         """Return after how many batches to compare, when so many were given."""
         return max(2, batches + min(batches, _LARGEST_GAP))
 
-    def goes_on(self, begun: LoggedPass) -> None:
-        """Record that a pass is given a batch, which may have been struck as a look."""
-        self._log.goes_on(begun)
-
     def compare(self, *, at_end: bool = False) -> None:
         """Report to the others how far this rank has come, in this pass and before, and compare with them.
 
@@ -209,7 +182,7 @@ class PassMonitor:
         """
         if self.mailbox is None:
             return
-        if more := self._log.settle():
+        if more := self.log.settle():
             self._made += more
             if not (self._slack or self.has_own_lengths) and (made := self._made_by_all) is not None:
                 made[self.mailbox.group] += more
@@ -223,38 +196,33 @@ class PassMonitor:
 
     def _exchange(self, mailbox: Mailbox) -> None:
         """Leave this rank's record, and compare the log with what others have left by now."""
-        mailbox.post(text_of(self._log.record()), "passes")
+        mailbox.post(text_of(self.log.record()), "passes")
         if (told := mailbox.left("told")) is not None:
             raise RankMismatchError(told)
         for rank, text in mailbox.read().items():
             if (record := record_of(text)) is None:
                 continue
-            if (found := difference(self._log, record, self._slack)) is not None:
+            if (found := difference(self.log, record, self._slack)) is not None:
                 self._tell(mailbox, rank, found)
-            if self._why_in_common is not None:
-                self._compare_samples(mailbox, rank, record, self._why_in_common)
+            if self.why_in_common is not None:
+                self._compare_samples(mailbox, rank, record, self.why_in_common)
 
     def _tell(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise a mismatch, and leave it for all."""
         why = self._differing_held(mailbox, rank) if found.rule == "held" else self.why_orders_differ()
         if found.rule == "held" and not why:
             return  # they may hold what is their own
-        over = shorter(found)
-        is_unequal = found.rule == "length" and over is not None and over.state is State.ENDED
+        is_unequal = found.rule == "length" and shorter(found).state is State.ENDED
         self._raise(mailbox, mismatch_text(self._name, (mailbox.rank, rank), found, why), is_length=is_unequal)
 
     def _compare_samples(self, mailbox: Mailbox, rank: int, record: Record, why: Callable[[], str]) -> None:
         """Raise RankMismatchError if another rank's part of the data has more in common with this one's than chance."""
-        for theirs in record.passes:
-            mine = self._log.entry(theirs.number)
+        for theirs in record:
+            mine = self.log.entry(theirs.number)
             if mine is None or not theirs.first or not any(found := common_items(mine.first, theirs.first)):
                 continue
-            before = self._in_common.get((mine.number, rank), (0, 0))
-            kept = {key: one for key, one in self._in_common.items() if self._log.entry(key[0]) is not None}
-            self._in_common = kept | {(mine.number, rank): found}
-            self._common += found[0] - before[0]
-            self._repeats += found[1] - before[1]
-            if found[0] and bits_against_chance(self._common, self._repeats) > _BITS:
+            self._in_common[mine.number, rank] = found
+            if found[0] and are_no_chance(*map(sum, zip(*self._in_common.values(), strict=True))):
                 text = (
                     f"Iterating the {self._name}: {found[0]} of the first {len(mine.first)} items of "
                     f"{ranks_text([mailbox.rank])} are also {ranks_text([rank])}'s, though each rank should have a "
@@ -275,7 +243,7 @@ class PassMonitor:
         """Return what the user has changed in other ways in two ranks' datasets."""
         try:
             theirs = json.loads(mailbox.read_of([rank], "held").get(rank, b"{}"))
-            return "" if self._held is None else ", ".join(self._held.differing(self._held.told(), theirs))
+            return "" if self.held is None else ", ".join(self.held.differing(self.held.told(), theirs))
         except (ValueError, TypeError, AttributeError):  # junk
             return ""
 
@@ -288,8 +256,6 @@ class PassMonitor:
     def give_step(self, begun: LoggedPass, batches: int) -> None:
         """Leave that this rank was given so many batches of such a pass, if that is due."""
         now_s = perf_counter()
-        if batches == 1:
-            self._first_step_s = now_s
         if self.mailbox is None or now_s < self._due_s:
             return
         self.mailbox.leave(f"given/{batches % _SLOTS}", self._step(begun, batches))
@@ -303,30 +269,25 @@ class PassMonitor:
         Raises:
             RankMismatchError: Another rank was given more.
         """
-        if self.mailbox is not None and self._is_longer_elsewhere(self.mailbox, begun, batches):
-            text = (
-                f"Iterating the {self._name}: epoch {begun.epoch} ended after {counted(batches, 'batch')} on rank "
-                f"{self.mailbox.rank}, and others were given more. {self.why_orders_differ()}"
-            )
-            self._raise(self.mailbox, text, is_length=True)
-
-    def _is_longer_elsewhere(self, mailbox: Mailbox, begun: LoggedPass, batches: int) -> bool:
+        if (mailbox := self.mailbox) is None:
+            return
         self._ends += 1
-        ended = mailbox.count("ended", 1)
-        step_s = (perf_counter() - self._first_step_s) / max(1, batches - 1) if batches else 0.0
-        until_s = monotonic() + min(max(_MOMENT_S, _STEPS * step_s), _MOST_S)
-        more = batches + self._slack + 1
+        ended, until_s, more = mailbox.count("ended", 1), monotonic() + _MOMENT_S, batches + self._slack + 1
         while mailbox.left(f"given/{more % _SLOTS}") != self._step(begun, more):
             # All that have come to their ends: then nobody is given more.
             if ended >= self._ends * len(mailbox.members) or not mailbox.is_open or monotonic() > until_s:
-                return False
+                return
             sleep(_AGAIN_S)
             ended = mailbox.count("ended", 0)
-        return True
+        text = (
+            f"Iterating the {self._name}: epoch {begun.epoch} ended after {counted(batches, 'batch')} on rank "
+            f"{mailbox.rank}, and others were given more. {self.why_orders_differ()}"
+        )
+        self._raise(mailbox, text, is_length=True)
 
     def _step(self, begun: LoggedPass, batches: int) -> str:
         """Return the same text for a step of a pass on every rank."""
-        return f"{self._log.number_of(begun)}.{begun.epoch} from {begun.begins_at} {batches}"
+        return f"{self.log.number_of(begun)}.{begun.epoch} from {begun.begins_at} {batches}"
 
 
 # ---- what two ranks' parts have in common ----
@@ -347,19 +308,14 @@ def common_items(mine: Sequence[int], theirs: Sequence[int]) -> tuple[int, int]:
     return len(ours & others), len(mine) - len(ours) + len(theirs) - len(others)
 
 
-def bits_against_chance(common: int, repeats: int) -> float:
-    """Return how unlikely it is, in bits, that so many items are the same by chance.
+def are_no_chance(common: int, repeats: int) -> bool:
+    """Return whether so many items are hardly the same by chance.
 
     Of parts that are drawn with replacement, or from data with duplicates, two items that are the same are as likely
     within one rank's part as on two ranks.
 
-    Source: Chernoff's bound of the binomial distribution.
-
     Examples:
-        >>> bits_against_chance(12, 0), bits_against_chance(9, 10), round(bits_against_chance(220, 60))
-        (12.0, 0.0, 70)
+        >>> are_no_chance(12, 0), are_no_chance(9, 0), are_no_chance(29, 10), are_no_chance(220, 60)
+        (True, False, False, True)
     """
-    if common <= repeats:
-        return 0.0
-    both = common + repeats
-    return both - sum(count * log2(both / count) for count in (common, repeats) if count)
+    return common > 10 + 2 * repeats

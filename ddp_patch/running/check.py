@@ -5,7 +5,6 @@ prints and writes otherwise by itself; and on several ranks. Each rank records w
 user's folders.
 """
 
-import json
 import math
 import os
 import re
@@ -16,9 +15,8 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,14 +37,16 @@ from ddp_patch.running.lockstep import models_of
 from ddp_patch.running.overlay import open_file
 from ddp_patch.validation import counted
 
-__all__ = ["Recording", "check", "recorded"]
+__all__ = ["RECORDING", "check", "recorded"]
+
+# The environment's name of the folder where the ranks of a run record what they do; its own name ends in the precision.
+RECORDING = "DDP_PATCH_RECORDING"
 
 _READS = re.compile(r"^ddp_patch: (What is read at .*)", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _CLOSE_TEXT = 1e-3  # of a number that is printed, and rounded for that
 _CLOSE = {True: 1e-8, False: 1e-3}  # how far apart steps may be, in double precision and in single
 _LAST_LINES = 12
-_NAME = "DDP_PATCH_RECORDING"
 _MOST_NUMBERS = 2**14  # of each tensor; of larger ones, so many at equal distances, and the mean of all
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _BATCH_NORM = "batch normalisation"
@@ -56,82 +56,74 @@ _save = torch.save
 # ---- what each rank records ----
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What to record.
+def _still(
+    function: Any, arguments: dict[str, tuple[int, float]], value: float, off: Callable[[], object]
+) -> Callable[..., Any]:
+    """Return a function in the place of another one, which it calls with the first of some arguments switched off.
 
-    Attributes:
-        folder: Where each rank writes it.
-        ranks: How many ranks there are.
-        steps: How many steps of optimizers.
-        double: Whether all is computed in double precision.
+    Args:
+        function: The other one.
+        arguments: By their names: their places, and what they are if they are not given. If one is false, it is off.
+        value: What switches it off.
+        off: Notes that it was on.
     """
+    name, (at, _) = next(iter(arguments.items()))
 
-    folder: Path
-    ranks: int
-    steps: int
-    double: bool
+    def call(*args: Any, **options: Any) -> Any:
+        given = [args[at] if len(args) > at else options.get(name, usual) for name, (at, usual) in arguments.items()]
+        if not all(given) or args[1:2] == (None,):  # batch normalisation without statistics has nothing but the batch
+            return function(*args, **options)
+        off()
+        if len(args) > at:
+            return function(*args[:at], value, *args[at + 1 :], **options)
+        return function(*args, **{**options, name: value})
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What tells a process of it."""
-        return {_NAME: json.dumps(asdict(self) | {"folder": str(self.folder)})}
-
-    @property
-    def files(self) -> Path:
-        """Where the ranks write their files."""
-        return self.folder / "files"
-
-    @classmethod
-    def here(cls) -> "Recording | None":
-        """Return what this process was told."""
-        told = json.loads(os.environ.get(_NAME, "null"))
-        return told and cls(**{**told, "folder": Path(told["folder"])})
+    return call
 
 
-_ATTEND, _AUTOCAST = functional.scaled_dot_product_attention, torch.autocast.__init__
+# What is random, or sees the whole batch: of what, under which name; what switches it off; and how that is told.
+_SWITCHED_OFF: list[tuple[Any, str, dict[str, tuple[int, float]], float, str]] = [
+    *((functional, name, {"p": (1, 0.5), "training": (2, True)}, 0.0, "dropout") for name in _DROPOUTS),
+    (functional, "scaled_dot_product_attention", {"dropout_p": (4, 0.0)}, 0.0, "dropout"),
+    (functional, "batch_norm", {"training": (5, False)}, False, _BATCH_NORM),
+    (torch.autocast, "__init__", {"enabled": (3, True)}, False, "autocast"),
+]
 
 
 class _Recorder:
-    """Records the first steps of a script, with all still that ranks draw for themselves, and ends it then.
-
-    What it stands in the place of, it writes down: what is random, and what sees the whole batch.
+    """Records the first steps of a script, and ends it then.
 
     Args:
-        what: What to record.
+        folder: Where it records.
+        most: How many steps.
 
     Attributes:
         steps: What each step of an optimizer did: ``losses`` (the roots of the calls of ``backward()`` before it, as
-            they were weighed), ``has_drawn`` (whether the global generator moved since the step before),
-            ``is_double`` (whether all parameters are of double precision), ``gradients`` that the optimizer got, by the
-            parameters' names, and ``parameters``: what it made of them.
+            they were weighed), ``is_double`` (whether all parameters are of double precision), ``gradients`` that the
+            optimizer got, by the parameters' names, and ``parameters``: what it made of them.
     """
 
-    def __init__(self, what: Recording) -> None:
+    def __init__(self, folder: Path, most: int) -> None:
         self.steps: list[dict[str, Any]] = []
-        self._what = what
+        self._folder, self._most = folder, most
         self._losses: list[float] = []
         self._names: dict[torch.Tensor, str] = {}
-        self._random = torch.Tensor()
 
-    def note_losses(self, run: Callable[..., None], tensors: Any, *args: Any, **options: Any) -> None:
+    def backward(self, run: Callable[..., None], tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         self._losses += [float(root) for root in roots if isinstance(root, torch.Tensor) and root.numel() == 1]
         run(tensors, *args, **options)
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        if not all(each in self._names for each in parameters):
-            named = (pair for model in models_of(parameters) for pair in model.named_parameters())
-            self._names |= {each: f"parameter {number}" for number, each in enumerate(parameters, len(self._names))}
-            self._names |= {each: name for name, each in named}
-        given = {self._names[each]: each.grad for each in parameters if each.grad is not None}
+        parameters, names = [each for group in optimizer.param_groups for each in group["params"]], self._names
+        if not all(each in names for each in parameters):
+            names |= {each: f"parameter {number}" for number, each in enumerate(parameters, len(names))}
+            names |= {each: name for model in models_of(parameters) for name, each in model.named_parameters()}
         self.steps.append(
             {
                 "losses": self._losses,
                 "is_double": all(each.dtype == torch.float64 for each in parameters),
-                "has_drawn": bool(self.steps) and not torch.equal(torch.get_rng_state(), self._random),
-                "gradients": {name: _sample(each) for name, each in given.items()},
+                "gradients": {names[each]: _sample(each.grad) for each in parameters if each.grad is not None},
             }
         )
         self._losses = []
@@ -139,64 +131,25 @@ class _Recorder:
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self.steps[-1]["parameters"] = {self._names[each]: _sample(each) for each in parameters}
-        self._random = torch.get_rng_state()
-        if len(self.steps) >= self._what.steps:
+        if len(self.steps) >= self._most:
             sys.exit()
 
-    def hold_still(self, stack: ExitStack, *, sync_batchnorm: bool) -> None:
-        """Stand in the place of what is random, until the stack closes."""
+    # ---- what is held still: files name it, for whoever told it to be recorded ----
 
-        def in_one_precision(context: Any, device_type: str, *args: Any, **options: Any) -> None:
-            if options.get("enabled", True):
-                self._off("autocast")
-            _AUTOCAST(context, device_type, *args, **{**options, "enabled": False})
-
-        for name in _DROPOUTS if sync_batchnorm else (*_DROPOUTS, "batch_norm"):
-            stack.enter_context(patch.object(functional, name, self._evaluating(getattr(functional, name))))
-        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", self.attend))
-        stack.enter_context(patch.object(torch.autocast, "__init__", in_one_precision))
-        for name, value in (("randn_like", 0.0), ("rand_like", 0.5)):
-            stack.enter_context(patch.object(torch, name, partial(self.draw, value)))
-        stack.callback(register_module_forward_pre_hook(self.before_forward).remove)
-        change = _double if self._what.double else lambda item: item
-        stack.enter_context(items_changed(self.item, change))
-
-    def _off(self, name: str) -> None:
-        with open_file(self._what.folder / f"off {name}", "w"):  # past what lies over the file system
+    def off(self, name: str) -> None:
+        with open_file(self._folder / f"off {name}", "w"):  # past what lies over the file system
             pass
 
-    def _evaluating(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does in training what it does in evaluation."""
-        takes = signature(function)
-
-        def call(*args: Any, **options: Any) -> Any:
-            bound = takes.bind(*args, **options)
-            bound.apply_defaults()
-            given = bound.arguments
-            if given["training"] and given.get("p", 1):
-                self._off("dropout" if "p" in given else _BATCH_NORM)
-                given["training"] = given.get("running_mean", 0) is None  # then there is nothing but the batch
-            return function(*bound.args, **bound.kwargs)
-
-        return call
-
-    def attend(
-        self, query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *args: Any, **options: Any
-    ) -> Any:
-        if dropout_p:
-            self._off("dropout")
-        return _ATTEND(query, key, value, options.pop("attn_mask", mask), 0.0, *args, **options)
-
-    def draw(self, value: float, data: torch.Tensor, **options: Any) -> torch.Tensor:
-        self._off("noise")
+    def drawn(self, value: float, data: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.off("noise")
         return torch.full_like(data, value, **options)
 
     def before_forward(self, module: nn.Module, _args: Any) -> None:
         if isinstance(module, nn.RNNBase) and module.training and module.dropout:
-            self._off("dropout")
+            self.off("dropout")
             module.dropout = 0.0
 
-    def item(self, dataset: Any, index: Any) -> Any:
+    def item_of(self, dataset: Any, index: Any) -> Any:
         """Return an item of a dataset, whose random numbers follow from its index."""
         before, own = GlobalState.capture(), GlobalState.seeded(np.random.SeedSequence(crc32(repr(index).encode())))
         seeded = own.copied().values()
@@ -205,34 +158,44 @@ class _Recorder:
             return dataset[index]
         finally:
             if GlobalState.capture().values() != seeded:
-                self._off("random transforms")
+                self.off("random transforms")
             before.install()
 
 
 @contextmanager
-def recorded(what: Recording, rank: int, *, sync_batchnorm: bool) -> Iterator[None]:
-    """Record a script while entered, and end it by ``sys.exit()`` after its first steps.
+def recorded(folder: Path, rank: int, steps: int, *, sync_batchnorm: bool) -> Iterator[None]:
+    """Record a script while entered, with all still that ranks draw for themselves; end it after its first steps.
 
     Args:
-        what: What to record.
+        folder: Where the ranks record.
         rank: This rank.
+        steps: How many steps of optimizers.
         sync_batchnorm: Whether batch normalisation sees the whole batch; else it is switched off.
     """
-    recorder = _Recorder(what)
-    what.folder.mkdir(exist_ok=True)
+    recorder, is_double = _Recorder(folder, steps), folder.name.endswith("double")
+    places: list[tuple[Any, str, Any]] = [
+        *((torch, name, partial(recorder.drawn, value)) for name, value in (("randn_like", 0.0), ("rand_like", 0.5))),
+        (torch.autograd, "backward", partial(recorder.backward, torch.autograd.backward)),
+        *(
+            (owner, name, _still(getattr(owner, name), arguments, value, partial(recorder.off, told)))
+            for owner, name, arguments, value, told in _SWITCHED_OFF
+            if told != _BATCH_NORM or not sync_batchnorm
+        ),
+    ]
     with ExitStack() as stack:
-        recorder.hold_still(stack, sync_batchnorm=sync_batchnorm)
-        if what.double:
+        for owner, name, ours in places:
+            stack.enter_context(patch.object(owner, name, ours))
+        stack.enter_context(items_changed(recorder.item_of, _double if is_double else lambda item: item))
+        if is_double:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
-        noting = partial(recorder.note_losses, torch.autograd.backward)
-        stack.enter_context(patch.object(torch.autograd, "backward", noting))
+        stack.callback(register_module_forward_pre_hook(recorder.before_forward).remove)
         stack.callback(register_optimizer_step_pre_hook(recorder.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
         try:
             yield
         finally:
-            _save(recorder.steps, what.folder / f"rank-{rank}.pt")
+            _save(recorder.steps, folder / f"rank-{rank}.pt")
 
 
 @torch.no_grad()
@@ -297,7 +260,7 @@ def check(ranks: int, steps: int, target: str, arguments: Sequence[str]) -> int:
         def run(number: int, on: int, *, double: bool) -> _Ran:
             precision = "double" if double else "single"
             sys.stderr.write(f"ddp_patch: checking {target}, run {number} of 3, in {precision} precision\n")
-            return _ran(Recording(Path(folder, f"{number}-{precision}"), on, steps, double), arguments)
+            return _ran(Path(folder, f"{number}-{precision}"), on, arguments)
 
         double, one = True, run(1, 1, double=True)
         if one.code:  # it has numbers of single precision of its own
@@ -309,40 +272,37 @@ def check(ranks: int, steps: int, target: str, arguments: Sequence[str]) -> int:
         return _judged(ranks, one, again, many)
 
 
-def _ran(what: Recording, arguments: Sequence[str]) -> _Ran:
+def _ran(folder: Path, ranks: int, arguments: Sequence[str]) -> _Ran:
     """Run the script once."""
-    command, alone = [sys.executable, "-m", "ddp_patch", "run", *arguments], ALONE if what.ranks == 1 else {}
-    with made_equal(what.files):  # so that a single rank needs no launcher
+    folder.mkdir()
+    with made_equal(folder / "files"):  # so that a single rank needs no launcher
         done = subprocess.run(  # noqa: S603 - this very command
-            command,
-            env={**os.environ, **what.environment, **alone},
+            [sys.executable, "-m", "ddp_patch", "run", *arguments],
+            env={**os.environ, RECORDING: str(folder), **(ALONE if ranks == 1 else {})},
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
         )
-    recorded = [what.folder / f"rank-{rank}.pt" for rank in range(what.ranks)]
+    recorded = [folder / f"rank-{rank}.pt" for rank in range(ranks)]
     steps = [torch.load(each, weights_only=True) for each in recorded if each.exists()]
-    home = what.files / "rank-0"
+    home = folder / "files" / "rank-0" / "files"
     paths = [path for path in sorted(home.rglob("*")) if path.is_file()]
-    found = {str(each): _text_of(path) for path in paths if not _is_aside(each := path.relative_to(home))}
-    off = sorted(each.name.removeprefix("off ") for each in what.folder.glob("off *"))
+    found = {str(each): _text_of(path) for path in paths if _is_result(each := path.relative_to(home))}
+    off = sorted(each.name.removeprefix("off ") for each in folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
     errors, reads = done.stderr.splitlines(), _READS.search(done.stderr)
     return _Ran(done.returncode, lines, errors[-_LAST_LINES:], "" if reads is None else reads[1], steps, found, off)
 
 
-def _is_aside(path: Path) -> bool:
-    """Return whether a file is none of the script's results: a temporary one, or one in a hidden folder of the home.
-
-    Where the script runs in such a folder itself, its files there are results.
-    """
-    home, temporary = (Path(os.path.realpath(each)) for each in (os.path.expanduser("~"), tempfile.gettempdir()))
+def _is_result(path: Path) -> bool:
+    """Return whether a file is in the current folder, or at least no temporary one; and in no hidden folder."""
     whole, here = Path(os.sep, path), Path.cwd()
-    aside = [temporary] if whole.is_relative_to(temporary) else []
-    if whole.is_relative_to(home) and len(below := whole.relative_to(home).parts) > 1 and below[0].startswith("."):
-        aside.append(home / below[0])
-    return any(not (here.is_relative_to(each) and whole.is_relative_to(here)) for each in aside)
+    if whole.is_relative_to(here):
+        whole = whole.relative_to(here)
+    elif whole.is_relative_to(os.path.realpath(tempfile.gettempdir())):
+        return False
+    return not any(folder.startswith(".") for folder in whole.parts[:-1])
 
 
 def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:
@@ -380,14 +340,11 @@ def _why_not(ranks: int, differs_at: int, one: _Ran, many: _Ran, lines: object, 
     if differs_at:
         at = differs_at - 1
         loss = torch.tensor([sum(of_one[at]["losses"]), sum(sum(each[at]["losses"]) for each in of_many) / ranks])
-        later = [step["has_drawn"] for step in of_one[2:]]  # a rank begins to draw its own after the first
-        if 2 * sum(later) > len(later):
-            return "The script draws random numbers between its steps, which --check cannot switch off."
         if not torch.isclose(loss[0], loss[1], rtol=1e-5, atol=1e-8):
             return (
                 f"The parts' losses have the mean {loss[1]:.6g}, and the whole batch's loss is {loss[0]:.6g}: it is a "
                 "loss of the whole batch (samples compared with each other, weights of classes, a ratio of sums), or a "
-                "batch is made otherwise of fewer samples (padding, a set's order)."
+                "batch is made otherwise of fewer samples (padding, a set's order, random numbers)."
             )
         return "The losses are the same, their gradients are not: is a gradient made or changed beside backward()?"
     if lines:

@@ -7,14 +7,14 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ddp_patch.errors import InvalidOptionError, WorldError
+from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Options
-from ddp_patch.running.check import Recording, check, recorded
+from ddp_patch.running.check import RECORDING, check, recorded
 from ddp_patch.running.context import EachRank, running
 from ddp_patch.running.launch import (
     ONE_NODE,
@@ -50,21 +50,26 @@ def run(arguments: Sequence[str]) -> None:
     """
     parser = _parser()
     given = parser.parse_args(arguments)
-    starts = not is_started() and (given.nproc_per_node is not None or given.check)
+    starts = not is_started() and (given.nproc_per_node is not None or given.check or _wants_ranks(given))
+    is_one = (given.mode or ("one" if starts or is_started() else "ranks")) == "one" and not given.dry_run
+    wrong = [sentence for is_so, sentence in _mistakes(given, starts=starts, is_one=is_one) if is_so]
     try:
-        mode = given.mode or ("one" if starts or is_started() else _mode_of_ranks())
-        is_one = mode == "one" and not given.dry_run
-        _require_sense(given, starts=starts, is_one=is_one)
         options, seed = Options(seed=given.seed), drawn_seed()
         only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
         whole = Patterns("--whole", given.whole)
-    except (InvalidOptionError, WorldError) as error:
-        parser.error(str(error))
-    recording = Recording.here()
+        if given.keep_shadows is not None and not wrong:
+            given.keep_shadows.mkdir(mode=0o700, parents=True, exist_ok=True)  # for its owner alone
+    except InvalidOptionError as error:
+        wrong.append(str(error))
+    except OSError as error:
+        wrong.append(f"--keep-shadows: {error}. Pass the path of a folder.")
+    if wrong:
+        parser.error(wrong[0])
+    recording = Path(os.environ[RECORDING]) if RECORDING in os.environ else None
     if starts and given.check and recording is None:
         sys.exit(check(int(given.nproc_per_node), given.steps, given.training_script, arguments))
     if starts:
-        with made_equal(given.keep_shadows if recording is None else recording.files):
+        with made_equal(given.keep_shadows if recording is None else recording / "files"):
             sys.exit(started(given, arguments))
     rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
     with ExitStack() as stack:
@@ -75,7 +80,7 @@ def run(arguments: Sequence[str]) -> None:
             show = stack.enter_context(rank_zero_speaks(rank, given.keep_shadows))
             session = OneProcess(options, only, excepted, whole, sync_batchnorm=given.sync_batchnorm, on_error=show)
             _begin(given, recording, seed, stack)
-        stack.enter_context(_told_on_stderr())
+        _tell_on_stderr(stack)
         if rank == 0 and is_one and ranks > 1 and recording is None:
             logger.info("Nobody has compared this script's %s ranks with one: add --check to do that.", ranks)
         summary = stack.enter_context(running(session))
@@ -87,69 +92,52 @@ def run(arguments: Sequence[str]) -> None:
         del names
 
 
-def _mode_of_ranks() -> str:
-    """Return the mode where none is given and this command starts no ranks.
-
-    Raises:
-        WorldError: A launcher has started several.
-    """
-    if (ranks := told("WORLD_SIZE", "1")) != "1" and is_rank():
-        raise WorldError(
-            f"a launcher has started {ranks} ranks. Pass --mode one for a script that trains in one process, or --mode "
-            "ranks for one that makes a process group: then each rank trains on its shard of each loader."
-        )
-    return "ranks"
-
-
-def _require_sense(given: argparse.Namespace, *, starts: bool, is_one: bool) -> None:
-    """Refuse options that do not go together, before anything starts.
-
-    Raises:
-        InvalidOptionError: Some do not.
-        WorldError: Ranks were to be started where a launcher has started some, or several tasks know of no other.
-    """
-    script, ranks = given.training_script, given.nproc_per_node
-    if not given.module and not Path(script).exists():
-        raise InvalidOptionError(f"there is no {script}. Pass a script's path, or -m and a module's name.")
-    if not is_rank() and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
-        raise WorldError(
-            f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
-            "docs/gpu.md shows, with -m ddp_patch run in the script's place."
-        )
-    if starts and is_rank() and told("WORLD_SIZE") != "1":
-        raise WorldError(
-            f"-n {ranks}: a launcher has started this process as rank {told('RANK')} of {told('WORLD_SIZE')}. Leave -n "
-            "out, to be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
-        )
-    if given.no_python:
-        raise InvalidOptionError("--no-python: a script of another language has no loaders. Leave it out.")
-    if not starts and not is_started() and (passed := _of_torchrun(given)):
-        raise InvalidOptionError(f"{', '.join(passed)}: only where ranks are started. Pass their number too, as -n 8.")
+def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Iterator[tuple[bool, str]]:
+    """Yield what options together must not be, before anything starts, and whether they are that."""
+    script, ranks, launched, tasks = given.training_script, given.nproc_per_node, told("WORLD_SIZE", "1"), "1"
+    if not is_rank():
+        launched, tasks = "1", os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    yield (
+        not given.module and not Path(script).exists(),
+        f"there is no {script}. Pass a script's path, or -m and a module's name.",
+    )
+    yield (
+        tasks != "1",
+        f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
+        "docs/gpu.md shows, with -m ddp_patch run in the script's place.",
+    )
+    yield (
+        starts and launched != "1",
+        f"-n {ranks}: a launcher has started this process as rank {told('RANK')} of {launched}. Leave -n out, to be "
+        "that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone.",
+    )
+    yield (
+        not (starts or is_started() or given.mode) and launched != "1",
+        f"a launcher has started {launched} ranks. Pass --mode one for a script that trains in one process, or --mode "
+        "ranks for one that makes a process group: then each rank trains on its shard of each loader.",
+    )
     is_several = (ranks or "").isdecimal() and int(ranks) > 1
-    if given.check and not (is_several and is_one and given.nnodes in ONE_NODE):
-        raise InvalidOptionError(
-            "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine."
-        )
-    path: Path | None = given.keep_shadows
-    if path is not None and (file := next((each for each in (path, *path.parents) if each.is_file()), None)):
-        raise InvalidOptionError(f"--keep-shadows {path}: {file} is a file. Pass the path of a folder.")
-    if not is_one and (unused := [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(given, name)]):
-        raise InvalidOptionError(
-            f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for."
-        )
+    yield (
+        given.check and not (is_several and is_one and given.nnodes in ONE_NODE),
+        "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine.",
+    )
+    unused = [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(given, name)]
+    yield (
+        bool(unused) and not is_one,
+        f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for.",
+    )
 
 
-def _of_torchrun(given: argparse.Namespace) -> list[str]:
-    """Return torchrun's options that were passed, beside the number of ranks."""
+def _wants_ranks(given: argparse.Namespace) -> bool:
+    """Return whether an option of torchrun's was passed that is about ranks to be started, beside their number."""
     from torch.distributed.run import get_args_parser
 
     usual = vars(get_args_parser().parse_args([given.training_script]))
     ours = {"nproc_per_node", "module", "training_script_args"}
-    names = (name for name in usual.keys() - ours if getattr(given, name) != usual[name])
-    return [f"--{name.replace('_', '-')}" for name in sorted(names)]
+    return any(getattr(given, name) != usual[name] for name in usual.keys() - ours)
 
 
-def _begin(given: argparse.Namespace, recording: Recording | None, seed: int, stack: ExitStack) -> None:
+def _begin(given: argparse.Namespace, recording: Path | None, seed: int, stack: ExitStack) -> None:
     """Let ranks that train as one process start alike, and the others write elsewhere, until the stack closes."""
     rank = int(told("RANK", "0"))
     if is_started():
@@ -162,7 +150,7 @@ def _begin(given: argparse.Namespace, recording: Recording | None, seed: int, st
             atexit.register(world.close)  # after what the script has registered, which writes, too
     seed_all(seed if given.seed is None else given.seed)
     if recording is not None:
-        stack.enter_context(recorded(recording, rank, sync_batchnorm=given.sync_batchnorm))
+        stack.enter_context(recorded(recording, rank, given.steps, sync_batchnorm=given.sync_batchnorm))
 
 
 def _run_target(target: str, arguments: Sequence[str], is_module: bool) -> dict[str, object]:
@@ -227,18 +215,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextmanager
-def _told_on_stderr() -> Iterator[None]:
-    """Print what is logged about loaders, whatever the script does with its own logs."""
+def _tell_on_stderr(stack: ExitStack) -> None:
+    """Print what is logged about loaders, whatever the script does with its own logs, until the stack closes."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("ddp_patch: %(message)s"))
-    before = logger.level, logger.propagate
+    stack.enter_context(patch.multiple(logger, propagate=False, handlers=[handler]))
+    stack.callback(logger.setLevel, logger.level)
     logger.setLevel(logging.INFO)
-    logger.propagate = False
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]

@@ -57,7 +57,7 @@ class EachRank(Summary):
     """
 
     def __init__(
-        self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool
+        self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool = False
     ) -> None:
         super().__init__(options, only, excepted)
         self._where, self._dry_run = where, dry_run
@@ -208,7 +208,6 @@ def autopatch(
     *,
     only: str | Sequence[str] = (),
     excepted: str | Sequence[str] = (),
-    dry_run: bool = False,
     as_one_process: bool = False,
     **options: Unpack[PatchOptions],
 ) -> Iterator[Summary]:
@@ -227,7 +226,6 @@ def autopatch(
     Args:
         only: Patch only loaders that were made at lines that match, such as ``"train.py:41"`` or ``"data/*.py"``.
         excepted: Do not patch loaders that were made at lines that match.
-        dry_run: Patch none; only report what would be done.
         as_one_process: Whether the ranks train as one process. There need not be a process group: one is made of the
             ranks that a launcher has started.
         options: The keywords of ``patch_dataloader_to_ddp``, for all loaders.
@@ -249,16 +247,14 @@ def autopatch(
         ...     [batch.tolist() for batch in loader]
         [[1, 3], [5, 7], [9]]
     """
-    if as_one_process and (given := [*(_DECIDED & options.keys()), *(["dry_run"] if dry_run else [])]):
+    if as_one_process and (given := _DECIDED & options.keys()):
         raise InvalidOptionError(
             f"autopatch was given as_one_process=True and {', '.join(sorted(given))}: as one process, all ranks of the "
             "launcher divide each batch, and nothing is left out. Leave these options out, or as_one_process."
         )
     where, chosen = split_options("autopatch", options, PatchOptions)
     shards, chosen_lines = Options(**chosen), (Patterns("only", only), Patterns("excepted", excepted))
-    session = (
-        OneProcess(shards, *chosen_lines) if as_one_process else EachRank(where, shards, *chosen_lines, dry_run=dry_run)
-    )
+    session = OneProcess(shards, *chosen_lines) if as_one_process else EachRank(where, shards, *chosen_lines)
     with running(session):
         yield session
 

@@ -30,18 +30,16 @@ class PassWeights:
 
     Attributes:
         name: What errors call the loader.
-        length: How many batches it has; None if that is not known.
-        backwards: How often ``backward()`` was called before it.
         given: How many batches it gave.
-        is_over: Whether it came to its end.
+        has_trained: Whether ``backward()`` was called after one of them.
+        is_over: Whether it came to its end, or the next one over its loader began.
         weights: All weights that its batches had.
         first: The first tensor of its first batch, while that is alive.
     """
 
     name: str
-    length: int | None
-    backwards: int
     given: int = 0
+    has_trained: bool = False
     is_over: bool = False
     weights: set[float] = field(default_factory=set)
     first: Callable[[], torch.Tensor | None] = lambda: None
@@ -62,8 +60,7 @@ class StepWeight:
         taken: The passes and weights of the batches that were taken since the last ``backward()``.
 
     Examples:
-        >>> step = StepWeight(print)
-        >>> train = step.begin("train")
+        >>> step, train = StepWeight(print), PassWeights("train")
         >>> step.take(train, 0.8, (2, 5))
         >>> step.of_backward()
         0.8
@@ -71,16 +68,11 @@ class StepWeight:
 
     def __init__(self, on_unused: Callable[[str], object]) -> None:
         self._on_unused = on_unused
-        self._backwards = 0
         self._weight = 1.0
         self._last: PassWeights | None = None
         self.samples: tuple[int, int] | None = None
         self.was_divided: bool = False
         self.taken: list[tuple[PassWeights, float]] = []
-
-    def begin(self, name: str, length: int | None = None) -> PassWeights:
-        """Return what is known of a pass that begins."""
-        return PassWeights(name, length, self._backwards)
 
     @property
     def name(self) -> str:
@@ -103,9 +95,6 @@ class StepWeight:
             of.first = next(map(weakref.ref, tensors), of.first)
         of.weights.add(weight)
         self._weight, self._last, self.samples = weight, of, samples
-        for other in {each for each, _ in self.taken if each is not of and each.backwards == self._backwards}:
-            if other.given == other.length:  # a loop that takes as many batches as there are never asks for the end
-                self.end(other)
         # Of what is over by now, the script wanted no gradient.
         self.taken = [*(each for each in self.taken if each[0] is of or not each[0].is_over), (of, weight)]
 
@@ -119,7 +108,7 @@ class StepWeight:
 
     def end(self, of: PassWeights) -> None:
         """Note that a pass came to its end."""
-        if of.given and of.backwards == self._backwards and not of.is_over:
+        if of.given and not of.has_trained and not of.is_over:
             self._on_unused(of.name)
         of.is_over = True
 
@@ -134,7 +123,8 @@ class StepWeight:
                 that no weight is right.
         """
         taken, self.taken = self.taken, []
-        self._backwards += 1
+        for of, _ in taken:
+            of.has_trained = True
         if is_sum and self.samples is not None:
             part, whole = self.samples
             return self._weight * whole / part if part else 0.0
@@ -343,14 +333,13 @@ class Gradients:
 
     Attributes:
         weight: Knows the weight of a ``backward()``.
-        why_whole: Why batches cannot be divided; empty if they can.
     """
 
     def __init__(
         self, lockstep: Lockstep, replicas: Replicas, numbers: RandomNumbers, tell: Callable[[str], object]
     ) -> None:
         self.weight: StepWeight = StepWeight(self._tell_unused)
-        self.why_whole: str = ""
+        self._why_whole = ""
         # By the operation that computed a part's loss: that, and the whole batch's; of this step.
         self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._outputs: list[torch.Tensor] = []  # of the model that ran last, while its loss is looked at
@@ -358,6 +347,11 @@ class Gradients:
         self._samples: int | None = None
         self._lockstep, self._replicas, self._numbers, self._tell = lockstep, replicas, numbers, tell
         self._is_in_backward = backward_in_progress()
+
+    @property
+    def why_whole(self) -> str:
+        """Why batches cannot be divided; empty if they can."""
+        return self._why_whole if self._replicas.parameters else "no optimizer of torch.optim"
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -469,7 +463,7 @@ class Gradients:
 
     def _want_whole(self, why: str, *, is_error: bool = False) -> None:
         """Keep batches whole because of what the script does; tell it, or refuse it, where they are divided already."""
-        self.why_whole = self.why_whole or why
+        self._why_whole = self._why_whole or why
         if self.weight.samples is None or self._lockstep.ranks == 1:
             return
         text = (

@@ -47,7 +47,6 @@ __all__ = [
     "shadows",
     "started",
     "told",
-    "unhidden",
 ]
 
 
@@ -96,20 +95,13 @@ def hidden() -> Iterator[None]:
             _hidden.clear()
 
 
-@contextmanager
-def unhidden() -> Iterator[None]:
-    """Show it again, to torch."""
-    with patch.dict(os.environ, _hidden):
-        yield
-
-
 _init_process_group = dist.init_process_group  # which scripts may not call
 
 
 @contextmanager
 def group_made(backend: str, **options: Any) -> Iterator[None]:
     """Make a process group, and destroy it at the end."""
-    with unhidden():
+    with patch.dict(os.environ, _hidden):
         _init_process_group(backend, **options)
     try:
         yield
@@ -198,13 +190,13 @@ def started(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     from torch.distributed.run import run as run_ranks
 
     logging.disable(logging.ERROR)  # the launcher's own words about what the ranks have said
-    ranks, cores = given.nproc_per_node, os.cpu_count() or 1
+    ranks, cores = given.nproc_per_node or "1", os.cpu_count() or 1
     if ranks.isdecimal():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(ranks)))))
     ours = {"module": True, "training_script": "ddp_patch", "training_script_args": ["run", *arguments]}
     alone = given.standalone or (given.nnodes in ONE_NODE and not given.rdzv_endpoint)
     try:
-        run_ranks(argparse.Namespace(**{**vars(given), **ours, "standalone": alone}))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        run_ranks(argparse.Namespace(**{**vars(given), **ours, "nproc_per_node": ranks, "standalone": alone}))  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code: int = failure.exitcode
@@ -247,16 +239,18 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
 
     Args:
         rank: This rank.
-        folder: The folder for what the others write, ``rank-1.log`` and so on; None to forget it.
+        folder: The folder, which is there, for what the others write, ``rank-1.log`` and so on; None to forget it.
 
     Yields:
         What shows an error that ends this rank before all is left, with the rank before each line.
     """
-    stderr = os.dup(2)
-    log = _log_of(rank, folder)
+    stderr, seen = os.dup(2), list[BaseException]()
     if rank:
-        _silence(log)
-    seen: list[BaseException] = []
+        _flush()
+        log = os.devnull if folder is None else folder / f"rank-{rank}.log"
+        silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
 
     def write(text: str) -> None:
         lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
@@ -284,21 +278,6 @@ def rank_zero_speaks(rank: int, folder: Path | None) -> Iterator[Callable[[BaseE
         sys.exit(1)
 
 
-def _log_of(rank: int, folder: Path | None) -> str | Path:
-    """Return where a silent rank writes; the first rank that comes makes the folder, for its owner alone."""
-    if folder is None:
-        return os.devnull
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder / f"rank-{rank}.log"
-
-
-def _silence(log: str | Path) -> None:
-    _flush()
-    silent = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-
-
 def _text_of(error: BaseException) -> str:
     """Return an error as Python shows it, from the first line of the script on."""
     if isinstance(error, MissingRanksError):  # which says what the others did
@@ -312,8 +291,7 @@ def _text_of(error: BaseException) -> str:
 def _end_with_workers() -> None:
     _flush()
     for worker in multiprocessing.active_children():
-        if worker.pid is not None:
-            os.kill(worker.pid, signal.SIGKILL)
+        worker.kill()
     os._exit(INTERRUPTED)
 
 

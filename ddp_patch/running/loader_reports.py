@@ -19,7 +19,7 @@ from ddp_patch.compat.private_torch import RunningLoader
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, RankMismatchError, message_of
 from ddp_patch.loaders.copying import change_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
-from ddp_patch.loaders.hooks import Made, Use, from_here, made
+from ddp_patch.loaders.hooks import Use, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
@@ -115,23 +115,18 @@ def leave_alone(loader: L) -> L:
     return loader
 
 
-_UNKNOWN = "an unknown place"
-
-
 def shown(loader: DataLoader[Any]) -> str:
     """Return where a loader was made, as ``from_here`` shows it."""
     where = made(loader)
-    return _UNKNOWN if where is None else from_here(where.place)
+    return "an unknown place" if where is None else from_here(where.place)
 
 
 def _compared(loader: DataLoader[Any]) -> str:
     """Return which loader of the script it is, in words that are the same on every rank, whose folders may differ."""
-    where = made(loader)
-    kind = type(loader).__name__
-    if where is None:
-        return f"a {kind} that was made before autopatch was on"
+    if (where := made(loader)) is None:
+        return f"a {type(loader).__name__} that was made before autopatch was on"
     place, caller = (each.rpartition(os.sep)[2] for each in (where.place, where.caller))
-    return f"{kind} number {where.number} made at {place}, called at {caller}"
+    return f"{type(loader).__name__} number {where.number} made at {place}, called at {caller}"
 
 
 def user_of(loader: DataLoader[Any]) -> object | None:
@@ -186,7 +181,9 @@ class Patterns:
     def match(self, loader: DataLoader[Any]) -> bool:
         """Return whether a loader was made at one of these lines."""
         where = made(loader)
-        found = {each for each in self.patterns if where is not None and _matches(where, each)}
+        place = "" if where is None else where.place.replace(os.sep, "/")
+        full = {each: each if ":" in each else f"{each}:*" for each in self.patterns}
+        found = {each for each in full if fnmatchcase(place, full[each]) or fnmatchcase(place, f"*/{full[each]}")}
         self.unused -= found
         return bool(found)
 
@@ -196,12 +193,6 @@ class Patterns:
         return [
             f"The pattern {each!r} of {self.option} matched no loader that was used." for each in sorted(self.unused)
         ]
-
-
-def _matches(where: Made, pattern: str) -> bool:
-    full = pattern if ":" in pattern else f"{pattern}:*"
-    place = where.place.replace(os.sep, "/")
-    return fnmatchcase(place, full) or fnmatchcase(place, f"*/{full}")
 
 
 Fate: TypeAlias = Literal[
@@ -323,14 +314,13 @@ class Summary:
             vars(loader).clear()
             vars(loader).update(before)
             if isinstance(error, DDPPatchError):
-                is_known = record.place != _UNKNOWN
-                pattern = f", or start with python -m ddp_patch run --except '{record.place}'" if is_known else ""
                 more = self._if_they_differ if isinstance(error, RankMismatchError) else ""
                 error.args = (
-                    f"The loader{f' made at {record.place}' if is_known else ''} ({record.what}) is {use.value}, and "
-                    f"autopatch patches it now, on all ranks: {message_of(error)} If it is not to be sharded, because "
-                    "only some ranks use it (as in a validation on rank 0): use it within ddp_patch.unpatched(), or "
-                    f"call ddp_patch.leave_alone(loader) right after it is made{pattern}.{more}",
+                    f"The loader made at {record.place} ({record.what}) is {use.value}, and autopatch patches it now, "
+                    f"on all ranks: {message_of(error)} If it is not to be sharded, because only some ranks use it (as "
+                    "in a validation on rank 0): use it within ddp_patch.unpatched(), call "
+                    "ddp_patch.leave_alone(loader) right after it is made, or start with python -m ddp_patch run "
+                    f"--except '{record.place}'.{more}",
                 )
             raise
 

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from operator import itemgetter
 from types import FrameType
 from typing import Any, TypeAlias
@@ -32,8 +32,6 @@ __all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
 _MOST_READS = 256  # that are noted until the ranks meet
 _tolist = torch.Tensor.tolist
-# As many bytes are sent at once, as in DistributedDataParallel.
-_BUCKET = 25 * 2**20
 
 
 class Lockstep:
@@ -140,8 +138,7 @@ class Lockstep:
     def gathered(self, value: Any) -> list[Any]:
         """Return each rank's value."""
         values = [value] * self.ranks
-        if self.ranks > 1:
-            self._together(lambda: dist.all_gather_object(values, value, self._group))
+        self._together(lambda: dist.all_gather_object(values, value, self._group))
         return values
 
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -155,7 +152,7 @@ class Lockstep:
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make tensors of any dtypes those of rank 0. They have the same shapes, dtypes and order on every rank."""
-        for flat in _flattened(tensors if self.ranks > 1 else []):
+        for flat in _flattened(tensors):
             dist.broadcast(flat.view(torch.uint8), 0)
 
     def _together(self, communicate: Callable[[], object]) -> None:
@@ -185,18 +182,15 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 @torch.no_grad()
 def _flattened(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield flat copies of several tensors each, and put what becomes of each into these tensors."""
+    """Yield a flat copy of all tensors of a kind, and put what becomes of each into these tensors."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for alike in kinds.values():
-        ends = np.cumsum([tensor.nbytes for tensor in alike])
-        for _, bucket in groupby(zip((ends - 1) // _BUCKET, alike, strict=True), key=itemgetter(0)):
-            held = [tensor for _, tensor in bucket]
-            flat = torch.cat([tensor.reshape(-1) for tensor in held])
-            yield flat
-            for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        yield flat
+        for tensor, part in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 # ---- optimizers and models ----
@@ -233,12 +227,10 @@ class Replicas:
         models = self.models()
         for model in models if sync_batchnorm else ():
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        named = (pair for model in models for pair in model.named_modules(prefix=type(model).__name__))
-        if names := [name for name, module in named if isinstance(module, _BATCH_NORMS)]:
+        if any(isinstance(module, _BATCH_NORMS) for model in models for module in model.modules()):
             self._tell(
-                f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: batch normalisation sees this "
-                "rank's part of each batch, not all of it. On accelerators, --sync-batchnorm puts torch's "
-                "SyncBatchNorm in its place."
+                "Batch normalisation sees this rank's part of each batch, not all of it. On accelerators, "
+                "--sync-batchnorm puts torch's SyncBatchNorm in its place."
             )
         self._lockstep.broadcast([*self.parameters, *self.buffers()])
 
@@ -252,6 +244,12 @@ class Replicas:
         alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         groups = [group["params"] for optimizer in alive for group in optimizer.param_groups]
         return list(dict.fromkeys(each for group in groups for each in group))
+
+    def _trained(self) -> list[torch.Tensor]:
+        """Return the optimizers' parameters, and all that are trained of their models."""
+        given = self.parameters
+        of_models = (each for model in self.models() for each in model.parameters() if given and each.requires_grad)
+        return list(dict.fromkeys([*given, *of_models]))
 
     def models(self) -> list[nn.Module]:
         """Return the models that hold the optimizers' parameters; those that did so last, if no optimizer is alive."""
@@ -304,15 +302,12 @@ class Replicas:
         """
         if self._lockstep.ranks == 1:
             return
-        given = self.parameters
-        trained = [each for model in self.models() for each in model.parameters() if each.requires_grad]
-        parameters = list(dict.fromkeys([*given, *trained])) if given else []
+        self._lockstep.meet_alike(doing, self._trained)
+        parameters = self._trained()
         sums = _checksums(parameters)
         if self._lockstep.meet(doing, tuple(sums)):
             return
         of_ranks = self._lockstep.gathered(sums)
-        if len(set(map(len, of_ranks))) > 1:  # some have not collected all garbage yet
-            return
         place, found = next((at, found) for at, found in enumerate(zip(*of_ranks, strict=True)) if len(set(found)) > 1)
         names = {each: name for model in self.models() for name, each in model.named_parameters()}
         which, shape = names.get(parameters[place], f"parameter {place}"), tuple(parameters[place].shape)  # type: ignore[call-overload]  # a tensor that is none
@@ -399,14 +394,8 @@ class RandomNumbers:
         self._has_begun = True
         self._swap()
 
-    def enter(self, *, own: bool) -> object:
-        """Note that a pass begins, and whether it is over a divided loader; return its key."""
-        key = object()
-        self.change(key, own=own)
-        return key
-
-    def change(self, key: object, *, own: bool) -> None:
-        """Note that a pass goes on over a divided loader, or a whole one."""
+    def enter(self, key: object, *, own: bool) -> None:
+        """Note that a pass begins or goes on, and whether it is over a divided loader."""
         self._passes[key] = own
         self._swap()
 

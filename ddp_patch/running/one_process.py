@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from ddp_patch.orders.random_states import GlobalState, loader_seed
 from ddp_patch.ranks.exchange import digest
 from ddp_patch.ranks.world import World, find_world
 from ddp_patch.resume import loader_state, resume_loader
-from ddp_patch.running.gradients import Gradients
+from ddp_patch.running.gradients import Gradients, PassWeights
 from ddp_patch.running.launch import backend_here, group_made, is_hidden, is_started, told
 from ddp_patch.running.loader_reports import (
     Patterns,
@@ -55,10 +55,7 @@ __all__ = ["OneProcess"]
 
 
 # What only a script calls that has ranks of its own.
-_OF_RANKS: list[tuple[Any, str]] = [
-    *((torch.multiprocessing, name) for name in ("spawn", "start_processes")),
-    (dist, "init_process_group"),
-]
+_OF_RANKS = {"spawn": torch.multiprocessing, "start_processes": torch.multiprocessing, "init_process_group": dist}
 
 
 @dataclass(eq=False)
@@ -66,22 +63,22 @@ class _Loader:
     """What is known of a loader of the script.
 
     Attributes:
-        record: What is reported of it.
+        record: What is reported of it: if it has a note, the loader is never divided, and why.
         whole: A copy that gives every rank all of it; None if the loader is left as it is.
         seed: What its order follows from.
         is_stream: Whether its dataset is iterable, so that it cannot be read twice.
-        is_whole: Whether it is never divided.
         is_even: Whether all parts of all its batches have equally many samples, as far as that is known.
         trains: Whether ``backward()`` was called for its batches.
+        weights: Those of its latest divided pass.
     """
 
     record: UsedLoader
     whole: Any
     seed: int
     is_stream: bool
-    is_whole: bool
     is_even: bool = False
     trains: bool = False
+    weights: PassWeights | None = None
 
     @property
     def is_divided(self) -> bool:
@@ -125,8 +122,8 @@ class OneProcess(Summary):
         self._seed = 0
         self._has_begun = False
         # By how often backward() was called before: which loaders gave a batch; now, and before the latest call.
-        self._given: tuple[int, set[_Loader]] = (0, set())
-        self._given_before: set[_Loader] = set()
+        self._given: tuple[int, WeakSet[_Loader]] = (0, WeakSet())
+        self._given_before: WeakSet[_Loader] = WeakSet()
         self._running: list[_Loader] = []  # the loaders of passes that train
         self._world = World(0, 1)
         self._lockstep = Lockstep(self._tell)
@@ -146,7 +143,7 @@ class OneProcess(Summary):
                 self._replicas.add(optimizer, sync_batchnorm=self._sync_batchnorm)
 
         with self._stack as stack, patch.object(Optimizer, "__init__", made):
-            for module, name in _OF_RANKS:
+            for name, module in _OF_RANKS.items():
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
             stack.enter_context(called_before("__iter__", self._iterated))
@@ -188,7 +185,7 @@ class OneProcess(Summary):
         if self._has_begun and use in {Use.ASKED, Use.HANDED} and not self._is_off():
             with unpatched():
                 known = self._look(loader)
-                if known.whole is not None and not known.is_whole:
+                if known.whole is not None and not known.record.note:
                     self._divide(known, loader)
 
     def _iterated(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
@@ -201,7 +198,7 @@ class OneProcess(Summary):
             known.record.passes += 1
             if known.whole is None:
                 return None
-            may_train = torch.is_grad_enabled() and not known.is_whole
+            may_train = torch.is_grad_enabled() and not known.record.note
             is_divided = may_train and (known.trains or known.is_stream) and not self._replicas.are_evaluated
             if is_divided:
                 known.trains = True
@@ -211,11 +208,9 @@ class OneProcess(Summary):
                 self._replicas.share_buffers()
                 if known.is_divided:
                     _go_on_after(loader, known.whole)
-            passes: list[weakref.ref[_Pass]] = []
-            may_go_on = may_train and not known.is_stream
-            found = _Pass(self._sources(known, loader, passes, is_divided=is_divided, may_go_on=may_go_on))
-            passes.append(weakref.ref(found))
-            return found
+            return _Pass(
+                self._sources(known, loader, is_divided=is_divided, may_go_on=may_train and not known.is_stream)
+            )
 
     @property
     def _ranks(self) -> int:
@@ -252,19 +247,19 @@ class OneProcess(Summary):
             self._stack.enter_context(patch.object(dist, "is_initialized", _is_initialized))
         self._lockstep.join(timeout)
         self._world = find_world() or self._world
-        seeds = self._lockstep.gathered((self._seed, torch.initial_seed()))
-        if len(set(seeds)) > 1:
+        home = "" if is_started() or self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
+        ranks = self._lockstep.gathered((self._seed, torch.initial_seed(), hash("ddp_patch"), home))
+        self._seed, of_torch, _, home = ranks[0]
+        if len({(seed, of_torch) for seed, of_torch, _, _ in ranks}) > 1:
             self._tell("The ranks were seeded differently: all go on with the seed of rank 0.")
-            seed_all(seeds[0][1] % 2**63)
-        self._seed = seeds[0][0]
-        if len(set(self._lockstep.gathered(hash("ddp_patch")))) > 1:
+            seed_all(of_torch % 2**63)
+        if len({hashed for _, _, hashed, _ in ranks}) > 1:
             self._tell(
                 "The ranks hash strings differently, so a set of strings has another order on each. Set "
                 "PYTHONHASHSEED=0 before they start."
             )
-        if not is_started():  # else the command has done so
-            home = "" if self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
-            self._stack.enter_context(shadowed(self._lockstep.rank, self._lockstep.gathered(home)[0]))
+        if home:  # else the command has done so
+            self._stack.enter_context(shadowed(self._lockstep.rank, home))
 
     def _tell(self, text: str, level: int = logging.WARNING) -> None:
         """Tell the user something, once, on the first rank."""
@@ -278,7 +273,7 @@ class OneProcess(Summary):
             return known
         record, facts = self._looked_at(loader)
         seed = loader_seed(self._seed, digest(record.what), len(self.records) + 1)
-        known = _Loader(record, None, seed, is_stream=facts.unit is ShardedUnit.ITERABLE, is_whole=bool(record.note))
+        known = _Loader(record, None, seed, is_stream=facts.unit is ShardedUnit.ITERABLE)
         if not record.note:
             if loader.batch_sampler is None:
                 record.note = "it makes no batches"
@@ -288,7 +283,6 @@ class OneProcess(Summary):
                 record.note = f"batches of {loader.batch_size} cannot be divided"
             size, n = loader.batch_size or 1, self._lockstep.ranks
             known.is_even = size % n == 0 and (loader.drop_last or (length_of(loader.sampler, ()) or 1) % size % n == 0)
-            known.is_whole = bool(record.note)
             known.whole = self._in_world(known, copy_loader(loader), World(0, 1))
             record.note_fate("whole", known.whole, 1)
         self.records.append(record)
@@ -316,46 +310,39 @@ class OneProcess(Summary):
             self._tell(known.record.line, logging.INFO)
 
     def _sources(
-        self,
-        known: _Loader,
-        loader: DataLoader[Any],
-        passes: "list[weakref.ref[_Pass]]",
-        *,
-        is_divided: bool,
-        may_go_on: bool,
-    ) -> Generator[Iterator[Any]]:
-        """Yield the loader's own iterator; then what gives the next batch of a pass, until it ends or is dropped.
+        self, known: _Loader, loader: DataLoader[Any], *, is_divided: bool, may_go_on: bool
+    ) -> Generator[tuple[Iterator[Any], Iterator[Any]]]:
+        """Yield the loader's own iterator, and what gives the next batch, when a pass begins, and before each batch.
 
         Whether a loader trains shows in its loop: some set the mode of their models in each step.
 
         Args:
             known: What is known of the loader.
             loader: The loader.
-            passes: Where the pass will be.
             is_divided: Whether its batches are divided from the first one on.
             may_go_on: Whether the others are if the script calls ``backward()`` for the first.
         """
-        key, before, asked = self._numbers.enter(own=False), self._lockstep.backwards, 0
+        key, before, asked = object(), self._lockstep.backwards, 0
+        self._numbers.enter(key, own=False)
         self._running += [known] if is_divided or may_go_on else []
         try:
-            iterator = iter(loader if is_divided else known.whole)
-            yield iterator
+            own = iter(loader if is_divided else known.whole)
+            yield own, own
             while not is_divided:
                 self._gradients.weight.take_whole()
-                is_first = may_go_on and not asked
                 self._note_given(known)
-                with self._gradients.looking(loader.batch_size) if is_first else nullcontext():
-                    yield iterator
+                with self._gradients.looking(loader.batch_size) if may_go_on and not asked else nullcontext():
+                    yield own, own
                 asked += 1
-                if may_go_on and not known.is_whole and self._lockstep.backwards > before:
-                    if asked > 1:
-                        known.is_whole, known.record.note = True, "several batches before one backward()"
-                    elif self._may_divide(known):
-                        iterator, is_divided = self._go_on_divided(known, loader, passes), True
-            self._numbers.change(key, own=True)
-            parts = iterator if self._lockstep.ranks == 1 else self._weighed(known, loader, iterator)
+                if may_go_on and not known.record.note and self._lockstep.backwards > before:
+                    why = self._why_whole(known) if asked == 1 else "several batches before one backward()"
+                    known.record.note = why
+                    if not why:
+                        own, is_divided = self._go_on_divided(known, loader), True
+            self._numbers.enter(key, own=True)
+            parts = own if self._lockstep.ranks == 1 else self._weighed(known, loader, own)
             while True:
-                yield parts
+                yield own, parts
         finally:
             self._numbers.leave(key)
             if is_divided or may_go_on:
@@ -365,22 +352,17 @@ class OneProcess(Summary):
     def _note_given(self, known: _Loader) -> None:
         """Note that a loader gives a batch now."""
         if self._given[0] < self._lockstep.backwards:
-            self._given_before, self._given = self._given[1], (self._lockstep.backwards, set())
+            self._given_before, self._given = self._given[1], (self._lockstep.backwards, WeakSet())
         self._given[1].add(known)
 
-    def _may_divide(self, known: _Loader) -> bool:
-        """Return whether the gradients of a loader's batches may be averaged; note why not."""
+    def _why_whole(self, known: _Loader) -> str:
+        """Return why the gradients of a loader's batches cannot be averaged; nothing if they can."""
         given, backwards = self._given[1], self._lockstep.backwards
         others = {each for each in (given if self._given[0] < backwards else self._given_before) if each is not known}
         are_uneven = not all(each.is_even for each in (known, *others) if others & {*self._running})
-        why = self._gradients.why_whole or "batches of several loaders before one backward()" * are_uneven
-        why = why if self._replicas.parameters else "no optimizer of torch.optim"
-        known.is_whole, known.record.note = bool(why), why
-        return not why
+        return self._gradients.why_whole or "batches of several loaders before one backward()" * are_uneven
 
-    def _go_on_divided(
-        self, known: _Loader, loader: DataLoader[Any], passes: "list[weakref.ref[_Pass]]"
-    ) -> Iterator[Any]:
+    def _go_on_divided(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return an iterator of this rank's part of each batch but the first, which was whole."""
         with unpatched():
             numbers = GlobalState.capture().copied()
@@ -391,15 +373,14 @@ class OneProcess(Summary):
             resume_loader(loader, state, counts_rest=False)
             iterator = iter(loader)
             numbers.install()  # one process begins no second iterator, which draws a seed
-        for running in (each() for each in passes):
-            if running is not None:
-                running.wrapped = iterator  # the workers of the first one end
-        return iterator
+            return iterator
 
     def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
         step, ranks = self._gradients.weight, self._lockstep.ranks
-        weights = step.begin(known.record.place, length_of(iterator, ()))
+        if known.weights is not None:
+            known.weights.is_over = True  # some loops take as many batches as there are, and never ask for the end
+        known.weights = weights = PassWeights(known.record.place)
         for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
             self._note_given(known)
@@ -449,13 +430,16 @@ class _Pass(AroundIterator):
     """The iterator of a pass over a loader: of whole batches, and from some batch on of this rank's part of each.
 
     Args:
-        sources: Gives the loader's own iterator, and then, before each batch, what gives that.
+        sources: Gives the loader's own iterator, and what gives the next batch: when the pass begins, and before each.
     """
 
-    def __init__(self, sources: Generator[Iterator[Any]]) -> None:
+    def __init__(self, sources: Generator[tuple[Iterator[Any], Iterator[Any]]]) -> None:
         self._sources = sources
-        # A map goes on after an error that the script has caught; a generator would be over.
-        super().__init__(next(sources), lambda _: map(next, sources))
+        super().__init__(next(sources)[0])
+
+    def __next__(self) -> Any:
+        self.wrapped, self._batches = next(self._sources, (self.wrapped, iter(())))
+        return super().__next__()
 
     def stop(self, reason: BaseException) -> None:
         """Leave the pass at its end."""

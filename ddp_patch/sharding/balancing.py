@@ -32,11 +32,6 @@ __all__ = ["Balancer", "balance_window", "balanced_order", "balanced_stream", "p
 
 T = TypeVar("T")
 
-# A step is improved where its slowest rank is ahead of the mean by this part of the whole window's time: what less can
-# be gained is not worth the computing. So most windows of many steps are left as they are.
-WORTHWHILE = 0.001
-ROUNDS, CANDIDATES = 6, 16  # how often, and among how many items of each batch
-
 
 def balance_window(
     costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf, key: np.random.SeedSequence
@@ -93,8 +88,7 @@ def _steps(costs: NDArray[np.float64], ranks: int, size: int, cost_of: CostOf) -
     if cost_of != "sum" or size == 1:
         return dearest_first.reshape(-1, ranks, size)
     batches, sums = _filled(costs, dearest_first, len(costs) // size)
-    order = _ascending(sums)[::-1].reshape(-1, ranks)
-    return _evened(costs, batches[order], sums[order])
+    return batches[_ascending(sums)[::-1].reshape(-1, ranks)]
 
 
 def _filled(
@@ -111,44 +105,6 @@ def _filled(
         filled[place, least_first] = layer
         sums[least_first] += costs_of[place]
     return filled.T, sums
-
-
-def _evened(costs: NDArray[np.float64], steps: NDArray[np.int64], sums: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return steps, of which those that wait long wait less; sums are those of the batches, the largest first."""
-    # Added up one after the other: how numpy's own sum groups numbers may depend on the machine.
-    means = sums.cumsum(axis=1)[:, -1] / sums.shape[1]
-    worthwhile = WORTHWHILE * means.cumsum()[-1]
-    for step in np.flatnonzero(sums[:, 0] - means > worthwhile):
-        _swap(costs, steps[step], sums[step], means[step] + worthwhile)
-    return steps
-
-
-def _swap(costs: NDArray[np.float64], batches: NDArray[np.int64], sums: NDArray[np.float64], most: float) -> None:
-    """Swap items between batches, in place, until none costs more than so much, or for some rounds.
-
-    In each, the most expensive batch swaps an item with the cheapest, the second with the second, and so on: those that
-    bring the two sums closest.
-    """
-    size = batches.shape[1]
-    places = np.arange(size)[:: -(-size // CANDIDATES)]
-    values = costs[batches[:, places]]
-    for _ in range(ROUNDS):
-        if not (pairs := min(int((sums > most).sum()), len(sums) // 2)):
-            break
-        order = np.argsort(sums, kind="stable")
-        low, high = order[:pairs], order[::-1][:pairs]
-        moved = (values[high, :, None] - values[low, None]).reshape(pairs, -1)
-        apart = sums[high] - sums[low]
-        best = np.abs(moved - apart[:, None] / 2).argmin(axis=1)
-        moved = moved[np.arange(pairs), best]
-        closer = (moved > 0) & (moved < apart)
-        low, high, best, moved = low[closer], high[closer], best[closer], moved[closer]
-        of_high, of_low = np.divmod(best, len(places))
-        values[high, of_high], values[low, of_low] = values[low, of_low], values[high, of_high]
-        of_high, of_low = places[of_high], places[of_low]
-        batches[high, of_high], batches[low, of_low] = batches[low, of_low], batches[high, of_high]
-        sums[high] -= moved
-        sums[low] += moved
 
 
 def _shuffled(steps: NDArray[np.int64], random: np.random.PCG64) -> NDArray[np.int64]:

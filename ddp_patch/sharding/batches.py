@@ -23,11 +23,11 @@ from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.positions_and_padding import Batching
-from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress, State
 from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.epochs import Passes
-from ddp_patch.sharding.passes import Pass
+from ddp_patch.sharding.item_sources import ItemSource
+from ddp_patch.sharding.passes import Pass, WatchedPass
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.sharding.saved_state import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
@@ -248,7 +248,7 @@ class CountedIterator(AroundIterator):
         if (latest := self._passes.latest) is None:
             self._passes.note_running(current)
         elif latest is not current:
-            latest.note_interleaved()
+            latest.is_interleaved = True
         return batch
 
     def stop(self, reason: BaseException) -> None:
@@ -259,9 +259,9 @@ class CountedIterator(AroundIterator):
         if self._pass is None:
             return
         if has_ended and self._reaches_loop and not self._has_failed:
-            self._pass.note_stopped()
+            self._pass.end_loop()
         elif _is_failure(reason):
-            self._pass.note_failed()
+            self._pass.fail()
 
     def look_for_end(self) -> None:
         """Find the end if it comes next, though the loop has not asked for it."""
@@ -276,7 +276,7 @@ class CountedIterator(AroundIterator):
             return
         self._has_pass, self._pass = True, self._passes.latest
         if self._pass is not None and self._reaches_loop:
-            self._pass.note_loop()
+            self._pass.begin_loop()
 
 
 class WatchedIterator(AroundIterator):
@@ -291,53 +291,35 @@ class WatchedIterator(AroundIterator):
     """
 
     def __init__(self, wrapped: Any, monitor: PassMonitor, *, is_open_ended: bool) -> None:
-        self._monitor, self._is_open_ended = monitor, is_open_ended and not monitor.has_own_lengths
-        self._given, self._next_comparison, self._state = 0, 2, State.RUNNING
-        self._logged: LoggedPass | None = None
+        self._monitor, self._source = monitor, ItemSource[Any]()
+        self._source.is_open_ended, self._source.has_own_length = is_open_ended, monitor.has_own_lengths
         super().__init__(wrapped)
 
     def begin(self) -> None:
         """Begin a pass, which counts as soon as a batch is asked for."""
         super().begin()
-        self._has_pass = False
+        self._pass: WatchedPass | None = None
 
     def __next__(self) -> Any:
-        if not self._has_pass:
-            self._has_pass = True
-            # Now the log asks for the last time how far the pass before has come.
-            self._logged = self._monitor.begin(0, "0", self._progress)
-            self._given, self._next_comparison, self._state = 0, 2, State.RUNNING
+        if self._pass is None:
+            self._pass = WatchedPass(self._monitor, self._source)
+            self._pass.log(0, "0")
+            self._pass.begin_loop()
         return super().__next__()
-
-    def _progress(self) -> Progress:
-        return Progress(self._given, self._given, self._state, self._monitor.has_own_lengths)
 
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it."""
-        if (logged := self._logged) is None:  # the process group is gone
-            return given
-        self._given += 1
-        if logged.is_told:  # another pass has begun since
-            logged.tell(self._progress())
-        if self._given <= MORE_THAN_A_LOOK:
-            self._monitor.goes_on(logged)
-        self._monitor.note_batch(given, logged)
-        if self._is_open_ended:
-            self._monitor.give_step(logged, self._given)
-        if self._given >= self._next_comparison:
-            self._next_comparison = self._monitor.next_comparison(self._given)
-            self._monitor.compare()
+        if self._pass is not None:
+            self._pass.note_samples(given)
+            self._pass.deliver()
         return given
 
     def stop(self, reason: BaseException) -> None:
         """Record that the loop sees the end, or an error instead of a batch."""
-        if _is_failure(reason):
-            self._state = State.FAILED
-        elif is_end(reason) and self._logged is not None:
-            self._state = State.ENDED
-            self._monitor.compare(at_end=True)
-            if self._is_open_ended:
-                self._monitor.end_steps(self._logged, self._given)
+        if self._pass is not None and is_end(reason):
+            self._pass.end_loop()
+        elif self._pass is not None and _is_failure(reason):
+            self._pass.fail()
 
 
 _NOTHING = object()
@@ -382,8 +364,8 @@ class RepeatedPasses(Iterator[Any]):
             batch = self._next()
         if batch is _NOTHING:
             raise StopIteration
-        self._given += 1
-        if self._given == self._length and self._running is not None:
+        current = self._passes.latest
+        if current is not None and current.batches_delivered == self._length and self._running is not None:
             self._running.look_for_end()  # nobody will ask for it, and len() and states depend on it
         return batch
 
@@ -395,7 +377,7 @@ class RepeatedPasses(Iterator[Any]):
         if self._plain is None or self._passes.position is not None or not self._plain.num_workers:
             # Workers know nothing of a state that was restored in the main process.
             self._plain = self._make_plain()
-        self._running, self._given, self._length = None, 0, length_of(self._plain, ())
+        self._running, self._length = None, length_of(self._plain, ())
         plain = DataLoader.__iter__(self._plain)
         self._running = CountedIterator(plain, self._passes, begins_ahead=self._plain.num_workers > 0)
 

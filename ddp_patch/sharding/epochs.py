@@ -194,7 +194,7 @@ class Passes(Generic[T]):
         self._finish_latest()
         self.latest = None
         self._choices, self._was_chosen, self._states_before_iterator = self._choices + 1, True, None
-        self.monitor.choose_epoch()
+        self.monitor.log.strike_looks()
         self.epochs.set(number)
 
     def _finish_latest(self) -> None:
@@ -285,6 +285,6 @@ class Passes(Generic[T]):
         if position.seed is not None:
             self.agreed.seed.value = position.seed
         self.latest = None
-        self.monitor.restore()
+        self.monitor.log.cut_off()
         self.choose(position.epoch)  # also on samplers whose own state has the epoch before
         self.position, self.counts_rest = position, counts_rest

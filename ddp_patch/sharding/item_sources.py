@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from ddp_patch.errors import StateError
-from ddp_patch.orders.chunks import ReadAhead, copied_items, draw, split_chunks
+from ddp_patch.orders.chunks import Drawn, copied_items, split_chunks
 from ddp_patch.orders.digest import Digest, evenly_spread, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
@@ -247,27 +247,19 @@ class Streamed(ItemSource[T]):
             stream = begin()
         self._first: list[int] = []
         self._stream = rest(chain(_recognised(stream, self._first, known, name), stream))
-        self._chunks: ReadAhead[T] | None = None
+        self._chunks: Drawn[T] | None = None
         self.sizes = Sizes() if keeps_sizes else None
 
     def chunks(self, skip: int) -> Iterator[Sequence[T]]:
         """Draw, and yield this rank's items."""
-        plan = self._plan
-
-        def kept(start: int, size: int) -> slice:
-            return plan.slice_of_chunk(size) if start else slice(None)  # the first round is for padding
-
-        self._chunks = ReadAhead(
-            draw(
-                self._stream if self.sizes is None else self.sizes.recording(self._stream),
-                self._random_context,
-                round_size=plan.num_replicas,
-                ahead=self._draws_ahead,
-                selection=kept,
-                digest=self._digest,
-            )
+        self._chunks = Drawn(
+            self._stream if self.sizes is None else self.sizes.recording(self._stream),
+            self._random_context,
+            self._plan,
+            rounds=None if self._draws_ahead else repeat(1),
+            digest=self._digest,
         )
-        for part in split_chunks(plan, self._chunks, self._found):
+        for part in split_chunks(self._plan, self._chunks, self._found):
             yield part[skip:] if skip else part
             skip = max(0, skip - len(part))
 
@@ -283,7 +275,7 @@ class Streamed(ItemSource[T]):
     def ends_within(self, items: int) -> bool:
         """Draw more, and return whether at most this many items of the share are left."""
         # What is read ahead of an iterator would be lost to the next pass.
-        return self._draws_ahead and self._chunks is not None and self._chunks.ends_within(self._plan, items)
+        return self._draws_ahead and self._chunks is not None and self._chunks.ends_within(items)
 
     def states_within(self, states: States, taken: int) -> States:
         """Return the states from which the pass goes on, with what the epoch's first items were."""

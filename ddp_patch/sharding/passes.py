@@ -1,4 +1,4 @@
-"""One pass over a rank's share of an epoch. It owns its position: what was given, what is left, how it ends."""
+"""One pass: what the training loop is given of it, and how it ends; of a rank's share its items and positions, too."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
+from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.item_sources import ItemSource
 from ddp_patch.sharding.saved_state import NotedBatch, Position, States, split_consumed
 
 if TYPE_CHECKING:
     from ddp_patch.sharding.epochs import Passes
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "WatchedPass"]
 
 
 T = TypeVar("T")
@@ -26,8 +27,133 @@ R = TypeVar("R")
 _READS = 2
 
 
-class Pass(Generic[T]):
-    """A pass over this rank's share of an epoch, or of the rest of one. It changes by its methods alone.
+class WatchedPass:
+    """A pass as the training loop is given it, which the ranks compare.
+
+    Args:
+        monitor: Compares the passes over the loader.
+        source: What is known of its items.
+
+    Attributes:
+        source: As given.
+        state: What the loop has seen of it: RUNNING; LEFT, when it was told of an end that is none; ENDED; or FAILED,
+            when it was given an error of the loader's instead of a batch, and nothing since.
+        batches_delivered: How many batches the loop was given, without those that workers fetched ahead; None if
+            nobody counts them.
+        is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
+    """
+
+    def __init__(self, monitor: PassMonitor, source: ItemSource[Any]) -> None:
+        self.source: ItemSource[Any] = source
+        self.state: State = State.RUNNING
+        self.batches_delivered: int | None = None
+        self.is_interleaved: bool = False
+        self._monitor = monitor
+        self._logged: LoggedPass | None = None
+        self._next_comparison = 2
+
+    def log(self, epoch: int, begins_at: str) -> None:
+        """Log that it begins: over which epoch, and where in it."""
+        self._logged = self._monitor.begin(epoch, begins_at, self.progress, self.source.marks)
+
+    def begin_loop(self) -> None:
+        """Record that a loop begins to take batches, which are counted."""
+        self.batches_delivered = 0
+        if self.state is State.FAILED:
+            self.state = State.RUNNING
+
+    def deliver(self, note: NotedBatch | None = None) -> None:
+        """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
+        if note is not None:
+            self.source.keep(note._replace(batch=None))
+        if self.batches_delivered is None:
+            return
+        self.batches_delivered = delivered = self.batches_delivered + 1
+        if delivered == 1:
+            self.source.note_first_batch()
+        if (logged := self._logged) is None:
+            return
+        if logged.is_told:
+            self._tell_log()
+        if delivered <= MORE_THAN_A_LOOK:
+            self._monitor.log.goes_on(logged)
+        if delivered <= _READS:
+            self._monitor.note_read(logged)
+        if self._is_open_ended:
+            self._monitor.give_step(logged, delivered)
+        if delivered >= self._next_comparison:
+            self._compare()
+
+    def note_samples(self, batch: Any) -> None:
+        """Record the samples of a batch that the loop is about to be given."""
+        if self._logged is not None:
+            self._monitor.note_batch(batch, self._logged)
+
+    def lose_count(self) -> None:
+        """Record that the loop is given batches after an error: nobody knows which."""
+        self.state, self.batches_delivered = State.RUNNING, None
+        self._tell_log()
+
+    def fail(self) -> None:
+        """Record that the loop was given an error of the loader's instead of a batch."""
+        self.state = State.FAILED
+        self._tell_log()
+
+    def end_loop(self) -> None:
+        """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
+
+        Raises:
+            RankMismatchError: As ``PassMonitor.compare``.
+        """
+        is_whole = self._is_whole
+        self.state = State.ENDED if is_whole else State.LEFT
+        if is_whole and self._logged is not None:
+            self._monitor.note_read(self._logged)
+        self._compare(at_end=True)
+        if is_whole:
+            if self._logged is not None and self._is_open_ended and self.batches_delivered is not None:
+                self._monitor.end_steps(self._logged, self.batches_delivered)
+            self.source.note_loop_end()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the loop was given all of it, when it is told of an end."""
+        return True
+
+    def progress(self) -> Progress:
+        """Return how many batches the loop was given, and what is known of the pass."""
+        given = self.batches_delivered or 0
+        return Progress(given, given, self.state, self._has_own_length)
+
+    @property
+    def _has_own_length(self) -> bool:
+        """Whether other ranks may have more or fewer batches in it.
+
+        Where nobody counts them, more is asked of workers than there is, once they have come to the end.
+        """
+        return self.source.has_own_length or (self.source.is_endless and self.batches_delivered is None)
+
+    @property
+    def _is_open_ended(self) -> bool:
+        """Whether another rank's stream may be longer, and no rank know it before the end."""
+        return self.source.is_open_ended and not self._has_own_length
+
+    def _compare(self, *, at_end: bool = False) -> None:
+        self._tell_log()
+        self.source.require_one_order()
+        if not at_end:
+            given = self._next_comparison if self.batches_delivered is None else self.batches_delivered
+            self._next_comparison = self._monitor.next_comparison(given)
+        self._monitor.compare(at_end=at_end)
+
+    def _tell_log(self) -> None:
+        """Tell the log how far this has come, where it no longer asks: another pass has begun since."""
+        if self._logged is not None and self._logged.is_told:
+            self._logged.tell(self.progress())
+
+
+class Pass(WatchedPass, Generic[T]):
+    """A pass over this rank's share of an epoch, or of the rest of one.
 
     Args:
         start: Where it begins.
@@ -38,17 +164,13 @@ class Pass(Generic[T]):
 
     Attributes:
         start: Where it began.
-        source: As given.
         consumed_before: What other numbers of ranks had taken of the epoch; the pass is over the rest.
         skip: How many items of this rank's share were taken before the pass.
         items_given: How many items were given, those before the pass included.
         drawn: How far its items were asked for: NEW, RUNNING, LEFT or ENDED.
-        state: What the training loop has seen of it: RUNNING; LEFT, when it was told of an end that is none; ENDED; or
-            FAILED, when it was given an error of the loader's instead of a batch, and nothing since.
-        batches_delivered: How many batches the loop was given, without those that workers fetched ahead; None if
-            nobody counts them.
-        is_interleaved: Whether an iterator of an earlier pass gave batches while this was the latest one.
     """
+
+    source: ItemSource[T]
 
     def __init__(
         self,
@@ -59,21 +181,16 @@ class Pass(Generic[T]):
         sizes: Sizes | None = None,
         divide: Callable[[T], T] | None = None,
     ) -> None:
+        super().__init__(passes.monitor, source)
         before, skip = split_consumed(start.consumed, passes.plan.num_replicas)
         self.start: Position = start
-        self.source: ItemSource[T] = source
         self.consumed_before: Consumed = before
         self.skip: int = skip
         self.items_given: int = skip
         self._run: Iterator[T] = iter(())
         self.drawn: State = State.NEW
-        self.state: State = State.RUNNING
-        self.batches_delivered: int | None = None
-        self.is_interleaved: bool = False
         self._passes, self._sizes, self._divide = passes, sizes, divide
-        self._logged: LoggedPass | None = None
         self._has_noted_length = False
-        self._next_comparison = 2
 
     # ---- what it is ----
 
@@ -125,8 +242,6 @@ class Pass(Generic[T]):
 
     def batches(self, batching: Batching) -> int:
         """Return how many batches it has given; if nobody counts them, with those that workers fetched ahead."""
-        if (rounds := self.source.rounds) is not None:
-            return int(rounds.batches_delivered)
         return self._batches_asked(batching) if self.batches_delivered is None else self.batches_delivered
 
     def _batches_asked(self, batching: Batching) -> int:
@@ -137,21 +252,19 @@ class Pass(Generic[T]):
     def runs(self) -> Iterator[Iterator[T]]:
         """Yield this rank's items in runs, from when the first is asked for."""
         self.drawn = State.RUNNING
-        monitor = self._passes.monitor
         try:
-            self._logged = monitor.begin(self.epoch, self.begins_at, self.progress, self.source.marks)
+            self.log(self.epoch, self.begins_at)
             for chunk in self.source.chunks(self.skip):
                 if self.source.length is not None and not self._has_noted_length:
                     self._note_length(self.source.length)
                 items = self._own(chunk)
                 self.items_given += len(items)
                 self._run = run = iter(items)
-                yield from self._compared(run) if monitor.is_on else [run]
+                yield from self._compared(run) if self._monitor.is_on else [run]
             self.end()
             self._passes.sampler_states.end(self.epoch)
             if self.batches_delivered is None:
-                self._tell_log()
-                monitor.compare(at_end=True)
+                self._compare(at_end=True)
         finally:
             if not self.is_ended:
                 self.drawn = State.LEFT
@@ -179,8 +292,7 @@ class Pass(Generic[T]):
         while self.batches_delivered is None and (moment := first + self._next_comparison * size) < self.items_given:
             yield islice(run, moment - self.items_taken)
             if self.batches_delivered is None:
-                self._tell_log()
-                self._compare(self._next_comparison)
+                self._compare()
         yield run
 
     def draw_rest(self, items: int) -> bool:
@@ -193,35 +305,12 @@ class Pass(Generic[T]):
                 pass
         return self.source.ends_within(items)
 
-    # ---- what the log is told ----
-
-    def _tell_log(self) -> None:
-        """Tell the log how far this has come, where it no longer asks: another pass has begun since."""
-        if self._logged is not None and self._logged.is_told:
-            self._logged.tell(self.progress())
-
-    def _compare(self, batches: int) -> None:
-        self.source.require_one_order()
-        self._next_comparison = self._passes.monitor.next_comparison(batches)
-        self._passes.monitor.compare()
-
-    @property
-    def _has_own_length(self) -> bool:
-        """Whether other ranks may have more or fewer batches in it.
-
-        Where nobody counts them, more is asked of workers than there is, once they have come to the end.
-        """
-        return self.source.has_own_length or (self.source.is_endless and self.batches_delivered is None)
-
-    @property
-    def _is_open_ended(self) -> bool:
-        """Whether another rank's stream may be longer, and no rank know it before the end."""
-        return self.source.is_open_ended and not self._has_own_length
+    # ---- how far it has come ----
 
     def progress(self) -> Progress:
         """Return how many batches the loop was given, and what is known of the pass."""
-        if (given := self.batches_delivered) is not None:
-            return Progress(given, given, self.state, self._has_own_length)
+        if self.batches_delivered is not None:
+            return super().progress()
         passes, state = self._passes, self.state
         asked, most = max(0, self.items_taken - self.skip), self._batches_asked(passes.batching)
         least = max(0, asked // passes.batching.size - passes.batches_ahead)
@@ -229,76 +318,11 @@ class Pass(Generic[T]):
             least, state = most, State.ENDED
         return Progress(least, most, state, self._has_own_length)
 
-    # ---- what the training loop was given ----
-
-    def note_loop(self) -> None:
-        """Record that a loop begins to take batches, which are counted."""
-        self.batches_delivered = 0
-        if self.state is State.FAILED:
-            self.state = State.RUNNING
-
-    def deliver(self, note: NotedBatch | None = None) -> None:
-        """Record that the loop was given a batch, and what the worker that made it noted. It is called in each step."""
-        if note is not None:
-            self.source.keep(note._replace(batch=None))
-        if self.batches_delivered is None:
-            return
-        self.batches_delivered = delivered = self.batches_delivered + 1
-        if delivered == 1:
-            self.source.note_first_batch()
-        if (logged := self._logged) is None:
-            return
-        monitor = self._passes.monitor
-        if logged.is_told:
-            self._tell_log()
-        if delivered <= MORE_THAN_A_LOOK:
-            monitor.goes_on(logged)
-        if delivered <= _READS:
-            monitor.note_read(logged)
-        if self._is_open_ended:
-            monitor.give_step(logged, delivered)
-        if delivered >= self._next_comparison:
-            self._compare(delivered)
-
-    def note_samples(self, batch: Any) -> None:
-        """Record the samples of a batch that the loop is about to be given."""
-        if self._logged is not None:
-            self._passes.monitor.note_batch(batch, self._logged)
-
-    def lose_count(self) -> None:
-        """Record that the loop is given batches after an error: nobody knows which."""
-        self.state, self.batches_delivered = State.RUNNING, None
-        self._tell_log()
-
-    def note_failed(self) -> None:
-        """Record that the training loop was given an error of the loader's instead of a batch."""
-        self.state = State.FAILED
-        self._tell_log()
-
-    def note_interleaved(self) -> None:
-        """Record that an iterator of an earlier pass gave a batch."""
-        self.is_interleaved = True
-
-    def note_stopped(self) -> None:
-        """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
-
-        Raises:
-            RankMismatchError: As ``PassMonitor.compare``.
-        """
-        given, monitor = self.batches_delivered, self._passes.monitor
+    @property
+    def _is_whole(self) -> bool:
+        given = self.batches_delivered
         is_whole = self.source.is_endless or given is None
-        is_whole = is_whole or (self.is_ended and (given or 0) >= self._batches_asked(self._passes.batching))
-        if is_whole:
-            self.source.require_one_order()
-        self.state = State.ENDED if is_whole else State.LEFT
-        self._tell_log()
-        if is_whole and self._logged is not None:
-            monitor.note_read(self._logged)
-        monitor.compare(at_end=True)
-        if is_whole:
-            if self._logged is not None and self._is_open_ended and given is not None:
-                monitor.end_steps(self._logged, given)
-            self.source.note_loop_end()
+        return is_whole or (self.is_ended and (given or 0) >= self._batches_asked(self._passes.batching))
 
     # ---- its batches, as a loader makes them: its sampler may have been wrapped before there was one ----
 
@@ -321,27 +345,6 @@ class Pass(Generic[T]):
         plan, batch_plan = self._passes.plan, self._passes.batch_plan
         return Schedule(plan, batching, parts, self._sizes, self.source.sizes, batch_plan)
 
-    def most_batches(self, batching: Batching) -> int | None:
-        """Return how many batches the largest share has in it if every rank knows that; otherwise None."""
-        if (rounds := self.source.rounds) is not None:
-            return rounds.batches_delivered if rounds.is_over else None
-        if self.source.is_in_parts:
-            return self.schedule(batching).most_batches if self.state is State.ENDED else None
-        return self._most_by_length(batching)
-
-    def _most_by_length(self, batching: Batching) -> int | None:
-        length = self.likely_length
-        return None if length is None else batching.count(max(0, self._passes.plan.largest_share(length) - self.skip))
-
-    def _most_batches_here(self, batches: int, batching: Batching) -> int | None:
-        """Return how many batches the largest share has in it, as far as this rank knows, when so many were given."""
-        most = self.most_batches(batching)
-        if most is not None or not self.source.is_endless or self.source.rounds is not None:
-            return most
-        by_length = self._most_by_length(batching)
-        may_end = by_length is not None and batches >= by_length
-        return self.source.most_when_found(partial(self.schedule, batching), batches, may_end=may_end)
-
     def draw_end_after(self, batches: int, batching: Batching, *, on_this_rank: bool = False) -> bool:
         """Draw to the end if nothing is left after this many batches, and return whether it is so.
 
@@ -356,7 +359,7 @@ class Pass(Generic[T]):
         # Only a rank with fewer batches than others can know.
         is_over = self.state is State.ENDED and batches == self.batches(batching)
         if not is_over:
-            most = self._most_batches_here(batches, batching) if on_this_rank else self.most_batches(batching)
+            most = self._most_batches(batches, batching, on_this_rank=on_this_rank)
             if batches != most:
                 return False
         unused = batching.size - 1 if batching.drop_last else 0
@@ -364,6 +367,20 @@ class Pass(Generic[T]):
             unused -= self.items_given - self.skip - batches * batching.size
         # If more were given, the length is wrong.
         return unused >= 0 and (self.is_ended or self.source.ends_within(unused))
+
+    def _most_batches(self, given: int, batching: Batching, *, on_this_rank: bool) -> int | None:
+        """Return how many batches the largest share has in it; None if that is not known when so many were given."""
+        if self.source.rounds is not None:  # the ranks find the end together
+            return None
+        length, plan = self.likely_length, self._passes.plan
+        by_length = None if length is None else batching.count(max(0, plan.largest_share(length) - self.skip))
+        most = by_length
+        if self.source.is_in_parts:
+            most = self.schedule(batching).most_batches if self.state is State.ENDED else None
+        if most is None and on_this_rank and self.source.is_endless:
+            may_end = by_length is not None and given >= by_length
+            most = self.source.most_when_found(partial(self.schedule, batching), given, may_end=may_end)
+        return most
 
     # ---- its position ----
 

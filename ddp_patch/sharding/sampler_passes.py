@@ -78,22 +78,20 @@ class SamplerPasses(Passes[T]):
             **stream.described,
             **({} if balancer is None else balancer.described),
         }
-        states = SamplerStates(stream.samplers, stream.counted)
+        states = SamplerStates(stream.samplers)
         super().__init__(stream.name, wrapper, agreed, batching, states, facts)
         self.sampler: Iterable[T] = stream.source
         self.shuffles: bool = shuffles
         self._are_batches, self._balancer = are_batches, balancer
         self._gives_runs = agreed.options.gives_runs
         if not shuffles and balancer is None and is_always_alike(self.sampler):
-            self.monitor.let_epochs_be_alike()
+            self.monitor.log.has_one_order = True  # so no sample is lost by passes over different epochs
         self._is_one_shot = stream.is_one_shot
         self._counted_at: tuple[object, ...] | None = None  # where counting was seen to draw nothing
         self.monitor.why_orders_differ = partial(_why_orders_differ, self.name, self._balancer is not None)
-        if (held := stream.held_data) is not None:
-            self.monitor.compare_held(held)
+        self.monitor.held = stream.held_data
         # The epochs that nested samplers were told; a user may set others past the sampler that wraps them.
-        self._epochs_now = partial(epochs_in, self.sampler, stream.counts_epochs)
-        self._epochs_told = self._epochs_now()
+        self._epochs_told = epochs_in(self.sampler)
         self._warned_of_length = False
 
     # ---- what is drawn ----
@@ -157,12 +155,12 @@ class SamplerPasses(Passes[T]):
 
     def _tell_epoch(self, epoch: int) -> None:
         tell_epoch(self.sampler, epoch)
-        self._epochs_told = self._epochs_now()
+        self._epochs_told = epochs_in(self.sampler)
 
     def runs(self) -> Iterator[Iterator[T]]:
         """Return this rank's items of the upcoming epoch, in runs."""
         self.require_no_failure()
-        for now, told in zip(self._epochs_now(), self._epochs_told, strict=False):
+        for now, told in zip(epochs_in(self.sampler), self._epochs_told, strict=False):
             if now != told:  # by the user
                 self.choose(now)
                 break
@@ -383,9 +381,9 @@ def _why_orders_differ(name: str, is_balanced: bool) -> str:
             "alone, and draw the order from a generator that is seeded alike."
         )
     return (
-        f"{name} gave each its own, and each rank keeps its shard of what should be one order, so samples would be "
-        "lost. Make the order the same on every rank: if the sampler learns from its rank's losses, let every rank "
-        "learn from all ranks' (see \"Samplers that learn\" in docs/samplers.md); if it draws from the system's "
-        "entropy, or another thread draws meanwhile, give it a generator of its own that is seeded alike; or patch "
-        "with order='leader', and rank 0 draws for all."
+        f"{name} gave each its own, of which each rank keeps its shard, so samples would be lost. Make its order "
+        "alike on every rank: seed what it draws from, and give it the same data (weights, indices, sorted files); if "
+        'it learns from losses, let it learn from all ranks\' ("Samplers that learn" in docs/samplers.md); or patch '
+        "with order='leader', and rank 0 draws for all. If it gives each rank a part, build it for one process, or say "
+        "is_ddp_aware = True in it."
     )

@@ -1,7 +1,7 @@
 """What samplers hold that passes change: random generators, counters, and states of their own."""
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from ddp_patch.orders.random_states import (
     plain_attributes,
     random_generators,
     seeded_anew,
+    set_by_iterating,
     set_generator_state,
     set_generator_states,
     was_seeded,
@@ -39,14 +40,11 @@ class SamplerStates:
 
     Args:
         holders: Those objects. The attributes that they have now count as unchanged.
-        changing: The attributes that a pass is known to change, by the position of their holder, and name.
         is_private: Whether the passes draw from them by this object alone. A dataset draws from its own while it is
             read, by workers or in the main process.
     """
 
-    def __init__(
-        self, holders: Sequence[Any], changing: Collection[tuple[int, str]] = (), *, is_private: bool = True
-    ) -> None:
+    def __init__(self, holders: Sequence[Any], *, is_private: bool = True) -> None:
         self.holders: Sequence[Any] = holders
         self.is_private = is_private
         self._at_first = [plain_attributes(holder) for holder in holders]
@@ -58,8 +56,6 @@ class SamplerStates:
         self._outside: dict[RandomGenerator, Any] = {}
         self._seeded: dict[RandomGenerator, Any] = {}
         self._is_drawing = False
-        self._attributes_before: Sequence[Mapping[str, Any]] = ()  # what a pass draws
-        self._counter_keys = set(changing)
         self._find()
         self._note_counters()
         # What epochs begin with: generators and counters, as above.
@@ -84,12 +80,10 @@ class SamplerStates:
             return
         with self.generators_in_place():
             self._put_counters_back()
-            self._attributes_before = list(map(plain_attributes, self.holders))
             try:
                 yield
             finally:
                 self._note_counters()
-                self._attributes_before = ()
 
     @contextmanager
     def generators_in_place(self) -> Iterator[None]:
@@ -138,11 +132,13 @@ class SamplerStates:
         )
 
     def _note_counters(self) -> None:
-        """Note which attributes a pass has changed, and what all those are that passes change."""
-        for place, was in enumerate(self._attributes_before):
-            self._counter_keys.update((place, name) for name in changed_attributes(self.holders[place], was))
-        held = [getattr(holder, "__dict__", {}) for holder in self.holders]
-        self._counters = {key: held[key[0]][key[1]] for key in self._counter_keys if key[1] in held[key[0]]}
+        """Note what the attributes are that passes change."""
+        self._counters = {
+            (place, name): value
+            for place, holder in enumerate(self.holders)
+            for name, value in plain_attributes(holder).items()
+            if name in set_by_iterating(holder.__class__)
+        }
 
     def _put_counters_back(self) -> None:
         for (place, name), value in self._counters.items():
@@ -150,8 +146,8 @@ class SamplerStates:
 
     @property
     def has_counters(self) -> bool:
-        """Whether passes are known to change attributes."""
-        return bool(self._counter_keys)
+        """Whether passes change attributes."""
+        return bool(self._counters)
 
     @contextmanager
     def changed_by_user(self) -> Iterator[None]:

@@ -94,17 +94,13 @@ class NotedBatch(NamedTuple):
     Attributes:
         worker_index: Which worker it is.
         batches: How many batches its stream had with this one.
-        first: What the first items that were read are; None if the note before has them.
-        state: The dataset's own state, pickled; None if it has no state with a position.
-        initial_state: That state when the stream began, likewise; None if the note before has it.
+        state: The dataset's own state, pickled.
         batch: The batch; None in what is kept of it.
     """
 
     worker_index: int
     batches: int
-    first: StreamStart | None
-    state: bytes | None
-    initial_state: bytes | None
+    state: bytes
     batch: Any = None
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple, cast
 
-from ddp_patch.compat.private_torch import pinned_by
-from ddp_patch.errors import NoStepsError, RankMismatchError
+from ddp_patch.errors import NoStepsError
 from ddp_patch.options import Uneven
 from ddp_patch.positions_and_padding import made_in_turn, turn_after
 from ddp_patch.ranks.exchange import refuse
@@ -20,8 +19,6 @@ from ddp_patch.streams.stream_sampler import StreamPasses, StreamSource
 
 __all__ = ["AHEAD", "BalancedRounds", "OwnBatches", "even_batches", "even_steps", "next_round", "rounds_ahead"]
 
-
-_READS, _RAN_OUT, _FAILED = range(3)
 
 # How many batches a rank holds when the ranks talk, at most: talking takes time, and batches take memory.
 AHEAD = 4
@@ -99,7 +96,6 @@ class BalancedRounds:
 
     Attributes:
         count: How many rounds there were.
-        batches_delivered: How many batches this rank was given in them.
         ends: Each rank's workers, as they take turns: how many batches each made in all; -1 where that is not known
             yet.
         is_over: Whether all ranks came to the end.
@@ -107,7 +103,6 @@ class BalancedRounds:
 
     def __init__(self) -> None:
         self.count: int = 0
-        self.batches_delivered: int = 0
         self.ends: Sequence[Sequence[int]] = ()
         self.is_over: bool = False
         self._runs: list[list[Any]] = []  # what a round took, and how often: most are alike
@@ -119,9 +114,7 @@ class BalancedRounds:
             self._runs[-1][1] += 1
         else:
             self._runs.append([step.taken, 1])
-        is_given = step.gets[rank] is not None
-        self.batches_delivered += is_given
-        return is_given
+        return step.gets[rank] is not None
 
     def taken(self, rounds: int) -> tuple[int, ...]:
         """Return how many of each rank's own batches the first rounds took.
@@ -247,30 +240,21 @@ class OwnBatches:
             del failure  # or it would hold its own traceback, and that the loader with its workers
 
     def told(self, channel: Channel, least: int, ends: Sequence[int]) -> list[list[int]]:
-        """Tell the others what this rank holds, and return what each said: how many batches, its state, its ends.
+        """Tell the others what this rank holds, and return what each said: how many batches, if it reads, its ends.
 
         Args:
             channel: Connects the ranks.
-            least: With fewer batches than this, a failure is told; what came before it is given.
+            least: With fewer batches than this, a failure is raised; what came before it is given.
             ends: Where this rank's workers end.
 
         Raises:
             Exception: What failed here.
             RankMismatchError: Another rank failed, or has left.
         """
-        state = _READS if self.reads or self.failure is not None else _RAN_OUT
-        if self.failure is not None and self.held < least:
-            channel.fail(self.failure)
-            state = _FAILED
-        rows = channel.gathered([self.held, state, *ends])
-        if state == _FAILED:
+        if self.held < least:
             self.raise_failure()
-        if any(row[1] == _FAILED for row in rows):
-            channel.require_nobody_left()
-            raise RankMismatchError(
-                "Another rank failed while it read its batches, and could not say why: its own error does."
-            )
-        return rows
+        reads = self.reads or self.failure is not None
+        return [[*map(int, row)] for row in channel.gathered([self.held, reads, *ends])]
 
     def exchanged(self, rounds: Sequence[Round], channel: Channel) -> deque[Any]:
         """Hand over what other ranks get of this one, all at once; return what this one gets, in order.
@@ -285,15 +269,14 @@ class OwnBatches:
         gets = [
             [get for get in of_rank if get is not None] for of_rank in zip(*(step.gets for step in rounds), strict=True)
         ]
-        for rank, of_rank in enumerate(gets):
-            if rank != own and (given := [self._held[place] for source, place in of_rank if source == own]):
-                channel.send(rank, given)
-        came = {rank: iter(channel.receive(rank)) for rank in sorted({source for source, _ in gets[own]} - {own})}
-        due = deque(
-            self._held[place] if rank == own else pinned_by(self._wrapped, next(came[rank]))
-            for rank, place in gets[own]
-        )
-        channel.all_sent()
+        handed = {
+            rank: [self._held[place] for source, place in of_rank if source == own]
+            for rank, of_rank in enumerate(gets)
+            if rank != own and any(source == own for source, _ in of_rank)
+        }
+        swapped = channel.swapped(handed, sorted({source for source, _ in gets[own]} - {own}))
+        came = {rank: iter(batches) for rank, batches in swapped.items()}
+        due = deque(self._held[place] if rank == own else next(came[rank]) for rank, place in gets[own])
         for _ in range(sum(step.taken[own] for step in rounds)):
             self._held.popleft()
         return due
@@ -323,7 +306,7 @@ def even_steps(
     while True:
         own.read(max(least, wanted))
         rows = own.told(channel, least, ends())
-        held, reads = [row[0] for row in rows], [row[1] == _READS for row in rows]
+        held, reads = [row[0] for row in rows], [bool(row[1]) for row in rows]
         rounds.ends = [row[2:] for row in rows]
         plan = rounds_ahead(held, reads, uneven)
         due = own.exchanged(plan, channel)

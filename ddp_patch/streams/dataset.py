@@ -146,7 +146,6 @@ class StreamWorker(Generic[T]):
         is_compared: As given.
         shared: What the main process and the workers tell each other.
         has_asked: Whether the dataset has asked which worker it is in. It may remember the answer, so that stays true.
-        asked_before_item: Whether an item came after the dataset had asked.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
         is_underway: Whether the dataset was read, and not to its end, here or in the process of which this is a copy.
@@ -170,7 +169,6 @@ class StreamWorker(Generic[T]):
         self.resumed: tuple[int, Position] | None = None
         self.consumed: tuple[Consumed, int] = ((), 0)
         self.has_asked: bool = False
-        self.asked_before_item: bool = False
         self.has_asked_rank: bool = False
         self.is_underway: bool = False
         self.chosen_epoch: int | None = None

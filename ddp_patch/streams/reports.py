@@ -7,6 +7,7 @@ same in every process.
 """
 
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
@@ -20,8 +21,9 @@ import torch
 
 from ddp_patch.compat.packages import SAMPLE_KEY
 from ddp_patch.orders.digest import END, Digest, mark_counts
+from ddp_patch.sharding.saved_state import RECOGNISED_BY, StreamStart
 
-__all__ = ["LARGEST", "PARTS", "STREAM", "PassReports", "SharedWorkerState", "marked", "name_of"]
+__all__ = ["BEGUN", "ENDED", "LARGEST", "PARTS", "STREAM", "PassReports", "SharedWorkerState", "marked", "name_of"]
 
 T = TypeVar("T")
 
@@ -39,6 +41,8 @@ LARGEST = 64 * 1024
 
 # How a reader reads: the one stream that all read, or a part of its own.
 STREAM, PARTS = range(2)
+# When the dataset's own state was taken: where nobody had read it in the pass, or somebody had to its end.
+BEGUN, ENDED = range(2)
 
 # What a reader reports of a pass. All numbers are -1 until they are known.
 _REPORT = np.dtype(
@@ -49,7 +53,9 @@ _REPORT = np.dtype(
         ("length", np.int64),  # how many items it found by its end
         ("spent_ms", np.int64),  # how long the dataset took to give these
         ("batches", np.int64),  # where the dataset splits itself: how many it made in all
-        ("state_size", np.int64),  # in bytes: of the dataset's own state at the end
+        ("seen", np.int64),  # how many of its first items are described
+        ("starts", np.int64, (RECOGNISED_BY, 2)),  # the first one, the first two, ...: the hashes of a StreamStart
+        ("state_sizes", np.int64, (2,)),  # in bytes: of the dataset's own state when it began, and at the end
         ("has_names", np.int64),  # whether one of the items that the ranks compare had a name
         ("marks", np.int64),  # how many marks it has made of them
         ("values", np.int64, (len(_COUNTS),)),  # these: the digests at the first counts
@@ -58,7 +64,7 @@ _REPORT = np.dtype(
     ]
 )
 # What the main process tells: its latest pass, and which epoch each pass is over.
-_BEGUN = np.dtype([("latest", np.int64), ("epochs", np.int64, (_PASSES_KEPT,))])
+_PASSES = np.dtype([("latest", np.int64), ("epochs", np.int64, (_PASSES_KEPT,))])
 
 
 class SharedWorkerState:
@@ -77,19 +83,19 @@ class SharedWorkerState:
 
     def __init__(self, readers: int) -> None:
         self.readers: int = readers
-        size = _BEGUN.itemsize + _PASSES_KEPT * readers * _REPORT.itemsize + readers * LARGEST
+        size = _PASSES.itemsize + _PASSES_KEPT * readers * _REPORT.itemsize + readers * 2 * LARGEST
         self._memory = torch.full((size,), 255, dtype=torch.uint8, device="cpu")  # every number is -1
         self._map()
 
     def _map(self) -> None:
         """Lay records over the memory; that of a copy is not shared yet."""
         self._memory.share_memory_()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        memory, begun = self._memory.numpy(), _BEGUN.itemsize
+        memory, begun = self._memory.numpy(), _PASSES.itemsize
         reported = begun + _PASSES_KEPT * self.readers * _REPORT.itemsize
-        (self._begun,) = memory[:begun].view(_BEGUN)
+        (self._begun,) = memory[:begun].view(_PASSES)
         self._reports = memory[begun:reported].view(_REPORT).reshape(_PASSES_KEPT, self.readers)
-        # The dataset's own state, pickled, at the end of the latest pass.
-        self.states: np.ndarray[Any, np.dtype[np.uint8]] = memory[reported:].reshape(self.readers, LARGEST)
+        # The dataset's own states, pickled, of the latest pass.
+        self.states: np.ndarray[Any, np.dtype[np.uint8]] = memory[reported:].reshape(self.readers, 2, LARGEST)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"readers": self.readers, "_memory": self._memory}
@@ -129,10 +135,10 @@ class SharedWorkerState:
         report: np.void = slot[worker]
         return report
 
-    def keep_state(self, report: np.void, worker: int, state: bytes) -> None:
-        """Write the dataset's own state, pickled, at the end of the pass that a reader reports."""
-        self.states[worker][: len(state)] = np.frombuffer(state, np.uint8)
-        report["state_size"] = len(state)
+    def keep_state(self, report: np.void, worker: int, when: int, state: bytes) -> None:
+        """Write the dataset's own state, pickled, when the pass that a reader reports was BEGUN, or had ENDED."""
+        self.states[worker, when, : len(state)] = np.frombuffer(state, np.uint8)
+        report["state_sizes"][when] = len(state)
 
 
 class PassReports:
@@ -156,7 +162,7 @@ class PassReports:
         """Return one of the reported values for each reader; -1 where it is not known."""
         slot = self._shared.slot_of(self.number)
         is_known = slot["number"] == self.number
-        found: list[Any] = np.where(is_known if slot[what].ndim == 1 else is_known[:, None], slot[what], -1).tolist()
+        found: list[Any] = np.where(is_known.reshape(-1, *[1] * (slot[what].ndim - 1)), slot[what], -1).tolist()
         return found
 
     @property
@@ -175,11 +181,17 @@ class PassReports:
         """How many items each reader found; None before it came to the end."""
         return [length if length >= 0 else None for length in self.of("length")]
 
-    @property
-    def states(self) -> list[bytes | None]:
-        """What each dataset's own state was at its end, pickled, of the latest pass; None where it has none."""
-        kept = zip(self._shared.states, self.of("state_size"), strict=True)
-        return [state[:size].tobytes() if size >= 0 else None for state, size in kept]
+    def states(self, when: int) -> list[Sequence[Any]]:
+        """Return each dataset's own state in the latest pass, when it was BEGUN or had ENDED, as the only element."""
+        kept = [(self._shared.states[worker, when], sizes[when]) for worker, sizes in enumerate(self.of("state_sizes"))]
+        return [(pickle.loads(state[:size]),) if size >= 0 else () for state, size in kept]  # noqa: S301 - our reader's
+
+    def start(self, worker: int, read: int) -> StreamStart | None:
+        """Return what the first items of a reader's stream are, of so many that were read; None if nobody looked."""
+        if (seen := min(RECOGNISED_BY, read, self.of("seen")[worker])) < 1:
+            return None
+        value, whole = (None if part < 0 else part for part in self.of("starts")[worker][seen - 1])
+        return StreamStart(seen, value, whole)
 
     def _digests(self) -> list[tuple[list[int], int | None]]:
         """Return the marks of each reader, and the digest of all that it read, or None before its end."""
@@ -234,38 +246,36 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
     """
     number, digest, names, are_named, wanted = report["number"], Digest(), list[bytes](), False, 1
     report["marks"] = 0
-    # As long as all names are the same, which tells no items apart: the digest of the names with numbers.
-    numbered, names_with_numbers, first, are_one = Digest(), list[bytes](), b"", True
+    # Numbers count, too, from where so many items all have one name, which tells none apart; and those of these items.
+    with_numbers, numbered, first = False, list[bytes](), None
     for item in items:
-        name = name_of(item)
-        first = (name or b"") if not digest.count + len(names) else first
-        if are_one and (are_one := name is not None and name == first):
-            names_with_numbers.append(name_of(item, with_numbers=True) or b"")
+        name = name_of(item, with_numbers=with_numbers)
+        first = name if not digest.count + len(names) else first
+        if digest.count + len(names) == len(numbered) < _MANY_ALIKE and name is not None and name == first:
+            numbered.append(name_of(item, with_numbers=True) or b"")
+            if with_numbers := len(numbered) == _MANY_ALIKE:
+                name = b"\0".join(numbered)
         # One that has none counts as any other such, so that the others are compared.
         names.append(name or b"")
         are_named = are_named or name is not None
         if len(names) == wanted:
             digest.add_names(names)
             names.clear()
-            if are_one:
-                numbered.add_names(names_with_numbers)
-                names_with_numbers.clear()
             place = _PLACES.get(digest.count)
             if place is not None and report["number"] == number:  # else a later pass has the memory
-                value = numbered.value if are_one and digest.count >= _MANY_ALIKE else digest.value
-                report["values"][place], report["has_names"] = value, are_named
+                report["values"][place], report["has_names"] = digest.value, are_named
                 report["marks"] = place + 1  # last: the mark is there when it counts
             wanted = min(_AT_ONCE, digest.until_mark)
         yield item
     if names:
         digest.add_names(names)
-        if are_one:
-            numbered.add_names(names_with_numbers)
-    whole = numbered if are_one else digest
-    whole.end()
+    read = digest.count
+    if read == len(numbered) < _MANY_ALIKE:
+        digest.add_names(numbered)
+    digest.end()
     if report["number"] == number:
-        report["end"], report["has_names"] = whole.marks[END], are_named
-        report["read"] = digest.count
+        report["end"], report["has_names"] = digest.marks[END], are_named
+        report["read"] = read
 
 
 # ---- names ----

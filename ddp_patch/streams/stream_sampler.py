@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import SAMPLE_KEY, order_remedy
+from ddp_patch.compat.packages import SAMPLE_KEY
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.positions_and_padding import Consumed, Part, Schedule
@@ -32,7 +32,7 @@ from ddp_patch.sharding.saved_state import (
     split_consumed,
 )
 from ddp_patch.streams.dataset import ShardedIterable, StreamWorker, generators_only, tell_epoch
-from ddp_patch.streams.reports import PARTS, PassReports
+from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, PassReports
 from ddp_patch.validation import counted
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ logger: logging.Logger = logging.getLogger("ddp_patch")
 # Who waits for less than this for a pass has nothing to gain.
 _LONG_S = 1.0
 
-# What to do where ranks read different streams, and no package is known to shuffle.
+# What to do where ranks read different streams.
 _SEED: Final = (
-    "Give its shuffle a seed, the same on every rank, as random.Random(epoch) with set_epoch()'s epoch, and sort files"
+    "Give its shuffle a seed, the same on every rank (shards of webdataset: detshuffle=True, seed=0), and sort files"
 )
 
 _INDICES = [None] * 1024
@@ -135,7 +135,7 @@ class StreamPasses(Passes[None]):
         if is_compared:
             self.monitor.why_orders_differ = self._why_streams_differ
         if agreed.options.by_worker:
-            self.monitor.expect_parts(partial(_why_parts_overlap, type(given.dataset).__name__))
+            self.monitor.why_in_common = partial(_why_parts_overlap, type(given.dataset).__name__)
         self.worker: StreamWorker[Any] = StreamWorker(given, agreed, is_compared=is_compared)
         self.dataset: ShardedIterable[Any] = ShardedIterable(self.worker)
         self._workers = given.num_workers
@@ -229,14 +229,13 @@ class StreamPasses(Passes[None]):
 
     def _why_streams_differ(self) -> str:
         """Return what may cause that ranks read different streams, and what to do."""
-        remedy = order_remedy(self.worker.dataset) or _SEED
-        if self.latest is not None and self.latest.source.is_in_parts:  # it asks for its worker
-            remedy = f"Pass share='by_worker' if each worker shuffles its own. Or: {remedy}"
+        is_split = self.latest is not None and self.latest.source.is_in_parts  # it asks for its worker
+        by_worker = "Pass share='by_worker' if each worker shuffles its own. Or: " if is_split else ""
         return (
             f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. Set "
             "is_ddp_aware = True in its class if it is sharded already. Or let it give every rank everything. If it "
-            f"only shuffles: {remedy}. Skip unreadable items on every rank or none. If only augmentation differs, give "
-            f"items a string {SAMPLE_KEY!r}."
+            f"only shuffles: {by_worker}{_SEED}. Skip unreadable items on every rank or none. If only augmentation "
+            f"differs, give items a string {SAMPLE_KEY!r}."
         )
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:
@@ -265,12 +264,13 @@ class StreamPasses(Passes[None]):
     def snapshot(self) -> States:
         """Return what the dataset holds now: its generators, and its own states where the next epoch begins."""
         worker, latest = self.worker, self.worker.shared.latest_pass
-        written = [] if self._workers else [worker.unread()]
-        if self._are_kept:  # these go on from where they ended
-            written = [worker.unread()] if latest < 0 else PassReports(worker.shared, latest).states
-        before = [() if state is None else (pickle.loads(state),) for state in written]  # noqa: S301 - our reader's
+        before: list[Sequence[Any]] = []
+        if self._are_kept and latest >= 0:  # these go on from where they ended
+            before = PassReports(worker.shared, latest).states(ENDED)
+        elif (self._are_kept or not self._workers) and (written := worker.unread()) is not None:
+            before = [(pickle.loads(written),)]  # noqa: S301 - written here
         streams = [StreamSnapshot(initial_state=state) for state in before]
-        return replace(super().snapshot(), streams=streams if any(written) else ())
+        return replace(super().snapshot(), streams=streams if any(before) else ())
 
 
 class StreamSource(ItemSource[None]):
@@ -298,9 +298,8 @@ class StreamSource(ItemSource[None]):
         self.has_own_length = worker.splits_itself and worker.plan.uneven == "keep"
         self._start, self._worker, self._plan, self._readers = start, worker, worker.plan, worker.shared.readers
         self._passes, self._began_s = passes, perf_counter()
-        # By reader: the notes of how its stream began, and the latest ones of the dataset's states.
-        self._starts: dict[int, list[NotedBatch]] = defaultdict(list)
-        self._states: dict[int, deque[NotedBatch]] = defaultdict(partial(deque, maxlen=passes.ahead + 2))
+        # The latest notes, by reader.
+        self._notes: dict[int, deque[NotedBatch]] = defaultdict(partial(deque, maxlen=passes.ahead + 2))
 
     def chunks(self, skip: int) -> Iterator[Sequence[None]]:
         """Yield indices; what was taken before, workers leave out."""
@@ -314,10 +313,7 @@ class StreamSource(ItemSource[None]):
 
     def keep(self, note: NotedBatch) -> None:
         """Keep what the worker noted whose batch the loop is given."""
-        if note.first is not None or note.initial_state is not None:
-            self._starts[note.worker_index].append(note)
-        if note.state is not None:
-            self._states[note.worker_index].append(note)
+        self._notes[note.worker_index].append(note)
 
     def note_first_batch(self) -> None:
         """Say once, on one rank, that the ranks cannot compare the items that were read.
@@ -329,9 +325,8 @@ class StreamSource(ItemSource[None]):
             warnings.warn(
                 f"The ranks cannot compare in which order they read {self._worker.name}: its items have no string and "
                 "no whole number that names them, and tensors and floats may be augmented. If each rank reads its own "
-                f"order, samples are lost. {order_remedy(self._worker.dataset) or _SEED}. To let the ranks compare, "
-                "give each item a string or a whole number that names it. If they read one order, ignore this "
-                "StreamOrderWarning.",
+                f"order, samples are lost. {_SEED}. To let the ranks compare, give each item a string or a whole "
+                "number that names it. If they read one order, ignore this StreamOrderWarning.",
                 StreamOrderWarning,
                 stacklevel=2,
             )
@@ -428,7 +423,7 @@ class StreamSource(ItemSource[None]):
         ranks = self._plan.num_replicas
         consumed = [*position.parts[0][:-1], (ranks, schedule().taken(batches)[0])]
         before = self._start.states.streams[0] if self._start.states.streams else StreamSnapshot()
-        known = self._snapshot_after((batches - 1) % self._readers, batches, before)
+        known = self._snapshot_after((batches - 1) % self._readers, batches, consumed, before)
         return replace(position, parts=[consumed], states=replace(position.states, streams=[known]))
 
     def _position_in_parts(self, position: Position, batches: int, schedule: Schedule) -> Position:
@@ -446,21 +441,21 @@ class StreamSource(ItemSource[None]):
         for part, before in enumerate(self._of_each()):
             worker = turns.index(part)
             consumed.append((*split_consumed(before, ranks)[0], (ranks, taken[worker])))
-            known.append(self._snapshot_after(worker, made[worker], began[part % len(began)]))
+            known.append(self._snapshot_after(worker, made[worker], consumed[part], began[part % len(began)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
         upcoming = turns[(schedule.record(batches - 1).part + 1) % len(turns)]
         return replace(position, parts=consumed, turn=upcoming, states=replace(position.states, streams=known))
 
-    def _snapshot_after(self, worker: int, batches: int, previous: StreamSnapshot) -> StreamSnapshot:
+    def _snapshot_after(
+        self, worker: int, batches: int, consumed: Consumed, previous: StreamSnapshot
+    ) -> StreamSnapshot:
         """Return what is known of a worker's stream after some batches of it; ``previous``, when the pass began."""
         if not batches:
             return previous
-        first, at_first = previous.first, previous.initial_state
-        for note in self._starts[worker]:
-            first = note.first if note.first is not None and note.batches <= batches else first
-            at_first = at_first if note.initial_state is None else (pickle.loads(note.initial_state),)  # noqa: S301 - our worker's
-        states = [note.state for note in self._states[worker] if note.batches == batches and note.state]
-        return StreamSnapshot(first, tuple(map(pickle.loads, states)), at_first)
+        first = self.reports.start(worker, sum(ranks * each for ranks, each in consumed)) or previous.first
+        states = [note.state for note in self._notes[worker] if note.batches == batches]
+        initial_state = self.reports.states(BEGUN)[worker] or previous.initial_state
+        return StreamSnapshot(first, tuple(map(pickle.loads, states)), initial_state)
 
     def _position_of_all(self, position: Position, batches: int) -> Position:
         """Return the position of all ranks' workers, if ranks send each other batches."""

@@ -13,7 +13,7 @@ from ddp_patch.compat.packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank
-from ddp_patch.orders.chunks import Chunk, draw, split_chunks
+from ddp_patch.orders.chunks import Chunk, Drawn, split_chunks
 from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
 from ddp_patch.positions_and_padding import Consumed, Plan, require_steps
@@ -27,7 +27,7 @@ from ddp_patch.sharding.saved_state import (
     split_consumed,
 )
 from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
-from ddp_patch.streams.reports import PARTS, STREAM, PassReports, marked, name_of
+from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, PassReports, marked, name_of
 from ddp_patch.validation import counted
 
 __all__ = ["WorkerPass"]
@@ -60,14 +60,12 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._counts: int | None = None
         if (position := worker.resumed_at(number)) is not None:
             self._resume(position)
-        # The dataset's own state where the epoch begins, which travels with the first batch.
-        self._at_first: bytes | None = None
-        if not self._skip and not self._taken_before and not self._known.initial_state:
-            self._at_first = worker.unread()
-        if self._at_first is not None:
-            self._known = replace(self._known, initial_state=(pickle.loads(self._at_first),))  # noqa: S301 - from here
-        worker.is_underway = True
         self._report = worker.shared.report(number, self._worker_index)
+        is_first = not self._skip and not self._taken_before and not self._known.initial_state
+        if is_first and (state := worker.unread()) is not None:
+            worker.shared.keep_state(self._report, self._worker_index, BEGUN, state)
+            self._known = replace(self._known, initial_state=(pickle.loads(state),))  # noqa: S301 - from here
+        worker.is_underway = True
         self._reports = PassReports(worker.shared, number)  # of all workers
         self._told = worker.told(self._part)  # asked here: what is asked while the dataset is read counts as its own
         self._info = worker.info(self._part, self._epoch)
@@ -77,11 +75,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._spent_s = 0.0  # in the dataset
         self._is_at_end = False  # the dataset has no more items
         self._place = 0  # how many items of the rank's share this worker has gone through
-        # How the stream began, and what of that was noted: None if it was not read from its beginning. And whether it
-        # may have been read before.
-        self._first: StreamStart | None = None
-        self._noted: StreamStart | None = None
-        self._is_drawn = False
+        self._reads_part = False  # and not the one stream that all workers read
+        self._is_drawn = False  # the stream may have been read before
         # Whether the dataset's own state is its position, and the states of its generators when the pass began.
         self._has_state = worker.takes_states
         self._generators = generator_states([worker.dataset]) if worker.takes_states else ()
@@ -159,7 +154,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         worker.is_underway = False
         if (state := worker.unread()) is not None:
-            worker.shared.keep_state(self._report, self._worker_index, state)
+            worker.shared.keep_state(self._report, self._worker_index, ENDED, state)
 
     def _note_end(self, drawn: int) -> None:
         """Report where the stream ended; refuse an end that contradicts the other workers' or a state.
@@ -196,26 +191,17 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         worker, size = self._worker, self._worker.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = worker.asked_before_item or self._place // size % self._workers == self._worker_index
+            is_mine = self._reads_part or self._place // size % self._workers == self._worker_index
             self._place += 1
             if is_mine:
                 worker.giving = self
                 yield item
 
     def note(self) -> NotedBatch | None:
-        """Return what travels with the batch of which the last item was just given; None if there is nothing new."""
-        if self._worker.splits_itself:
-            return None
-        size, first = self._worker.batching.size, self._first
-        read = self._taken_before + self._worker.plan.num_replicas * (self._skip + self._place)
-        # Of the items up to this batch, not of those that were read ahead.
-        is_new = first is not None and first.seen == min(RECOGNISED_BY, read) and first != self._noted
-        state = self._snapshot() if self._place % size == 0 else None
-        at_first, self._at_first = self._at_first, None
-        if not is_new and state is None and at_first is None:
-            return None
-        self._noted = first if is_new else self._noted
-        return NotedBatch(self._worker_index, -(-self._place // size), first if is_new else None, state, at_first)
+        """Return what travels with the batch of which the last item was just given, if anything does."""
+        batches, over = divmod(self._place, self._worker.batching.size)
+        state = None if over or self._worker.splits_itself else self._snapshot()
+        return None if state is None else NotedBatch(self._worker_index, batches, state)
 
     def _detecting_split(self, read: Iterator[T]) -> Iterator[T]:
         """Yield what is read. The first item shows whether the dataset asks which worker it is in.
@@ -225,7 +211,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         """
         worker, readers = self._worker, self._told[1]
         first = next(read, _NOTHING)
-        asked = readers > 1 and (worker.has_asked if first is _NOTHING else worker.asked_before_item)
+        asked = self._reads_part = readers > 1 and worker.has_asked
         if asked:
             self._report["part"] = self._part
             self._use_own_states()
@@ -241,7 +227,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             yield from read
             return
         for item in read:
-            if worker.asked_before_item:
+            if worker.has_asked:
                 raise self._odd_split(
                     "it asked get_worker_info() which worker it is in only after its first items, so these came from "
                     "every worker and later ones from one"
@@ -294,14 +280,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
     def _drawn(self, stream: Iterator[T], plan: Plan, skip: int) -> Iterator[Chunk[T]]:
         """Return the stream in whole batches: no batch can come without, and states are taken between two."""
         size = self._worker.batching.size
-
-        def kept(at: int, items: int) -> slice:
-            # The first round is for padding.
-            return plan.slice_of_chunk(items) if at else slice(None)
-
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
-        # No copies: these are samples, not indices.
-        return draw(stream, lambda: self, round_size=plan.num_replicas, rounds=rounds, copies=False, selection=kept)
+        return Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
 
     def _skipped_rounds(self) -> Chunk[T] | None:
         """Return the rounds that need not be read again because the dataset has a state; None to read them.
@@ -335,7 +315,9 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         items = self._read(self._begun_anew)
         for item in items:
             seen.append((name_of(item), number_or_zero(item)))
-            first = self._first = _start_of(seen)
+            first = _start_of(seen)
+            self._report["starts"][first.seen - 1] = [-1 if part is None else part for part in first[1:]]
+            self._report["seen"] = first.seen
             if known is not None and known.seen == first.seen and not known.is_again(first, self._is_drawn):
                 raise self._other_stream()
             yield item
@@ -353,13 +335,11 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         return items
 
     def _read(self, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """Yield the items of what ``begin()`` begins, and note whether the dataset has asked something before them."""
-        worker = self._worker
-        with rank_noted(worker.note_rank):
+        """Yield the items of what ``begin()`` begins, by ``next()`` alone; note who asks for the rank by the first."""
+        with rank_noted(self._worker.note_rank):
             iterator = begin()
             item = next(iterator, _NOTHING)
         while item is not _NOTHING:
-            worker.asked_before_item |= worker.has_asked
             yield item
             item = next(iterator, _NOTHING)
 

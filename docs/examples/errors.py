@@ -1,6 +1,5 @@
 """Let two ranks raise what takes several ranks, and print each message with the ranks that got it."""
 
-import random
 import textwrap
 from collections.abc import Iterator
 
@@ -23,19 +22,6 @@ class Numbers(Dataset[int]):
         return index
 
 
-class OwnOrder(Sampler[int]):
-    """Has an order that each rank shuffled by a seed of its own."""
-
-    def __init__(self, rank: int) -> None:
-        self.order = random.Random(rank).sample(range(8), 8)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
 class Faulty(Sampler[int]):
     """Raises in every epoch."""
 
@@ -51,11 +37,6 @@ def ranks_have_other_data(rank: int) -> None:
     patch_dataloader_to_ddp(DataLoader(Numbers(100 - 4 * rank)))
 
 
-def ranks_draw_other_orders(rank: int) -> None:
-    """The orders are found to differ."""
-    patch_dataloader_to_ddp(DataLoader(Numbers(8), sampler=OwnOrder(rank)))
-
-
 def leader_fails(rank: int) -> None:
     """Rank 0 draws for both."""
     list(patch_dataloader_to_ddp(DataLoader(Numbers(8), sampler=Faulty()), order="leader"))
@@ -67,7 +48,7 @@ def one_rank_is_missing(rank: int) -> None:
         patch_dataloader_to_ddp(DataLoader(Numbers(8)), timeout=0.5)
 
 
-CASES = [ranks_have_other_data, ranks_draw_other_orders, leader_fails, one_rank_is_missing]
+CASES = [ranks_have_other_data, leader_fails, one_rank_is_missing]
 
 
 def messages(rank: int, world_size: int) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerated import ALL, Setting, hands_over, in_setting, shows, trains
+from accelerated import ALL, Setting, hands_over, in_setting, trains
+from documented import run_command
 from quick import run_ranks
 
 GPUS = torch.cuda.device_count()
@@ -37,12 +38,14 @@ def check(found: list[list[Any]]) -> None:
 
 
 def test_gloo_ranks_that_share_gpus(tmp_path: Path) -> None:
-    """The script of the page takes a GPU for each rank."""
-    check(
-        run_ranks(
-            several, 2, Setting("gloo", "cuda", tmp_path), ALL if GPUS > 1 else ALL[: ALL.index(shows)], timeout=300
-        )
-    )
+    check(run_ranks(several, 2, Setting("gloo", "cuda", tmp_path), ALL, timeout=300))
+
+
+@needs_nccl
+def test_the_script_of_the_readme_takes_a_gpu_for_each_rank() -> None:
+    status, printed, error = run_command(f"torchrun --standalone --nproc-per-node {GPUS} docs/examples/ddp.py")
+    assert status == 0, error
+    assert [line.split(":")[0] for line in printed.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
 
 
 @needs_nccl

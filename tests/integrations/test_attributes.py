@@ -4,12 +4,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import torch
 from third_party.base import Case, Fate, World
 from third_party.measure import cases_of, quiet
 from walked import read, set_elsewhere, told_otherwise, wrapped_part
 
-from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 
 # These do without torchvision; nox's session packages installs it.
 MODULES = [
@@ -42,23 +41,3 @@ def test_all_are_there_and_can_be_set(case: Case) -> None:
             assert wrapper is not wrapped
             assert told_otherwise(before, wrapper) == []
             assert set_elsewhere(wrapped, wrapper) == []
-
-
-def test_what_a_subclass_was_given_survives() -> None:
-    """PyTorch Geometric's loader follows batches by arguments of its own."""
-    with quiet():
-        from torch_geometric.data import Batch, Data
-        from torch_geometric.loader import DataLoader
-
-    graphs = [Data(x=torch.ones(number + 2, 1), number=number, unwanted=number) for number in range(23)]
-    given = DataLoader(graphs, batch_size=4, follow_batch=["x"], exclude_keys=["unwanted"])
-    patched: Any = patch_dataloader_to_ddp(given, rank=1, num_replicas=2)
-    assert type(patched) is DataLoader
-    assert check_loaders_is_patched(patched)
-    batches = list(patched)
-    assert [batch.number.tolist() for batch in batches] == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19, 21, 0]]
-    for batch in batches:
-        assert isinstance(batch, Batch)
-        assert "unwanted" not in batch
-        # Which graph of the batch each row of x belongs to.
-        assert batch.x_batch.tolist() == torch.arange(len(batch.number)).repeat_interleave(batch.number + 2).tolist()

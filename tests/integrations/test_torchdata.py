@@ -8,15 +8,13 @@ from itertools import islice
 from typing import Any
 
 import pytest
-import torch
 import torchdata.stateful_dataloader.sampler as torchdata_samplers
 from messages import raises
-from quick import run_ranks, soaked
+from quick import soaked
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
-from worlds import assert_shared_exactly
-from zoo import Drawn, Indices, N, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
+from zoo import Drawn, Indices, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
 from ddp_patch import (
     DDPBatchSamplerWrapper,
@@ -149,32 +147,6 @@ def test_resumed_anywhere(name: str, how: dict[str, Any]) -> None:
         assert [list(resumed), list(resumed)] == expected
 
 
-def on_rank(rank: int, world_size: int) -> Any:
-    """torchdata's RandomSampler seeds itself from a state that is another on each rank: rank 0's must be sent."""
-
-    def start(ambient_seed: int) -> Any:
-        seed_ambient(ambient_seed)
-        return patch_dataloader_to_ddp(loader(batch_size=4, shuffle=True, num_workers=2), seed=5)
-
-    patched = start(100 + rank)
-    epochs = [list(patched) for _ in range(3)]
-    stopped = start(100 + rank)
-    list(stopped)
-    list(islice(stopped, 1))
-    resumed = start(200 + rank)
-    resumed.load_state_dict(stopped.state_dict())
-    assert [list(resumed), list(resumed)] == [epochs[1][1:], epochs[2]]
-    return [[item for batch in epoch for item in batch] for epoch in epochs]
-
-
-def test_real_ranks_share_and_resume() -> None:
-    first, second = run_ranks(on_rank, 2)
-    for shares in zip(first, second, strict=True):
-        assert_shared_exactly(list(shares), N)
-    assert first[0] != first[1] != first[2]
-    assert not torch.distributed.is_initialized()
-
-
 class Numbers(IterableDataset[Any]):
     """Read whole by each worker, or in parts."""
 
@@ -230,7 +202,7 @@ class OfNodes(IterableDataset[Any]):
 def test_a_loader_of_nodes_is_refused_and_the_remedy_works() -> None:
     made: Any = nodes.Loader(nodes.Batcher(nodes.IterableWrapper(range(20)), 3, drop_last=False))
     remedy = ("IterableDataset", "iter(loader)", "DataLoader(dataset, batch_size=None)")
-    with raises(NotALoaderError, ("torchdata's Loader",), remedy):
+    with raises(NotALoaderError, "torchdata", remedy):
         patch_dataloader_to_ddp(made, rank=0, num_replicas=2)
     for rank in range(2):
         patched = patch_dataloader_to_ddp(DataLoader(OfNodes(made), batch_size=None), rank=rank, num_replicas=2)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from messages import assert_tells
 from quick import run_ranks
+from repeaters import Infinite
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from zoo import Indices, PKBatches, Source, seed_ambient
 
@@ -73,6 +74,11 @@ def communicating(rank: int, world_size: int) -> dict[str, Any]:
         alone = leave_alone(made())
         with guarded(), pytest.raises(NotPatchedError, match=rf"{Path(__file__).name}:\d+"):
             items(alone)
+        with guarded():
+            repeated = Infinite(Indices(N), 4)  # its constructor begins an iterator, which is no iteration yet
+            with unpatched(), pytest.raises(NotPatchedError):
+                iter(repeated)
+            assert len(items(repeated)) == -(-N // world_size)
     with guarded(), autopatch():
         assert items(made()) == shared
         with unpatched(), pytest.raises(NotPatchedError):

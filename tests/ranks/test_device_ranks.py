@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerated import ALL, WITHOUT_COLLECTIVES, Setting, hands_over, in_setting, shows, trains
+from accelerated import ALL, WITHOUT_COLLECTIVES, Setting, hands_over, in_setting, trains
 from quick import run_ranks
-
-# As README.md shows it for two ranks on the CPU.
-PRINTED = """epoch 0: accuracy 0.871 on 101 samples
-epoch 1: accuracy 0.891 on 101 samples
-epoch 2: accuracy 0.921 on 101 samples
-"""
 
 
 def several(rank: int, world_size: int, setting: Setting, what: tuple[Any, ...]) -> list[Any]:
@@ -30,10 +24,6 @@ def test_ranks_that_move_batches_to_a_device(tmp_path: Path) -> None:
     assert len(given) == len(set(given))
     parameters = [rank[ALL.index(trains)] for rank in found]
     assert parameters[0] == parameters[1]
-    (printed, first), (nothing, second) = (rank[ALL.index(shows)] for rank in found)
-    assert printed == PRINTED
-    assert nothing == ""
-    assert (first, second) == ([0, "nccl"], [1, "nccl"])
 
 
 def it_refuses(rank: int, world_size: int, setting: Setting) -> None:

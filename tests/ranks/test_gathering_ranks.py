@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathered import assert_same, outputs_for
-from messages import assert_tells, missing, raises
+from messages import assert_tells, missing
 from quick import run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _world
@@ -29,7 +29,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.errors import InvalidOptionError, MissingRanksError, message_of
+from ddp_patch.errors import MissingRanksError, RankMismatchError, message_of
 from ddp_patch.evaluation import gather
 from ddp_patch.positions_and_padding import Plan
 
@@ -85,18 +85,15 @@ def every_kind(rank: int, world_size: int) -> None:
         plans = [Plan(each, world_size, uneven) for each in range(world_size)]  # type: ignore[arg-type]  # those above
         for epochs in (1, 2):
             batches = list(given)
-            dst = None if epochs == 1 else world_size - 1
-            whole = gather_in_order(in_all_forms(name, batches, given), given, dst=dst)
+            whole = gather_in_order(in_all_forms(name, batches, given), given)
             rows = expected(stream_of(name, epochs), plans, given)
-            if dst not in {None, rank}:
-                assert whole is None
-                continue
             alone = in_all_forms(name, batches_of_one_process(name, rows, epochs, given, given.batch_size or 1), given)
             assert whole == alone, (name, uneven, epochs)
         if uneven != "keep" or world_size == 1:
             rows = expected(stream_of(name, 3), plans, given)
             steps = list(by_steps(name, given))
             flat = [row for step in steps for row in step]
+            rows = [row for batch in rows for row in batch] if BY_NAME[name].batches else rows
             in_order = name not in WORKERS
             assert (flat if in_order else sorted(flat, key=repr)) == (rows if in_order else sorted(rows, key=repr)), (
                 name,
@@ -105,13 +102,12 @@ def every_kind(rank: int, world_size: int) -> None:
 
 
 def in_all_forms(name: str, batches: list[Any], given: DataLoader[Any]) -> dict[str, Any]:
-    """Outputs with a row per sample, and per batch where whole batches are shared, and as a list of batches."""
+    """Outputs with a row per sample, and as a list of batches."""
     if given.batch_sampler is None:
         return {"rows": batches}
     lists = [list(batch) for batch in batches]
     flat = [item for batch in lists for item in batch]
-    forms = {"rows": flat, "list": lists, "nests": [{"a": batch, "b": (batch, None)} for batch in lists]}
-    return forms | {"batches": [tuple(batch) for batch in lists]} if BY_NAME[name].batches else forms
+    return {"rows": flat, "list": lists, "nests": [{"a": batch, "b": (batch, None)} for batch in lists]}
 
 
 def batches_of_one_process(name: str, rows: list[Any], epochs: int, given: DataLoader[Any], size: int) -> list[Any]:
@@ -125,15 +121,10 @@ def batches_of_one_process(name: str, rows: list[Any], epochs: int, given: DataL
 
 
 def by_steps(name: str, given: DataLoader[Any]) -> Iterator[list[Any]]:
-    """What all ranks gather in each step; of whole batches, batches."""
+    """What all ranks gather in each step."""
     for batch in given:
         if given.batch_sampler is None:
             yield gather_step([batch], given)
-        elif BY_NAME[name].batches:
-            one, samples = [tuple(batch)], list(batch)
-            of_batches, of_samples = gather_step((one, samples), given)
-            assert [item for row in of_batches for item in row] == of_samples
-            yield of_batches
         else:
             yield gather_step(list(batch), given)
 
@@ -145,9 +136,8 @@ def every_form(rank: int, world_size: int) -> None:
         for n, way in product((0, 1, N), ways):
             given = patch_dataloader_to_ddp(loader(sampler=list(range(n))), **way)
             items = [item for batch in given for item in batch]
-            dst = None if most == 50 else 0
-            whole = gather_in_order(outputs_for(items) if items else None, given, dst=dst)
-            if n and (dst is None or rank == dst):
+            whole = gather_in_order(outputs_for(items) if items else None, given)
+            if n:
                 assert_same(whole, outputs_for(list(range(n))))
             else:
                 assert whole is None
@@ -174,14 +164,11 @@ def led_by_rank_0(rank: int, world_size: int) -> None:
         given = patched(name, rank, order="leader")
         batches = list(iter_with_mask(given))
         own = [(row, bool(flag)) for batch, mask in batches for row, flag in zip(batch, mask, strict=True)]
-        whole = gather_in_order(
-            [tuple(b) for b, _ in batches] if BY_NAME[name].batches else [row for row, _ in own], given
-        )
+        whole = gather_in_order([[*batch] for batch, _ in batches], given)
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, (whole, [row for row, flag in own if flag]))
         assert all(found == everyone[0][0] for found, _ in everyone)
-        flat = [row for batch in whole for row in batch] if BY_NAME[name].batches else whole
-        assert sorted(flat) == sorted(row for _, rows in everyone for row in rows)
+        assert sorted(row for batch in whole for row in batch) == sorted(row for _, rows in everyone for row in rows)
 
 
 def nothing_is_left(rank: int, world_size: int) -> None:
@@ -191,7 +178,7 @@ def nothing_is_left(rank: int, world_size: int) -> None:
         gather_in_order(outputs_of("shuffle=True", given), given)
         assert sum(len(gather_step(batch, given)) for batch in given) == N
         for batch in given:  # all leave it
-            gather_step(batch, given, dst=world_size - 1)
+            gather_step(batch, given)
             break
         list(given)
         dist.barrier()
@@ -222,30 +209,19 @@ def in_groups(rank: int, world_size: int) -> list[Any]:
     given = patched("shuffle=True", rank, process_group=mine)
     own = outputs_of("shuffle=True", given)
     found = [gather_in_order(torch.tensor(own), given).tolist()]
-    to = gather_in_order(own, given, dst=1 if rank == 1 else 2)
-    assert (to == found[0]) == (rank in {1, 2})
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     stepped = patched("shuffle=True", rank, device_mesh=mesh)
-    for step, batch in enumerate(stepped):
-        to = gather_step(batch, stepped, dst=rank % 2 if step == 1 else None)
-        assert (to is None) == (step == 1 and rank > 1)
+    found.append([row for batch in stepped for row in gather_step(batch, stepped)])
     given = patched("shuffle=True", rank, device_mesh=mesh)
     own = outputs_of("shuffle=True", given)
     found.append(gather_in_order(np.array(own), given).tolist())
-    to = gather_in_order(own, given, dst=2 + rank % 2)
-    assert (to is None) == (rank < 2)
-    with raises(InvalidOptionError, ("dst=3", "[0, 2]") if rank in {0, 2} else ("dst=2", "[1, 3]"), "one"):
-        gather_in_order(own, given, dst=3 - rank % 2)
     assert len(_world.pg_map) == len(set(_world.pg_names.values()))
-    return [*found, to]
+    return found
 
 
 def test_some_ranks_and_meshes() -> None:
-    """Tensor-parallel peers gather the same; with ``dst`` one of each group gets it, and nobody hangs."""
-    ranks = run_ranks(in_groups, 4)
-    stream = stream_of("shuffle=True")
-    assert [found for rank in ranks for found in rank[:2]] == [stream] * 8
-    assert ranks[3][2] == stream
+    """Tensor-parallel peers gather the same."""
+    assert run_ranks(in_groups, 4) == [[stream_of("shuffle=True")] * 3] * 4
 
 
 class Unmeasured(list[Any]):
@@ -292,8 +268,6 @@ def in_time(rank: int, world_size: int) -> dict[str, str]:
         "another call": lambda: (gather_step if odd else gather_in_order)(own, given),
         "an array": lambda: gather_in_order(np.array(own, "f4") if odd else torch.zeros(len(own)), given),
         "no pickle": lambda: gather_in_order([lambda: 0] * len(own) if odd else own, given),
-        "another dst": lambda: gather_in_order(own, given, dst=int(odd)),
-        "dst of nobody": lambda: gather_in_order(own, given, dst=9 if odd else None),
     }
     said = {}
     for name, call in calls.items():
@@ -319,7 +293,6 @@ SAID: dict[str, list[tuple[str, ...]]] = {
     "no pickle": [("rank 1", "pickle")],
     "a class of its own": [("rank 1", "pickle")],
     "what raises": [("rank 1", "RuntimeError", "no length")],
-    "another dst": [("ranks 0, 2", "dst=0"), ("rank 1", "dst=1")],
     "another call": [("rank 1", "after the loop", "epoch 0 is over")],
     "another loader": [("ranks 0, 2", "patched loader 1 "), ("rank 1", "patched loader 4 ")],
 }
@@ -328,8 +301,6 @@ SAID: dict[str, list[tuple[str, ...]]] = {
 def test_what_one_rank_does_wrong_is_told_to_all() -> None:
     ranks = run_ranks(in_time, 3)
     assert ranks[0] == ranks[1] == ranks[2]
-    dst_of_nobody = ranks[0].pop("dst of nobody")
-    assert_tells(dst_of_nobody, ("InvalidOptionError", "dst=9", "[0, 1, 2]"), "one")
     assert ranks[0].keys() == SAID.keys()
     for name, message in ranks[0].items():
         assert_tells(
@@ -352,7 +323,7 @@ def failing(rank: int, world_size: int) -> tuple[str, str]:
             with pytest.raises(TypeError):
                 gather_in_order(own, given)
         return "", ""
-    with pytest.raises(MissingRanksError) as broken:
+    with pytest.raises(RankMismatchError) as broken:
         gather_in_order(own, given)
     with pytest.raises(MissingRanksError) as missing:
         gather_in_order(own, given)
@@ -380,5 +351,7 @@ def test_a_rank_that_leaves_the_loop_alone_is_missed_in_the_next_step() -> None:
 
 def test_ranks_that_fail_or_do_not_come_are_missed() -> None:
     (broken, missing), _, (also_broken, also_missing) = run_ranks(failing, 3)
-    for said in (broken, also_broken, missing, also_missing):
+    for said in (broken, also_broken):
+        assert_tells(said, ("Gathering outputs", "rank 1: TypeError"), "start all ranks again")
+    for said in (missing, also_missing):
         assert_tells(said, ("Gathering outputs", "rank 1 of 3", " s; ranks 0, 2 did"), "timeout=")

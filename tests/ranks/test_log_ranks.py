@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 from messages import assert_tells
-from quick import run_ranks, said
+from quick import run_each, run_ranks, said
 from torch.utils.data import DataLoader
-from zoo import Indices, as_it_is, seed_ambient
+from zoo import Indices, as_it_is
 
-from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.compat.private_torch import default_store
 
 N = 21
@@ -20,37 +20,9 @@ def given(workers: int = 0, n: int = N, **options: Any) -> DataLoader[Any]:
     return DataLoader(Indices(n), batch_size=4, collate_fn=as_it_is, shuffle=True, num_workers=workers, **options)
 
 
-def honest(rank: int, world_size: int) -> None:
-    """What loses no data, on ranks that do not step together; none is told anything, nor once the group is gone."""
-    seed_ambient(rank)
-    train: Any = patch_dataloader_to_ddp(given())
-    for _ in range(3 - rank):  # one rank stops earlier
-        whole(train)
-    stopped, resumed = patch_dataloader_to_ddp(given(), seed=1), patch_dataloader_to_ddp(given(), seed=1)
-    next(iter(stopped))
-    restore_loader(resumed, loader_state(stopped, batches_done=1))
-    whole(resumed)
-    if rank == 0:
-        next(iter(copy.deepcopy(resumed)))
-    whole(resumed)
-    by_hand: DDPSamplerWrapper[int] = DDPSamplerWrapper(range(N))
-    whole(by_hand)
-    whole(by_hand)
-    alone = patch_dataloader_to_ddp(given())
-    if rank == 0:
-        next(iter(alone))
-    dist.barrier()
-    dist.destroy_process_group()
-    whole(alone)
-
-
 def whole(train: Any) -> None:
     for _ in train:
         pass
-
-
-def test_what_loses_nothing_is_told_of_nothing_and_a_loader_outlives_its_process_group() -> None:
-    run_ranks(honest, 2)
 
 
 # Shares and their number, by rank, in a group of four; and what is told, with its remedy.
@@ -76,8 +48,19 @@ def given_by_hand(rank: int, world_size: int) -> list[str]:
     return told
 
 
-def test_worlds_given_by_hand_are_held_to_the_process_group() -> None:
-    for told in run_ranks(given_by_hand, 4):
+def outlives_its_group(rank: int, world_size: int) -> None:
+    """Rank 0 looks at a batch of it and of a copy; nobody is told of it once the group is gone."""
+    alone = patch_dataloader_to_ddp(given())
+    if rank == 0:
+        next(iter(alone))
+        next(iter(copy.deepcopy(alone)))
+    dist.barrier()
+    dist.destroy_process_group()
+    whole(alone)
+
+
+def test_worlds_given_by_hand_are_held_to_the_process_group_and_a_loader_outlives_it() -> None:
+    for told in run_each(4, given_by_hand, outlives_its_group)[0]:
         for message, (_, facts) in zip(told, BY_HAND, strict=True):
             assert message.startswith("nothing") != bool(facts), message
             if facts:

@@ -48,15 +48,15 @@ def launch(
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)  # noqa: S603 - our own
 
 
+# tests/unit/test_shadow.py has more ways to write.
 WRITING = """
-    import atexit, csv, json, logging, pickle, shutil, tempfile, time, zipfile
+    import atexit, json, shutil, time
     from pathlib import Path
-    import numpy as np
 
     time.sleep(float(rank) / 2)  # a later rank is late
     order = {word: place for place, word in enumerate({"a", "set", "of", "words"})}
     shutil.rmtree("out")
-    os.makedirs("out/logs")  # raises if it is there
+    os.makedirs("out")  # raises if it is there
     os.chdir("out")
     atexit.register(lambda: open("../log.txt", "a").write("at the end"))
     compiled = torch.jit.script(model)
@@ -65,33 +65,9 @@ WRITING = """
         weights = sum(torch.stack([batch.sum() for batch in test]))
         torch.save({"epoch": number, "weights": weights}, f"last-{number}.pt")  # saved by name, then copied
         shutil.copyfile(f"last-{number}.pt", "best.pt")
-        with open(f"open-{number}.pt", "wb") as file:  # to an open file
-            torch.save(weights, file)
         folder = Path(f"epoch-{number}")  # in a new folder
         folder.mkdir(exist_ok=False)
         (folder / "config.json").write_text(json.dumps({"epoch": number}))
-        with open(f"metrics-{number}.csv", "w", newline="") as file:  # begun, then added to
-            csv.writer(file).writerow(["epoch"])
-        with open(f"metrics-{number}.csv", "a", newline="") as file:
-            csv.writer(file).writerow([number])
-        np.savez(f"arrays-{number}.npz", weights=weights.numpy())
-        with tempfile.NamedTemporaryFile("wb", dir=".", delete=False) as file:  # written aside, then put there
-            pickle.dump(number, file)
-        os.replace(file.name, f"state-{number}.pkl")
-        handler = logging.FileHandler(f"logs/{number}.log")
-        handler.emit(logging.makeLogRecord({"msg": f"epoch {number}"}))
-        handler.close()
-        with zipfile.ZipFile(f"all-{number}.zip", "w") as archive:
-            archive.writestr(zipfile.ZipInfo("epoch"), str(number))
-        raw = os.open(f"raw-{number}.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL)  # without Python's files
-        os.write(raw, b"raw" * number)
-        os.close(raw)
-        os.rename(f"raw-{number}.part", f"raw-{number}")
-        shutil.copytree(folder, f"copy-{number}")  # copied, changed in place, linked
-        with open(f"copy-{number}/config.json", "r+") as file:
-            file.write("[")
-        os.symlink(f"copy-{number}", "newest.part")
-        os.replace("newest.part", "newest")
         shutil.move("../given.txt", "there.txt") if number == 0 else None
         with open("../log.txt", "a") as log:
             log.write(f"epoch {number}\\n")
@@ -99,25 +75,20 @@ WRITING = """
         torch.jit.load("compiled.part")
         os.remove("compiled.part")
         if number > 2:
-            os.remove(f"logs/{number - 3}.log")
-    found = [str(path) for path in sorted(Path().rglob("*")) if path.is_file() and "newest" not in str(path)]
-    print(len(found), torch.load("best.pt"), Path("newest/config.json").read_text(), found, order)
+            os.remove(f"last-{number - 3}.pt")
+    found = [str(path) for path in sorted(Path().rglob("*")) if path.is_file()]
+    print(len(found), torch.load("best.pt"), found, order)
     sys.stderr.write(f"speaks {rank}\\n")
     sys.exit(3)
 """
 
 
-def tree(folder: Path) -> dict[str, bytes | str]:
+def tree(folder: Path) -> dict[str, bytes]:
     """Return what is in a folder, but for times."""
-    found = {path: os.readlink(path) if path.is_symlink() else "a folder" for path in folder.rglob("*")}
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() and not path.is_symlink() else what
-        for path, what in found.items()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
-    """Fifty files of ten idioms are the same on one rank and on three."""
     done, trees, shadows = [], [], tmp_path / "shadows"
     for ranks in ("1", "3"):
         folder = tmp_path / ranks
@@ -133,7 +104,7 @@ def test_ranks_print_and_write_once_what_one_rank_does(tmp_path: Path) -> None:
     assert trees[0] == trees[1]
     assert not {"given.txt", "out/old.pt"} & trees[0].keys()
     assert three.stdout == alone.stdout
-    assert int(alone.stdout.splitlines()[-1].split()[0]) == 50
+    assert int(alone.stdout.splitlines()[-1].split()[0]) == 10
     assert [line for line in three.stderr.splitlines() if "speaks" in line] == ["speaks 0"]
     assert "3 ranks train as one process" in three.stderr
     assert "train.py:12 DataLoader, shuffled, 30 samples: each batch divided over 3 ranks, 5 steps" in three.stderr
@@ -279,7 +250,7 @@ NORMALISED = """
                 optimizer.step()
             """,
             1,
-            ["The script draws random numbers between its steps"],
+            ["Not the same. The parts' losses have the mean", "random numbers"],
         ),
         soaked(
             "model(next(iter(train)).view(7, 2))\nnext(iter(train))", 1, ["No optimizer of torch.optim made a step"]

@@ -280,7 +280,7 @@ def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
         "The loss is a mean by weights of the samples, so its gradient may not be that of the whole batch",
         "What is read at",
         "2 ranks train as one process",
-        "Sequential.1: batch normalisation sees this rank's part of each batch",
+        "Batch normalisation sees this rank's part of each batch",
         "each batch divided over 2 ranks, 5 steps",
         "whole on every rank, 4 steps",
     ]

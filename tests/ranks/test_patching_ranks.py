@@ -1,35 +1,41 @@
 """Real gloo ranks, each seeded differently, over every kind of loader: the patch as users call it."""
 
 import warnings
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from messages import assert_tells
-from quick import run_each, run_ranks, soaked
-from torch.utils.data import DataLoader, DistributedSampler
+from quick import run_ranks, soaked
+from resumed import RESUMED
+from torch.utils.data import DataLoader
 from zoo import (
     ALL_KINDS,
-    BY_NAME,
     STEPS,
     Indices,
     Kind,
+    N,
+    Own,
+    PKBatches,
+    Source,
+    as_it_is,
     draw_ambient,
     loader,
     seed_ambient,
-    seeded_generator,
     units,
 )
 
-from ddp_patch import DDPSamplerWrapper, check_loaders_is_patched, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import WorldError
 from ddp_patch.positions_and_padding import Plan
+from ddp_patch.ranks.exchange import _Meeting
 
 SEED = 100
 EPOCHS = 2  # of a kind that has as many
-WHOLE = [kind for kind in ALL_KINDS if not kind.make().drop_last]
+REPEATED = [kind for kind in RESUMED if kind.name in ("one iterator for all", "one iterator for all, workers")]
+WHOLE = [kind for kind in ALL_KINDS + REPEATED if not kind.make().drop_last]
 # Starting workers takes long, so with them there is but one number of ranks.
 IN_WORLD = {world: [kind for kind in WHOLE if world == 2 or not kind.make().num_workers] for world in (2, 3, 4)}
 
@@ -90,21 +96,6 @@ def test_every_kind_is_shared_exactly(world_size: int) -> None:
                 assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
 
 
-def with_workers(rank: int, world_size: int) -> list[list[Any]]:
-    seed_ambient(SEED + rank)
-    given = loader(shuffle=True, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
-    patched = patch_dataloader_to_ddp(given)
-    assert isinstance(patched.sampler, DDPSamplerWrapper)
-    return [[item for batch in InStep(patched, rank) for item in batch] for _ in range(2)]
-
-
-def with_generators_of_their_own(rank: int, world_size: int) -> list[list[Any]]:
-    """The user seeds a generator by rank and hands it to a loader whose stream must be rank 0's."""
-    generator = torch.Generator().manual_seed(11 + rank)
-    patched = patch_dataloader_to_ddp(loader(shuffle=True, generator=generator))
-    return [[item for batch in patched for item in batch] for _ in range(3)]
-
-
 def in_two_groups(rank: int, world_size: int) -> Any:
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine, other = groups[rank % 2], groups[1 - rank % 2]
@@ -122,37 +113,48 @@ def test_a_process_group_is_a_world_of_its_own() -> None:
     assert_tells(said, ("global rank 0 of 3", "process_group"), ("group's ranks", "group that this rank"))
 
 
-def standing_alone(rank: int, world_size: int) -> Any:
-    seed_ambient(SEED + rank)
-    wrapper = DDPSamplerWrapper(BY_NAME["numpy's global state, lazily"].make().sampler)
-    torchs: Any = DistributedSampler(Indices(), shuffle=False)
-    plain = DDPSamplerWrapper(range(23), shuffle_samples_between_gpus=False)
-    assert list(plain) == list(torchs)
-    return list(wrapper), list(wrapper), wrapper.seed
+def meetings() -> int:
+    """How often this rank has met the others so far, as the store counts it."""
+    meeting = _Meeting(range(dist.get_world_size()), "counting", 0)
+    return int(meeting.store.add(f"{meeting.base}/count/{dist.get_rank()}", 0))
 
 
-def test_two_ranks_share_what_spawned_workers_read_a_generators_stream_and_a_wrappers() -> None:
-    read, led, by_wrapper = run_each(2, with_workers, with_generators_of_their_own, standing_alone)
-    for epoch in range(2):
-        together = Counter(read[0][epoch] + read[1][epoch])
-        assert set(together) == set(range(23))
-        assert together.total() == 24
-    assert read[0][0] != read[0][1]
-    unpatched = loader(shuffle=True, generator=seeded_generator())
-    for shares in zip(*led, strict=True):
-        stream = [item for batch in unpatched for item in batch]
-        assert [item for pair in zip(*shares, strict=True) for item in pair] == [*stream, stream[0]]  # rank 0's
-    seed = by_wrapper[0][2]
-    assert seed == by_wrapper[1][2]
-    alone = DDPSamplerWrapper(BY_NAME["numpy's global state, lazily"].make().sampler, num_replicas=1, rank=0, seed=seed)
-    for epoch in range(2):
-        together_in_turn = [item for pair in zip(*(rank[epoch] for rank in by_wrapper), strict=True) for item in pair]
-        assert together_in_turn[:23] == list(alone)
+def several(rank: int) -> list[DataLoader[Any]]:
+    shared = torch.Generator().manual_seed(rank)
+    done: Any = patch_dataloader_to_ddp(loader(shuffle=True), seed=5)
+    return [
+        loader(shuffle=True),
+        loader(shuffle=True),
+        DataLoader(Indices(7), 2, shuffle=True, collate_fn=as_it_is),
+        loader(batch_sampler=PKBatches()),
+        done,
+        loader(shuffle=True, generator=shared),
+        loader(shuffle=True, generator=shared),
+        DataLoader(Source(), 3, num_workers=2, collate_fn=as_it_is),
+        loader(sampler=Own(lambda: torch.randperm(N).tolist())),
+    ]
 
 
-def world_of_one(rank: int, world_size: int) -> bool:
-    return check_loaders_is_patched(patch_dataloader_to_ddp(loader()))
+def drawn(rank: int, world_size: int, patch: Callable[[list[Any]], list[Any]]) -> tuple[list[Any], int]:
+    """What all loaders give in two epochs, and how often the ranks met to patch."""
+    seed_ambient(100 + rank)
+    given = several(rank)
+    before = meetings()
+    patched = patch(given)
+    met = meetings() - before
+    return [[list(one) for one in patched] for _ in range(2)], met
 
 
-def test_a_group_of_one_rank_is_patched() -> None:
-    assert run_ranks(world_of_one, 1) == [True]
+def in_turn(given: list[Any]) -> list[Any]:
+    return [patch_dataloader_to_ddp(one) for one in given]
+
+
+def in_one_call(given: list[Any]) -> list[Any]:
+    return patch_dataloader_to_ddp(given)
+
+
+def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
+    schedule, calls = (run_ranks(drawn, 2, patch) for patch in (in_turn, in_one_call))
+    for (epochs, met), (expected, met_in_turn) in zip(calls, schedule, strict=True):
+        assert epochs == expected
+        assert (met, met_in_turn) == (1, 9)

@@ -1,12 +1,10 @@
 """Ranks killed at any moment and started again by torch's elastic agent: every sample of every epoch, exactly once."""
 
-import contextlib
 import json
 import os
 import random
 import runpy
-import signal
-import subprocess
+import shlex
 import sys
 from itertools import chain, groupby, pairwise
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import elastic
 import pytest
 import torch
+from documented import run_command
 from elastic import EXAMPLE, Death, Launch
 
 from ddp_patch import patch_dataloader_to_ddp
@@ -23,8 +22,6 @@ from ddp_patch import patch_dataloader_to_ddp
 HOW = {"shuffled": ["step", "soon", "writing", "written", "replaced"]}
 HOW["P x K"] = HOW["shuffled"] * 4
 IN_ONE_WORLD = ["step", "written", "soon"]
-DEADLINE = 240
-ELASTIC = Path(elastic.__file__)
 EXAMPLES = runpy.run_path(str(EXAMPLE))
 EPOCHS: int = EXAMPLES["EPOCHS"]
 
@@ -69,30 +66,6 @@ def plan(kind: str, folder: Path) -> dict[str, list[Launch]]:
 def launched(folder: Path, kind: str, world: int, deaths: list[Death]) -> Launch:
     folder.mkdir(parents=True, exist_ok=True)
     return {"folder": str(folder), "kind": kind, "world": world, "deaths": deaths}
-
-
-def run(*command: object) -> str:
-    """Run a Python process until its end or the deadline, end all that it started, and return what it printed."""
-    process = subprocess.Popen(  # noqa: S603 - our own script
-        [sys.executable, *map(str, command)],
-        # torch 2.13 gives ranks that it restarts the store of those before, where they find addresses of the dead.
-        env=os.environ
-        | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, errors = process.communicate(timeout=DEADLINE)
-    finally:
-        process.terminate()  # upon which torch's agent ends its ranks, which may have sessions of their own
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=40)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, errors
-    return said
 
 
 def lines(file: Path) -> list[Any]:
@@ -151,22 +124,22 @@ def assert_each_once(kind: str, folder: Path) -> None:
         assert padding == [rest[number % len(rest)] for number in range(len(padding))], epoch
 
 
-def assert_killed_as_planned(planned: list[Launch]) -> None:
-    folder = Path(planned[0]["folder"])
-    assert lines(folder / "deaths") == [death for launch in planned for death in launch["deaths"]]
-
-
 # The demo's test kills ranks that train on P x K batches, too.
 @pytest.mark.parametrize("kind", ["shuffled", pytest.param("P x K", marks=pytest.mark.soak)])
-def test_killed_at_any_moment_and_started_again(kind: str, tmp_path: Path) -> None:
+def test_killed_at_any_moment_and_started_again(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = plan(kind, tmp_path)
     launches = [launch for planned in runs.values() for launch in planned]
-    told = [json.loads(line) for line in run(ELASTIC, json.dumps(launches)).splitlines()]
+    # torch 2.13 gives ranks that it restarts the store of those before, where they find addresses of the dead.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    status, printed, error = run_command(shlex.join([sys.executable, elastic.__file__, json.dumps(launches)]))
+    assert status == 0, error
     # The first to be found may be one that lost its connection to the one that was killed.
-    assert [bool(launch["failed"]) for launch in told] == [bool(launch["deaths"]) for launch in launches]
+    assert list(map(bool, map(json.loads, printed.splitlines()))) == [bool(launch["deaths"]) for launch in launches]
     for planned in runs.values():
-        assert_killed_as_planned(planned)
-        assert_each_once(kind, Path(planned[0]["folder"]))
+        folder = Path(planned[0]["folder"])
+        assert lines(folder / "deaths") == [death for launch in planned for death in launch["deaths"]]
+        assert_each_once(kind, folder)
     # With the same number of ranks, all is as if nobody had been killed: every rank's every batch, and the weights.
     assert steps_of(tmp_path / "one") == steps_of(tmp_path / "whole")
     trained = [torch.load(tmp_path / name / "trained.pt", weights_only=True) for name in ("one", "whole")]

@@ -1,7 +1,6 @@
 """Real ranks whose samplers or data are sharded already: known, or told before anything is lost."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +12,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     Sampler,
-    SubsetRandomSampler,
 )
 from zoo import Indices, N
 
@@ -23,18 +20,10 @@ from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import RankMismatchError
 
 
-class Striding(Sampler[int]):
-    """Shards by what it asks for when it is iterated, and holds no number of it."""
+class Marked(Sampler[int]):
+    """Shards by what it asks for when it is iterated, and says so."""
 
-    def __len__(self) -> int:
-        return len(range(dist.get_rank(), N, dist.get_world_size()))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(dist.get_rank(), N, dist.get_world_size()))
-
-
-class Padded(Striding):
-    """Repeats the first samples, so that all ranks have equally many."""
+    is_ddp_aware = True
 
     def __len__(self) -> int:
         return -(-N // dist.get_world_size())
@@ -42,10 +31,6 @@ class Padded(Striding):
     def __iter__(self) -> Iterator[int]:
         ranks = dist.get_world_size()
         return (place % N for place in range(dist.get_rank(), len(self) * ranks, ranks))
-
-
-class Marked(Padded):
-    is_ddp_aware = True
 
 
 class Made(Sampler[int]):
@@ -86,20 +71,6 @@ class Part(Dataset[int]):
         return self.data[index]
 
 
-def split_by_node(source: Any) -> Any:
-    return source
-
-
-class Pipeline(IterableDataset[int]):
-    """As webdataset's."""
-
-    def __init__(self) -> None:
-        self.pipeline = [split_by_node]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(dist.get_rank(), N, dist.get_world_size()))
-
-
 def over(sampler: Any) -> DataLoader[Any]:
     return DataLoader(Indices(), sampler=sampler, batch_size=4)
 
@@ -108,17 +79,6 @@ SAME: list[Words] = ["as it is"]
 # A loader, given this rank and the number of ranks; and what it becomes, or what the ranks are told, before the remedy
 # and of it. ``tests/unit/test_claims.py`` has more.
 CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
-    "by itself": (
-        lambda rank, ranks: over(Padded()),
-        [
-            ("rank 0 and rank 1", "different orders from Padded"),
-            ("build Padded for one process", "is_ddp_aware = True"),
-        ],
-    ),
-    "by indices": (
-        lambda rank, ranks: over(SubsetRandomSampler([*range(N - 1)][rank::ranks])),
-        [("rank 0 and rank 1", "different orders from SubsetRandom"), "build SubsetRandomSampler for one process"],
-    ),
     "marked": (lambda rank, ranks: over(Marked()), SAME),
     "made for this world": (lambda rank, ranks: over(Made(rank, ranks)), SAME),
     "made for a larger one": (
@@ -141,7 +101,6 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
             "is_ddp_aware = False",
         ],
     ),
-    "a pipeline": (lambda rank, ranks: DataLoader(Pipeline()), SAME),
     "a list": (
         lambda rank, ranks: DataLoader(part(rank, ranks)),
         [("rank 0 and rank 1", "the elements of a list"), "data[rank::world_size]"],
@@ -180,29 +139,3 @@ def test_what_is_sharded_already_is_known_or_told() -> None:
             assert ([said], counts) == (expected, True), name
         else:
             assert_tells(said, *expected)
-
-
-class Underestimated(IterableDataset[int]):
-    """Reads one rank's part on purpose, which has an item more than it says."""
-
-    is_ddp_aware = True
-
-    def __len__(self) -> int:
-        return 7
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8 * dist.get_rank(), 8 * dist.get_rank() + 8))
-
-
-def watched_with_a_low_estimate(rank: int, ranks: int) -> list[str]:
-    train: Any = patch_dataloader_to_ddp(DataLoader(Underestimated(), batch_size=1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):  # an iterator takes over what was noted before it
-            assert sum(1 for _ in train) == 8  # list() would ask for the length
-        dist.barrier()
-    return [str(one.message) for one in caught if "Length of IterableDataset" in str(one.message)]
-
-
-def test_who_watches_a_pass_asks_for_no_length_that_torch_would_warn_of() -> None:
-    assert run_ranks(watched_with_a_low_estimate, 2) == [[], []]

@@ -10,8 +10,16 @@ import torch
 import users
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
-from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from users import ITEMS, SHUFFLERS, SIZE, N, loader
+from zoo import Bare
 
 program = Programs()
 Make = Callable[..., DataLoader[Any]]
@@ -53,6 +61,19 @@ def weights_follow_the_losses_of_a_rank(job: Job, through: bool) -> None:
         job.train(train)
         sampler: Any = (train if through else raw).sampler
         sampler.weights = torch.rand(N, dtype=torch.double) + 0.1
+
+
+PARTS: dict[str, Callable[[int, int], Any]] = {
+    "a closure's generator, seeded by rank": lambda rank, _: users.ByClosure(random.Random(rank)),
+    "files in another order": lambda rank, _: [(row + rank) % N for row in range(N)],
+    "a part of the indices": lambda rank, ranks: SubsetRandomSampler([*range(rank, N, ranks)] * ranks),
+}
+ORDERS = ("draw different orders", "seed what it draws from", "weights, indices, sorted files", "order='leader'")
+
+
+@program("error", each=PARTS, tells=(*ORDERS, "build it for one process", "is_ddp_aware = True"))
+def an_order_differs_from_the_beginning(job: Job, make: Callable[[int, int], Any]) -> None:
+    job.train(job.patch(loader(sampler=make(job.rank, job.world))))
 
 
 ENTROPIC: dict[str, Make] = {
@@ -235,6 +256,19 @@ def a_worker_dies_and_the_user_goes_on(job: Job, shuffle: bool) -> None:
 
 
 # Streams.
+
+
+@program("error", each={"drawn": {}, "led": {"order": "leader"}}, tells=("NoStepsError",))
+def some_ranks_have_no_full_batch(job: Job, options: dict[str, Any]) -> None:
+    rows: Any = range(5 * job.world - 1)
+    given = loader(sampler=Bare(rows), batch_size=5, drop_last=True)
+    job.train(job.patch(given, uneven="keep", **options), rows)
+
+
+@program("error", tells=("NoStepsError",))
+def some_ranks_have_no_full_batch_of_a_stream(job: Job) -> None:
+    given = loader(users.Stream(5 * job.world - 1), batch_size=5, drop_last=True)
+    job.train(job.patch(given, uneven="keep"))
 
 
 class Stops(users.Numbers):

@@ -12,7 +12,8 @@ import users
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
-from users import REMEDIED, SHUFFLERS, UNHELD, N, loader
+from users import REMEDIED, SHUFFLERS, SIZE, UNHELD, N, loader
+from zoo import Source
 
 from ddp_patch import loader_state, restore_loader
 from ddp_patch.samplers import ScalableRandomSampler
@@ -183,18 +184,34 @@ def rank_0_lists_a_sampler_that_is_shared_otherwise(job: Job, options: dict[str,
         job.train(train, is_uneven=options.get("uneven") == "keep")
 
 
-@program("complete", each=SHUFFLERS)
+RESUMED: dict[str, Make] = {
+    **SHUFFLERS,
+    "global states": lambda: loader(sampler=users.Shuffles(random, lazily=True)),
+    "a stream of global states, workers": lambda: DataLoader(Source(N, shuffles=True), SIZE, num_workers=2),
+}
+
+
+@program("complete", each=RESUMED)
 def all_resume_in_an_epoch_after_others_drew(job: Job, make: Make) -> None:
+    resumed(job, make)
+
+
+@program("complete", each=SHUFFLERS)
+def all_resume_after_a_leader(job: Job, make: Make) -> None:
+    resumed(job, make, order="leader")
+
+
+def resumed(job: Job, make: Make, **options: Any) -> None:
     raw = make()
-    train = job.patch(raw)
+    train = job.patch(raw, **options)
     job.train(train)
     epoch = job.begin()
     for _ in job.step(epoch, train, 1):
         if job.rank == 0:
-            list(raw.batch_sampler)  # type: ignore[arg-type]  # all of these have one
+            list(raw.batch_sampler or ())
     state = loader_state(train)
     raw = make()
-    train = job.patch(raw)
+    train = job.patch(raw, **options)
     restore_loader(train, state)
     if job.rank == 1:
         next(iter(raw))

@@ -15,6 +15,7 @@ import users
 from iterables import ShardPerWorker
 from jobs import Job, Programs, Run
 from quick import run_ranks, soaked
+from repeaters import Infinite
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
@@ -109,31 +110,9 @@ def pictures_are_augmented(job: Job, how: dict[str, Any]) -> None:
     job.train(train, epochs=2)
 
 
-class Remembering(users.Rows):
-    """It keeps caches, losses and paths of its rank's own."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.files = [f"/scratch/rank{rank}/{number}.png" for number in range(N)]
-        self.cache: list[Any] = [None] * N
-        self.losses, self.hits, self.seen = [0.0] * N, np.zeros(N, dtype=int), list[int]()
-        self.opened = time.time() + rank
-
-    def __getitem__(self, index: int) -> int:
-        self.cache[index] = object()
-        self.hits[index] += 1
-        self.losses[index] = random.random()
-        self.seen.append(index)
-        return index
-
-
-REMEMBERING: dict[str, Callable[[int], Any]] = {"much": Remembering, "nothing else": users.Logs}
-
-
 @program("complete", each={"no workers": {}, "workers": {"num_workers": 1}})
 def a_dataset_remembers_what_its_rank_read(job: Job, how: dict[str, Any]) -> None:
-    for make in REMEMBERING.values():
-        job.train(job.patch(loader(make(job.rank), shuffle=True, **how)), epochs=2 * job.world)
+    job.train(job.patch(loader(users.Logs(job.rank), shuffle=True, **how)), epochs=2 * job.world)
 
 
 @program("complete", each=users.NAMED)
@@ -143,6 +122,17 @@ def rows_that_name_samples_are_shuffled_alike(job: Job, how: Any) -> None:
     for epoch in range(3):
         job.train(train)
         dataset.arrange(random.Random(epoch).sample(range(N), N))
+
+
+@program("complete")
+def each_rank_begins_with_a_generator_of_its_own(job: Job) -> None:
+    job.train(job.patch(loader(shuffle=True, generator=torch.Generator().manual_seed(job.rank))), epochs=3)
+
+
+@program("complete")
+def workers_are_spawned(job: Job) -> None:
+    spawned: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    job.train(job.patch(loader(shuffle=True, **spawned)), epochs=2)
 
 
 @program("complete", all_reduce="never")
@@ -165,6 +155,7 @@ LED: dict[str, Make] = {
     **SHUFFLERS,
     "entropy": lambda: loader(sampler=users.Entropic()),
     "entropy, an iterator": lambda: loader(sampler=users.Iterates()),
+    "one iterator for all": lambda: Infinite(users.Numbers(), SIZE, shuffle=True, collate_fn=users.listed),
 }
 
 

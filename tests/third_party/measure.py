@@ -59,10 +59,9 @@ def one_process(case: Case, seed: int = SEED, patched: bool = False) -> Seen:
     """Use the loader in one process: as it is, or patched for a world of one, whose order follows from the seed."""
     with quiet():
         seed_ambient(seed)
-        loader = case.make(World())
         if patched:
-            loader = case_patched(case, loader, {"rank": 0, "num_replicas": 1, "seed": 0}, Seen())
-        return used(case, loader, Seen(), case.steps)
+            return used_patched(case, World(), {"rank": 0, "num_replicas": 1, "seed": 0}, Seen())
+        return used(case, case.make(World()), Seen(), case.steps)
 
 
 def world_by_hand(case: Case, size: int) -> list[Seen]:
@@ -82,27 +81,26 @@ def _seen(case: Case, world: World, options: dict[str, Any]) -> Seen:
     with quiet():
         seed_ambient(SEED + world.rank)
         try:
-            loader = case_patched(case, case.make(world), {**options, "seed": 0}, seen)
-            steps = None if case.steps is None else case.steps // world.size
-            return used(case, loader, seen, steps)
+            return used_patched(case, world, {**options, "seed": 0}, seen)
         except Exception as error:  # noqa: BLE001 - whatever is raised is what happened
             seen.fate, seen.message = None, f"{type(error).__name__}: {error}"
             return seen
 
 
-def case_patched(case: Case, loader: Any, options: dict[str, Any], seen: Seen) -> Any:
-    """Patch the loader, and where that is refused do what the refusal says."""
+def used_patched(case: Case, world: World, options: dict[str, Any], seen: Seen) -> Seen:
+    """Patch and use the loader; where that is refused, at the patch or in a pass, do what the refusal says."""
+    loader, steps = case.make(world), None if case.steps is None else case.steps // world.size
     try:
         patched = patch_dataloader_to_ddp(loader, **options)
+        # What is sharded already may come back as a copy, whose passes are compared.
+        is_same = patched.sampler is loader.sampler and patched.dataset is loader.dataset
+        seen.fate = Fate.AS_IT_IS if is_same else Fate.SHARED
+        return used(case, patched, seen, steps)
     except (NotALoaderError, RankMismatchError, UnsupportedLoaderError) as error:
-        seen.fate, seen.message = Fate.REFUSED, str(error)
         if case.remedy is None:
             raise
-        return case.remedy(loader, options)
-    # What is sharded already may come back as a copy, whose passes are compared.
-    is_same = patched.sampler is loader.sampler and patched.dataset is loader.dataset
-    seen.fate = Fate.AS_IT_IS if is_same else Fate.SHARED
-    return patched
+        seen.fate, seen.message, seen.epochs = Fate.REFUSED, str(error), []
+        return used(case, case.remedy(loader, options), seen, steps)
 
 
 def used(case: Case, loader: Any, seen: Seen, steps: int | None) -> Seen:

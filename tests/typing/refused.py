@@ -40,13 +40,13 @@ def options_of_several(loader: DataLoader[str]) -> None:
 def what_is_no_loader(dataset: Dataset[str], loader: DataLoader[str]) -> None:
     patch_dataloader_to_ddp(dataset)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     assert_loaders_patched([dataset])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
-    gather_in_order([1], dataset)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    gather_in_order([1], dataset)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     loader_state(loader, 1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     restore_loader(loader, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def what_may_be_none(outputs: Tensor, loader: DataLoader[str]) -> int:
-    return gather_in_order(outputs, loader, dst=0).numel()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
+def what_all_ranks_get(outputs: Tensor, loader: DataLoader[str]) -> None:
+    gather_in_order(outputs, loader, dst=0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
 def samplers() -> None:

@@ -158,7 +158,6 @@ def test_outputs_keep_their_type() -> None:
     rows = [len(word) for batch in loader for word in batch]
     assert_type(gather_in_order(rows, loader), list[int])
     assert_type(gather_in_order(torch.tensor(rows), loader), Tensor)
-    assert_type(gather_in_order(torch.tensor(rows), loader, dst=0), Tensor | None)
     assert_type(gather_in_order([torch.zeros(2, 3)] * 3, loader), list[Tensor])
     for words in loader:
         assert_type(gather_step({"words": list(words)}, loader), dict[str, list[Any]])

@@ -26,6 +26,9 @@ from ddp_patch.errors import (
     NotPatchedError,
     UnsupportedLoaderError,
 )
+from ddp_patch.options import Options
+from ddp_patch.running.context import EachRank, running
+from ddp_patch.running.loader_reports import Patterns
 
 N = 10
 
@@ -416,7 +419,8 @@ def test_a_summary_tells_of_each_loader_which_is_logged_once(caplog: pytest.LogC
 
 
 def test_a_dry_run_patches_nothing() -> None:
-    with autopatch(rank=1, num_replicas=2, dry_run=True, order="leader") as summary:
+    places, where = (Patterns("--only"), Patterns("--except")), {"rank": 1, "num_replicas": 2}
+    with running(EachRank(where, Options(order="leader"), *places, dry_run=True)) as summary:
         loader, other = made(), Computed(Indices(N))
         assert len(items(loader)) == N
         assert len(items(other)) == N

@@ -132,7 +132,6 @@ def calls() -> list[tuple[type[DDPPatchError], str, Call]]:
     add(StateError, "restore_loader", lambda value: restore_loader(patched(), value), [{}, None, 3, [], {"version": 1}])
     add(StateError, "load_state_dict", lambda value: patched().sampler.load_state_dict(value), [{}, None, "x"])
     add(InvalidOptionError, "set_epoch", lambda value: patched().set_epoch(value), [-1, 1.5, None, "1", [1]])
-    add(InvalidOptionError, "dst", lambda value: gather_in_order([0] * 8, after_a_pass(), dst=value), [3, "x", -1, 1.5])
     add(InvalidOptionError, "audit world_size", lambda value: audited(given(), value), [0, None, *WHOLES])
     add(InvalidOptionError, "audit epochs", lambda value: audited(given(), 2, value), [0, None, "2"])
     for option in ("patch", "set_epoch", "padding", "epochs_differ"):
@@ -202,11 +201,3 @@ def test_a_group_or_mesh_that_is_none() -> None:
     group: Any = torch.distributed.ProcessGroup.__new__(torch.distributed.ProcessGroup)
     with raises(WorldError, ("process_group", "none was made"), "torch.distributed.init_process_group()"):
         alone(process_group=group)
-
-
-def test_what_a_caller_cannot_be_given_is_told() -> None:
-    for factory in (one_argument, three_arguments):
-        with raises(InvalidOptionError, ("make(rank, world_size)", factory.__name__, "argument"), ("two", "loader")):
-            audited(factory, 2)
-    with raises(InvalidOptionError, ("run_ranks", "<lambda>", "pickling"), ("module", "pickled")):
-        ran(lambda rank, world_size: rank, 1)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from costed import costed
 from messages import raises
 from resumed import as_saved
@@ -17,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from trying import over_in_turn
 from zoo import ALL_KINDS, STEPS, Indices, Kind, N, Source, as_it_is, comparable, loader, seed_ambient, units
 
-from ddp_patch import Cost, iter_with_mask, iter_with_weights, loader_state, patch_dataloader_to_ddp, restore_loader
+from ddp_patch import Cost, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, StateError
 from ddp_patch.positions_and_padding import Plan
 
@@ -178,27 +177,6 @@ def test_the_state_of_another_balance_is_refused(options: dict[str, Any]) -> Non
         restore_loader(balanced(loader(3), **given), loader_state(running))
 
 
-@pytest.mark.parametrize("way", [{}, {"share": "batches"}, {"uneven": "keep"}])
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_masks_and_weights_tell_what_is_padding(way: dict[str, Any], world_size: int) -> None:
-    sampler = RandomSampler(range(N))
-    ranks = []
-    for rank in range(world_size):
-        seed_ambient(rank)
-        one = balanced(loader(4, sampler=sampler), world_size, rank, **way)
-        ranks.append([(batch, weights.tolist()) for batch, weights in iter_with_weights(one, dtype=torch.float64)])
-        one.set_epoch(0)
-        masked = [mask.tolist() for _, mask in iter_with_mask(one)]
-        assert masked == [[weight > 0 for weight in weights] for _, weights in ranks[-1]]
-    real = [
-        item for of_rank in ranks for batch, weights in of_rank for item, w in zip(batch, weights, strict=True) if w
-    ]
-    assert sorted(real) == list(range(N))
-    for number in range(max(map(len, ranks))):
-        weights = [w for of_rank in ranks for _, each in of_rank[number : number + 1] for w in each]
-        assert math.isclose(sum(weights), world_size)
-
-
 @pytest.mark.parametrize(("cost_of", "most"), [("sum", 1.02), ("padded", 1.25)])
 def test_the_batches_of_a_step_are_composed_by_what_they_cost(cost_of: Any, most: float) -> None:
     lengths = np.random.default_rng(0).lognormal(3, 1, 4096)
@@ -214,37 +192,6 @@ def test_the_batches_of_a_step_are_composed_by_what_they_cost(cost_of: Any, most
         return float(costs.max(0).sum() / costs.mean(0).sum())
 
     assert waits(cost=Cost(lengths, of=cost_of, window=64)) < most < waits()
-
-
-class Failing(Sampler[int]):
-    """Raises after some items, in its first epochs."""
-
-    def __init__(self, failures: int = 1) -> None:
-        self.failures = failures
-
-    def __len__(self) -> int:
-        return 40
-
-    def __iter__(self) -> Iterator[int]:
-        for index in range(40):
-            if index == 29 and self.failures:
-                self.failures -= 1
-                raise OSError("unreadable")
-            yield index
-
-
-def test_an_exception_comes_where_its_window_begins() -> None:
-    seen = []
-    for rank in range(2):
-        one = balanced(of(40, 2, sampler=Failing()), rank=rank)
-        batches: list[Any] = []
-        with pytest.raises(OSError, match="unreadable"):
-            batches.extend(one)
-        seen.append(batches)
-        assert len(list(one)) == 10  # the next pass is whole
-    items = sorted(item for batches in seen for batch in batches for item in batch)
-    assert len(seen[0]) == len(seen[1]) > 0
-    assert items == list(range(len(items)))  # those of whole windows
 
 
 class Counted(Sampler[int]):
@@ -274,43 +221,6 @@ def test_each_window_has_an_order_of_its_own() -> None:
     assert len({str(window) for window in windows}) == 4
     for window in windows:
         assert sorted(window) == [*range(32)]
-
-
-@pytest.mark.parametrize("sampler", [[*range(40)], range(40)], ids=["drawn", "looked up"])
-def test_a_world_that_took_nothing_does_not_count(sampler: Any) -> None:
-    def start(world_size: int, state: Any = None) -> Any:
-        one = balanced(of(40, 2, sampler=sampler), world_size)
-        if state is not None:
-            restore_loader(one, state)
-        return one
-
-    first = start(3)
-    next(iterator := iter(first))
-    state = loader_state(first, batches_done=0)
-    whole = list(start(2, state))
-    running = start(2, state)
-    left = list(islice(running, 4))
-    assert left + list(start(2, loader_state(running, batches_done=4))) == whole
-    del iterator
-
-
-@pytest.mark.parametrize(
-    ("batches", "costs", "expected"),
-    [
-        ([[0], [1, 2, 3], [4, 5], [6]], [10, 4, 4, 4, 7, 1, 13], {"padded": {2, 3}, "sum": {1, 3}}),
-        ([[0, 1], [2, 3], [4, 5], [6, 7]], [9, 1, 6, 6, 7, 7, 5.5, 0], {"padded": {0, 2}, "sum": {1, 2}}),
-    ],
-    ids=["unequal", "equal"],
-)
-def test_padded_whole_batches_cost_their_longest_times_their_number(batches: Any, costs: Any, expected: Any) -> None:
-    for cost_of, dearest in expected.items():
-        values = costs + [0.0] * (N - len(costs))
-        options = {"cost": values, "of": cost_of}
-        ranks = [list(balanced(loader(batch_sampler=batches), rank=rank, **options)) for rank in (0, 1)]
-        assert dearest in [{batches.index(batch) for batch in step} for step in zip(*ranks, strict=True)]
-        options["cost"] = values.__getitem__  # a function of an index, not of a batch
-        again = [list(balanced(loader(batch_sampler=batches), rank=rank, **options)) for rank in (0, 1)]
-        assert again == ranks
 
 
 def test_a_function_may_take_keys_that_are_no_indices() -> None:

@@ -13,7 +13,7 @@ from zoo import Indices
 
 from ddp_patch.errors import RankMismatchError
 from ddp_patch.loaders.facts import claim_of, look_at
-from ddp_patch.ranks.agreement import require_all_shares, require_apart, require_one_order
+from ddp_patch.ranks.agreement import require_all_shares, require_apart
 
 
 class Stored(Sampler[Any]):
@@ -217,20 +217,9 @@ def test_drawing_a_copy_leaves_all_states_where_they_are_and_sends_little() -> N
     sampler.generator = generator  # type: ignore[attr-defined]  # as samplers hold what they draw from
     before = torch.get_rng_state(), generator.get_state()
     claim = claim_of(look_at(DataLoader(Indices(30_000), 4, sampler=sampler)), 2)
-    assert len(claim["first"]["hashes"]) == 512 < claim["first"]["drawn"]
+    assert len(claim["first"].hashes) == 512 < claim["first"].drawn
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])
-
-
-# What ranks show of their streams at the patch: their orders, and for which ranks they are.
-
-
-def test_orders_that_differ_are_refused_and_one_that_is_unknown_is_not() -> None:
-    facts = ("rank 0 and ranks 1, 2", "different orders from Mine", "random generator", "weights", "set", "files")
-    with raises(RankMismatchError, facts, ("same on every rank", "order='leader'", "is_ddp_aware = True")):
-        require_one_order({0: "a", 1: "b", 2: "b"}, "Mine")
-    require_one_order({0: "a", 1: "a"}, "Mine")
-    require_one_order({0: "a", 1: None}, "Mine")
 
 
 # Loaders that are sharded already, by what each rank's was made for: its place here, and (rank, ranks) there.

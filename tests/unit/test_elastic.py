@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 from repeaters import MultiEpochs
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from zoo import Indices
 
 from ddp_patch import patch_dataloader_to_ddp, restore_loader
@@ -45,13 +46,22 @@ def test_a_loader_with_one_iterator_for_all_epochs_is_refused() -> None:
         ElasticLoader(MultiEpochs(Indices(8)))
 
 
-def test_a_step_that_does_not_count_is_given_again_to_whoever_takes_part() -> None:
-    loader = of()
-    assert loader.batch(0, 1, 3)[0].tolist() == [1, 4]
-    assert loader.batch(1, 1, 3)[0].tolist() == [7, 10]
-    assert loader.batch(1, 1, 2)[0].tolist() == [7, 9]
-    assert loader.batch(2, 0, 1)[0].tolist() == [10, 11]
-    assert loader.state(2)["parts"] == [[[3, 2], [2, 2]]]
+@pytest.mark.parametrize("make", [list, SubsetRandomSampler, lambda rows: iter([*rows])])
+def test_replicas_that_draw_other_orders_have_other_numbers(make: Any) -> None:
+    replicas = [ElasticLoader(loader_of(range(8), sampler=make(rows))) for rows in (range(4), range(4, 8), range(4))]
+    one, other, again = (replica.numbers(0)[0] for replica in replicas)
+    assert one == again != other
+
+
+def test_a_generator_of_a_replicas_own_is_a_matter_of_its_place() -> None:
+    """A replica that joins takes it from another."""
+    replicas = [
+        ElasticLoader(loader_of(range(8), shuffle=True, generator=torch.Generator().manual_seed(seed)))
+        for seed in (1, 2)
+    ]
+    (one, here), (other, there) = (replica.numbers(0) for replica in replicas)
+    assert one == other
+    assert here != there
 
 
 def test_a_position_after_the_last_batch_is_the_next_epochs() -> None:
@@ -72,17 +82,6 @@ def test_what_is_less_than_a_step_is_left_out_as_drop_last_says() -> None:
 def test_an_epoch_without_a_step_for_so_many_is_refused(n: int) -> None:
     with pytest.raises(NoStepsError):
         ElasticLoader(loader_of(range(n), 2, drop_last=True)).batch(0, 0, 5)
-
-
-def test_a_replica_that_joins_takes_the_place_of_the_others() -> None:
-    old, new = of(), of()
-    old.batch(0, 0, 2)
-    stood = old.state(1)
-    old.batch(1, 0, 2)
-    assert new.batch(1, 0, 2)[0].tolist() == [0, 2]  # something to run the model on, before its state is there
-    new.load(stood, 1, 0, 2)
-    assert new.numbers(2) == old.numbers(2)
-    assert [loader.batch(2, rank, 2)[0].tolist() for rank, loader in enumerate([old, new])] == [[8, 10], [9, 11]]
 
 
 def test_another_loaders_position_is_refused() -> None:

@@ -39,7 +39,6 @@ from ddp_patch import (
     restore_loader,
 )
 from ddp_patch.errors import (
-    InvalidOptionError,
     NotALoaderError,
     NotPatchedError,
     OutputsError,
@@ -182,7 +181,6 @@ def test_nothing_is_padding_in_a_loader_that_is_not_shared(name: str) -> None:
 def test_outputs_of_an_unpatched_loader_come_back_as_they_are() -> None:
     outputs = [object()]
     assert gather_in_order(outputs, DataLoader(Indices(3))) is outputs
-    assert gather_in_order(outputs, DataLoader(Indices(3)), dst=0) is outputs
 
 
 # A world of one: everything but sending.
@@ -286,7 +284,7 @@ def test_outputs_that_are_none_of_a_pass(outputs: Any, facts: tuple[str, ...]) -
 
 def test_rows_are_called_what_they_stand_for() -> None:
     for name, unit in (
-        ("a list of lists", ("3, one per batch", "6, one per sample")),
+        ("a list of lists", ("6, one per sample", "a list")),
         ("batch_size=None", ("23, one per item",)),
         ("iterable", ("23, one per sample", "a list")),
     ):
@@ -304,11 +302,6 @@ def test_a_pass_that_is_none_or_not_whole() -> None:
                 gather_in_order([0], given)
             iterator = iter(given)
             next(iterator)
-
-
-def test_dst_that_is_nobody() -> None:
-    with raises(InvalidOptionError, ("dst=3", "[0]"), "one"):
-        gather_in_order(list(range(23)), passed(), dst=3)
 
 
 def test_nobody_to_gather_from() -> None:

@@ -199,7 +199,7 @@ def test_a_first_rank_that_comes_or_answers_after_others_have_given_up_does_not_
     for act in (late, lambda rank: meet(3, judge=slow, timeout=0.1)):
         first, *others = on_ranks(3, act)
         assert [type(error) for error in (first, *others)] == [MissingRanksError] * 3
-        assert_tells(message_of(first), ("Trying", "rank 0", "too late", "ranks 0 to 2"), "timeout=")
+        assert_tells(message_of(first), ("Trying", "rank 0 of 3 did not answer", "another has given up"), "timeout=")
 
 
 def test_ranks_that_meet_for_something_else_are_told_at_what_the_others_are(store: Counting) -> None:

@@ -1,10 +1,11 @@
-"""The public names, their examples, and what importing them costs."""
+"""The public names, their examples, what importing them costs, and who may import or name what."""
 
 import ast
 import doctest
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ import torch
 import ddp_patch
 from ddp_patch import samplers
 
+ROOT = Path(ddp_patch.__path__[0])
 FOUND = ["ddp_patch", *(module.name for module in pkgutil.walk_packages(ddp_patch.__path__, "ddp_patch."))]
 # What imports a framework is tested where that is installed.
 MODULES = [name for name in FOUND if not name.startswith("ddp_patch.integrations.")]
@@ -156,44 +158,126 @@ def imports_of(path: Path) -> Iterator[list[str]]:
 
 
 def test_nothing_imports_upwards() -> None:
-    root = Path(ddp_patch.__path__[0])
-    for path in root.rglob("*.py"):
-        here = path.relative_to(root).parts[0].removesuffix(".py")
+    for path in ROOT.rglob("*.py"):
+        here = path.relative_to(ROOT).parts[0].removesuffix(".py")
         for _, imported, *_ in imports_of(path):
             # Within a room Python itself refuses circles.
             assert FLOORS[imported] < FLOORS[here] or here == imported, f"{path} imports {imported}"
 
 
-# The audit's own floors; its other modules stand on top of all of these.
-AUDIT_FLOORS = {"problems": 0, "ranks": 0, "world": 1, "picture": 2, "report": 3, "judge": 4}
-
-
-def test_nothing_in_the_audit_imports_upwards() -> None:
-    root = Path(ddp_patch.__path__[0]) / "auditing"
-    assert all((root / name).is_dir() or (root / f"{name}.py").is_file() for name in AUDIT_FLOORS)
-    for path in root.rglob("*.py"):
-        here = path.relative_to(root).parts[0].removesuffix(".py")
-        for imported in [parts[2] for parts in imports_of(path) if parts[1] == "auditing" and len(parts) > 2]:
-            below = AUDIT_FLOORS.get(imported, 10) < AUDIT_FLOORS.get(here, 10)
-            both_on_top = {here, imported}.isdisjoint(AUDIT_FLOORS)
-            assert below or here == imported or both_on_top, f"{path} imports {imported}"
-
-
 def test_each_integration_imports_its_framework_at_the_top_and_public_names_only() -> None:
-    for path in (Path(ddp_patch.__path__[0]) / "integrations").glob("[!_]*.py"):
+    for path in (ROOT / "integrations").glob("[!_]*.py"):
         imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
         framework = [node for node in imports if str(node.module).split(".")[0] == path.stem]
         assert framework, f"{path} does not import {path.stem}"
         assert not any(name.name.startswith("_") for node in framework for name in node.names)
 
 
-def test_the_samplers_know_nothing_of_ranks() -> None:
-    for path in (Path(ddp_patch.__path__[0]) / "samplers").glob("*.py"):
-        assert {room for _, room, *_ in imports_of(path)} <= {
-            "errors",
-            "loaders",
-            "orders",
-            "positions_and_padding",
-            "samplers",
-            "validation",
-        }
+# Private names of torch, and names of other packages, stand in ``ddp_patch/compat`` alone.
+
+FILES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
+COMPAT = [name for name in FILES if name.startswith("compat/")]
+OTHERS = [name for name in FILES if name not in COMPAT]
+
+# torch has these in no __all__.
+UNEXPORTED = {"ProcessGroupGloo", "WorkerInfo"}
+# Full names of classes and modules of other packages, in strings.
+PACKAGES = (
+    *("accelerate", "catalyst", "datasets", "lightning", "oml", "pytorch_metric_learning"),
+    *("torch", "torch_geometric", "torchdata", "torchreid", "transformers", "trl"),
+)
+FULL_NAME = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)+")
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """The ids of the constants that are docstrings."""
+    bodies = (node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Strings that a module works with: no docstrings, and no sentences."""
+    told = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Every name that a module defines or assigns, as a name or an attribute."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(name=name, asname=asname):
+                yield asname or name
+
+
+@cache
+def marks() -> set[str]:
+    """The private names of others that stand as strings in compat, also within its functions."""
+    told = (text for module in COMPAT for text in strings(tree_of(module)))
+    return {text for text in told if text.startswith("_") and not text.endswith("__")}
+
+
+@cache
+def ours() -> set[str]:
+    """Every name that another module defines."""
+    return {name for module in OTHERS for name in defined(tree_of(module))}
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_no_other_module_imports_what_is_private(module: str) -> None:
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith(("ddp_patch", "_ddp_patch_")):
+            assert not any(map(is_private, [*str(node.module).split("."), *(alias.name for alias in node.names)]))
+            assert not {alias.name for alias in node.names} & UNEXPORTED
+        if isinstance(node, ast.Import):
+            assert not any(is_private(part) for alias in node.names for part in alias.name.split("."))
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_no_other_module_reaches_for_an_attribute_that_nobody_here_defines(module: str) -> None:
+    reached = {node.attr for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute)}
+    assert {name for name in reached if is_private(name)} <= ours() | {
+        "_getframe",
+        "_current_frames",
+        "_exit",
+        "_fields",
+        "_make",
+        "_replace",
+    }  # Python's, documented
+    assert not reached & UNEXPORTED
+
+
+@pytest.mark.parametrize("module", OTHERS)
+def test_no_other_module_names_a_mark_or_a_class_of_another_package(module: str) -> None:
+    for text in strings(tree_of(module)):
+        assert text not in marks()
+        assert not FULL_NAME.fullmatch(text), text
+
+
+@pytest.mark.parametrize("module", [module for module in OTHERS if not module.startswith("running/")])
+def test_the_core_names_no_accelerator(module: str) -> None:
+    names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree_of(module))}
+    assert not {"cuda", "xpu", "mps", "npu"} & {*names, *strings(tree_of(module))}
+
+
+def test_the_checks_above_can_fail() -> None:
+    nodes = [node for module in COMPAT for node in ast.walk(tree_of(module))]
+    imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert any(map(is_private, imported))
+    assert set(imported) & UNEXPORTED
+    assert any(FULL_NAME.fullmatch(text) for module in COMPAT for text in strings(tree_of(module)))
+    assert any(getattr(node, "attr", "") == "cuda" for node in ast.walk(tree_of("running/launch.py")))
+    assert {"_iterator", "_is_accelerate_prepared", "_distributed", "_drop_last", "__pl_saved_args"} <= marks()

@@ -1,17 +1,31 @@
-"""What one look at a loader tells, and with which arguments it was made."""
+"""What one look at a loader tells: what is shared, what was given, what gives its items once or ignores its index."""
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from messages import raises
+from resumed import BeginsAnew
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 from zoo import NEWER, Indices, Source, loader
 
-from ddp_patch import extract_loader_parameters
+from ddp_patch import DDPSamplerWrapper, audit, extract_loader_parameters, patch_dataloader_to_ddp
+from ddp_patch.errors import ExhaustedSamplerError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import ShardedUnit, StreamFacts, look_at
+from ddp_patch.orders.chunks import start_iterating
 
 
 def over(batch_sampler: Any) -> DataLoader[Any]:
@@ -47,30 +61,6 @@ def test_one_look_tells_what_is_sharded(loader: DataLoader[Any], told: Told) -> 
         assert look.samplers[-len(look.stream.samplers) :] == look.stream.samplers
     with pytest.raises(AttributeError):
         look.unit = ShardedUnit.SAMPLE  # type: ignore[misc]  # it is frozen
-
-
-class Counting:
-    """Counts how often its length is asked for, which moves the global generators."""
-
-    asked = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(7))
-
-    def __len__(self) -> int:
-        self.asked += 1
-        return 7 + round(random.random()) * 0
-
-
-def test_a_length_is_asked_for_once_and_only_where_it_is_needed() -> None:
-    sampler = Counting()
-    stream = StreamFacts.of(sampler)
-    assert sampler.asked == 0
-    before = random.getstate(), torch.get_rng_state()
-    assert [stream.length, stream.length, stream.described["sampler length"]] == [7, 7, 7]
-    assert sampler.asked == 1
-    assert before[0] == random.getstate()
-    assert bool((before[1] == torch.get_rng_state()).all())
 
 
 # What a loader was made with.
@@ -119,3 +109,195 @@ def test_arguments_that_a_subclass_adds_come_along() -> None:
 
 def test_a_subclass_that_hands_nothing_on_has_its_own_arguments_only() -> None:
     assert extract_loader_parameters(Narrow("x")) == {"name": "x"}
+
+
+# Samplers that are their own iterators: some begin anew at every iter(); others give items once.
+
+N = 300
+
+
+class Once:
+    """An iterator as Python wants it: iter() changes nothing."""
+
+    def __init__(self, n: int = N) -> None:
+        self.left = list(range(n))
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+class BegunLazily(Once):
+    """It begins at the first iter(), and goes on at every other."""
+
+    def __init__(self) -> None:
+        self.left: Any = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = list(range(N)) if self.left is None else self.left
+        return self
+
+
+class OfUnknownRandomness(BeginsAnew):
+    """It begins anew, in an order that nobody can tell."""
+
+    def __iter__(self) -> Iterator[int]:
+        super().__iter__()
+        random.SystemRandom().shuffle(self.left)
+        return self
+
+
+class Keyed(BeginsAnew):
+    """Its items are of a class of the user's."""
+
+    def __next__(self) -> Any:
+        return Key(super().__next__())
+
+
+class Key:
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+def generated() -> Iterator[int]:
+    yield from range(N)
+
+
+ONE_SHOT: dict[str, tuple[Callable[[], Any], bool]] = {
+    "begins anew": (BeginsAnew, False),
+    "begins anew, in order": (lambda: BeginsAnew(shuffle=False), False),
+    "begins anew, few items": (lambda: BeginsAnew(3), False),
+    "begins anew, items of a class": (Keyed, False),
+    "no iterator": (lambda: range(N), False),
+    "a generator": (generated, True),
+    "a list's iterator": (lambda: iter(range(N)), True),
+    "an iterator of a class": (Once, True),
+    "begun lazily": (BegunLazily, True),
+    "nothing to give": (lambda: Once(0), True),
+    "another order at each iter()": (OfUnknownRandomness, True),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), ONE_SHOT.values(), ids=ONE_SHOT)
+def test_what_gives_its_items_once_is_told_and_nothing_is_used_up(make: Callable[[], Any], expected: bool) -> None:
+    sampler = make()
+    assert StreamFacts.of(sampler).is_one_shot is expected
+    assert len(list(start_iterating(sampler))) == len(list(start_iterating(make())))
+
+
+@pytest.mark.parametrize("make", [BeginsAnew, OfUnknownRandomness, Once], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
+def test_one_epoch_is_shared_once(make: Callable[[], Any], uneven: Any) -> None:
+    ranks = [DDPSamplerWrapper(make(), False, uneven=uneven, rank=rank, num_replicas=3) for rank in range(3)]
+    shares = [list(rank) for rank in ranks]
+    assert list(map(len, shares)) == [N // 3] * 3
+    if make is not OfUnknownRandomness:
+        assert {index for share in shares for index in share} == set(range(N))
+
+
+def test_every_epoch_is_what_one_process_draws() -> None:
+    plain = BeginsAnew()
+    ranks = [DDPSamplerWrapper(BeginsAnew(), False, rank=rank, num_replicas=2) for rank in range(2)]
+    for epoch in range(3):
+        plain.set_epoch(epoch)
+        first, second = map(list, ranks)
+        assert [index for pair in zip(first, second, strict=True) for index in pair] == list(plain)
+
+
+@pytest.mark.parametrize("make", [generated, Once, BegunLazily], ids=lambda make: make.__name__)
+def test_what_gives_its_items_once_still_does(make: Callable[[], Any]) -> None:
+    sampler = DDPSamplerWrapper(make(), False, rank=0, num_replicas=2)
+    assert next(iter(sampler)) == 0
+    assert list(sampler)[:2] == [2, 4]
+    with pytest.raises(ExhaustedSamplerError):
+        list(sampler)
+    with pytest.raises(StateError, match="once"):
+        sampler.state_dict()
+
+
+# A map-style dataset that takes what comes next, whatever its index: told at the patch and by the audit.
+
+FEW = 12
+
+
+class Clips(IterableDataset[int]):
+    def __init__(self, sampler: Any = None) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(FEW) if self.sampler is None else self.sampler)
+
+
+class Limited(Dataset[int]):
+    """As pytorchvideo's example: an epoch with a known number of steps."""
+
+    def __init__(self, stream: Any, iterator: Any = None) -> None:
+        self.stream, self.iterator = stream, iterator
+
+    def __len__(self) -> int:
+        return FEW
+
+    def __getitem__(self, index: int) -> Any:
+        if self.iterator is None:
+            self.iterator = iter(self.stream)
+        return next(self.iterator)
+
+
+class ByIndex(Limited):
+    def __getitem__(self, index: int) -> Any:
+        return next(itertools.islice(self.stream, index, None))
+
+
+class InClosure(Limited):
+    def __getitem__(self, index: int) -> Any:
+        return max(one for one in self.stream if one <= index)
+
+
+class Random(Dataset[int]):
+    """Makes samples up, and holds no stream."""
+
+    def __len__(self) -> int:
+        return FEW
+
+    def __getitem__(self, index: int) -> int:
+        return 4
+
+
+def patched(dataset: Any) -> Any:
+    return patch_dataloader_to_ddp(DataLoader(dataset, 4), rank=0, num_replicas=2)
+
+
+@pytest.mark.parametrize("nest", [lambda data: data, lambda data: Subset(data, range(8))])
+def test_the_patch_refuses_it_and_names_the_remedy(nest: Any) -> None:
+    facts = ("Limited.__getitem__ ignores its index", "a Clips (attribute 'stream')", "all ranks", "same items")
+    dataset = Limited(Clips())
+    with raises(UnsupportedLoaderError, facts, "DataLoader(dataset.stream, ...)"):
+        patched(nest(dataset))
+    assert [batch.tolist() for batch in patched(dataset.stream)] == [[0, 2, 4, 6], [8, 10]]
+
+
+def test_an_iterator_alone_will_do() -> None:
+    with raises(UnsupportedLoaderError, ("islice", "attribute 'iterator'"), "IterableDataset"):
+        patched(Limited(None, itertools.islice(range(9), 9)))
+
+
+@pytest.mark.parametrize("dataset", [ByIndex(Clips()), InClosure(Clips()), Random(), range(FEW), Limited([1, 2])])
+def test_what_reads_its_index_or_holds_no_stream_is_patched(dataset: Any) -> None:
+    assert len(patched(dataset)) == 2
+
+
+def test_a_stream_that_shards_itself_comes_back_as_it_is() -> None:
+    given = DataLoader(Limited(Clips(DistributedSampler(Random(), 2, 0))), 4)
+    assert patch_dataloader_to_ddp(given, rank=0, num_replicas=2) is given
+
+
+def test_an_audit_refuses_it_whoever_patches() -> None:
+    for patch in (True, False):
+        with raises(UnsupportedLoaderError, ("ignores its index", "same items"), "DataLoader(dataset.stream, ...)"):
+            audit(DataLoader(Limited(Clips()), 4), world_size=2, patch=patch)
+    with raises(UnsupportedLoaderError, "ignores its index", "IterableDataset"):
+        audit(lambda rank, world_size: DataLoader(Limited(iter(range(9))), 4), world_size=2)

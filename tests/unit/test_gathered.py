@@ -1,16 +1,15 @@
 """What several ranks gather, after a pass and in a step, judged without sending anything."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gathered import assert_same, outputs_for, shares, together
+from iterables import ShardPerWorker
 from messages import raises
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 from zoo import loader
 
 from ddp_patch import gather_in_order, gather_step, loader_state, patch_dataloader_to_ddp, restore_loader
@@ -44,20 +43,23 @@ BATCHES = [[0, 1, 2], [3], [], [4, 5], [6, 7, 8, 9], [10]]
 
 
 @pytest.mark.parametrize("uneven", ["pad", "keep"])
-def test_whole_batches_have_rows_of_samples_or_of_batches(uneven: Any) -> None:
-    for world_size in (1, 2, 4, 5, 7):
-        loaders = shares(world_size, batch_sampler=BATCHES, uneven=uneven)
+def test_whole_batches_have_rows_or_are_a_list_unless_one_is_empty(uneven: Any) -> None:
+    filled = [batch for batch in BATCHES if batch]
+    for world_size, given_batches in product((1, 2, 4, 5, 7), (BATCHES, filled)):
+        loaders = shares(world_size, batch_sampler=given_batches, uneven=uneven)
         batches = [list(given) for given in loaders]
-        samples = [
-            torch.tensor([item for batch in of_rank for item in batch], dtype=torch.int64) for of_rank in batches
+        flat = [[item for batch in of_rank for item in batch] for of_rank in batches]
+        rows = [
+            (torch.tensor(own, dtype=torch.int64), own) if one else None for own, one in zip(flat, batches, strict=True)
         ]
-        means = [np.array([len(batch) for batch in of_rank]) for of_rank in batches]
-        found = together(
-            [(*rows, one) if one else None for *rows, one in zip(samples, means, batches, strict=True)], loaders
-        )
-        assert found[0].tolist() == list(range(11))
-        assert found[1].tolist() == [len(batch) for batch in BATCHES]
-        assert found[2] == BATCHES
+        tensor, items = together(rows, loaders)
+        assert tensor.tolist() == items == list(range(11))
+        lists = [[(torch.tensor(batch), batch) for batch in of_rank] or None for of_rank in batches]
+        if given_batches is filled:
+            assert [items for _, items in together(lists, loaders)] == filled
+        else:
+            with raises(OutputsError, "one per sample", "one row per sample"):
+                together(lists, loaders)
 
 
 def wide(items: list[int], least: int = 1) -> torch.Tensor:
@@ -106,21 +108,15 @@ def test_outputs_of_two_iterators_at_once_are_refused() -> None:
         together(outputs, loaders)
 
 
-class Parts(IterableDataset[int]):
-    """Twelve items for each worker."""
-
-    def __iter__(self) -> Iterator[int]:
-        info: Any = get_worker_info()
-        return iter(range(100 * info.id, 100 * info.id + 12))
-
-
 @pytest.mark.parametrize("done", [1, 2])
 def test_after_a_restore_workers_come_in_the_order_of_one_process(done: int) -> None:
-    def make(rank: int, ranks: int) -> Any:
-        given = DataLoader(Parts(), 2, num_workers=2, collate_fn=list)
-        return patch_dataloader_to_ddp(given, rank=rank, num_replicas=ranks, seed=1)
+    def given() -> DataLoader[Any]:
+        return DataLoader(ShardPerWorker((12, 12)), 2, num_workers=2, collate_fn=list)
 
-    alone = [item for batch in DataLoader(Parts(), 2, num_workers=2, collate_fn=list) for item in batch]
+    def make(rank: int, ranks: int) -> Any:
+        return patch_dataloader_to_ddp(given(), rank=rank, num_replicas=ranks, seed=1)
+
+    alone = [item for batch in given() for item in batch]
     taken, rests = [], []
     for rank in range(2):
         stopped = make(rank, 2)

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from iterables import SplitByInit, init_splits
 from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
-from zoo import EpochSource, N, Source, as_it_is, seed_ambient
+from zoo import N, Source, as_it_is, seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import UnsupportedLoaderError
@@ -27,14 +28,6 @@ def batches(dataset: IterableDataset[Any], rank: int, workers: int, **options: A
     seed_ambient(rank)
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=3, num_workers=workers, collate_fn=as_it_is)
     return list(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, seed=1, **options))
-
-
-@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_dataset_that_never_asks_gives_the_same_batches_with_any_number_of_workers(rank: int, uneven: str) -> None:
-    alone = batches(Source(shuffles=True), rank, 0, uneven=uneven)
-    for workers in (1, 2, 4):
-        assert batches(Source(shuffles=True), rank, workers, uneven=uneven) == alone
 
 
 class Counted(Source):
@@ -74,69 +67,25 @@ def test_by_worker_has_nobody_read_what_they_drop(workers: int, tmp_path: Path) 
     assert read(tmp_path) == Counter(range(N))
 
 
-class WhoAmI(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        yield (info.id, info.num_workers) if info else None
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_by_worker_counts_the_workers_of_all_ranks(workers: int) -> None:
-    together = [batches(WhoAmI(), rank, workers, share="by_worker", uneven="keep") for rank in (0, 1)]
-    readers = 2 * max(1, workers)
-    assert sorted(chain.from_iterable(chain(*together))) == [(reader, readers) for reader in range(readers)]
-
-
-class Splittable(IterableDataset[int]):
-    """As torch's documentation has it: a worker_init_fn gives each worker's copy its part."""
-
-    def __init__(self) -> None:
-        self.start, self.end = 0, N
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.end))
-
-
-def split(worker_id: int) -> None:
-    info: Any = get_worker_info()
-    assert info.id == worker_id
-    each = -(-N // info.num_workers)
-    info.dataset.start = worker_id * each
-    info.dataset.end = min(N, info.dataset.start + each)
-
-
 def test_by_worker_a_worker_init_fn_splits_over_all_ranks_workers() -> None:
     items: Counter[int] = Counter()
     for rank in range(2):
-        loader: DataLoader[Any] = DataLoader(Splittable(), 3, num_workers=2, worker_init_fn=split, collate_fn=as_it_is)
+        loader = DataLoader(SplitByInit(), 3, num_workers=2, worker_init_fn=init_splits, collate_fn=as_it_is)
         patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, share="by_worker", uneven="keep")
         items.update(chain.from_iterable(patched))
     assert items == Counter(range(N))
 
 
 class Asking(IterableDataset[int]):
-    """Gives 8 numbers, and asks for the worker's number before the n-th."""
-
-    def __init__(self, before: int, name: str = "id") -> None:
-        self.before, self.name = before, name
+    """Gives 8 numbers, and then asks for its worker."""
 
     def __iter__(self) -> Iterator[int]:
-        for number in range(9):
-            if number == self.before and (info := get_worker_info()) is not None:
-                getattr(info, self.name)
-            if number < 8:
-                yield number
-
-
-@pytest.mark.parametrize("name", ["id", "num_workers", "seed"])
-def test_a_dataset_that_asks_which_worker_it_is_in_gives_what_torch_has_it_give(name: str) -> None:
-    """Here each worker reads all, as without the patch."""
-    ranks = [chain.from_iterable(batches(Asking(0, name), rank, 2)) for rank in (0, 1)]
-    assert Counter(chain(*ranks)) == Counter(2 * [*range(8)])
+        yield from range(8)
+        get_worker_info()
 
 
 def test_asking_after_the_last_item_splits_nothing() -> None:
-    ranks = [chain.from_iterable(batches(Asking(8), rank, 2)) for rank in (0, 1)]
+    ranks = [chain.from_iterable(batches(Asking(), rank, 2)) for rank in (0, 1)]
     assert Counter(chain(*ranks)) == Counter(range(8))
 
 
@@ -152,12 +101,12 @@ def test_a_dataset_that_gives_workers_unequally_much_without_asking_is_refused()
         batches(OwnWay(), 0, 2)
 
 
-HELD = Splittable()
+HELD = SplitByInit()
 
 
 def split_what_the_module_holds(worker_id: int) -> None:
     """A forked worker's dataset is the module's."""
-    HELD.start, HELD.end = 10 * worker_id, 10 * worker_id + 5 + worker_id
+    HELD.shards = [range(10 * worker_id, 10 * worker_id + 5 + worker_id)]
 
 
 def test_a_dataset_that_worker_init_fn_changes_unasked_is_in_parts() -> None:
@@ -299,22 +248,6 @@ def test_a_patched_loader_that_was_made_anew_without_its_sampler_raises(workers:
     remedy = ("patch_dataloader_to_ddp()", "restore_loader()")
     with raises(UnsupportedLoaderError, ("Source", "without its sampler"), remedy):
         list(DataLoader(patched.dataset, 2, num_workers=workers))
-
-
-def begun(**options: Any) -> Any:
-    """A patched loader whose items tell their epoch."""
-    loader: DataLoader[Any] = DataLoader(EpochSource(), batch_size=None, collate_fn=as_it_is)
-    return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, seed=1, **options)
-
-
-def test_a_place_that_is_restored_after_an_iterator_was_made_is_where_it_begins() -> None:
-    loader, stopped, whole = begun(), begun(), begun()
-    for one in (stopped, whole):
-        one.set_epoch(3)
-    next(iter(stopped))
-    iterator = iter(loader)
-    restore_loader(loader, loader_state(stopped, batches_done=1))
-    assert list(iterator) == list(whole)[1:]
 
 
 class Opens(IterableDataset[int]):

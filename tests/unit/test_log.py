@@ -192,22 +192,18 @@ def test_a_pass_that_was_struck_and_goes_on_counts_again() -> None:
     assert log.settle() == 1
 
 
-def test_of_a_thousand_passes_the_latest_are_kept_and_the_others_compared_by_a_hash() -> None:
-    alike, other, late = Rank(), Rank(), Rank().all_of(0).takes(1, 2)
+def test_of_a_thousand_passes_the_latest_are_kept() -> None:
+    rank = Rank()
     for epoch in range(1000):
-        alike.all_of(epoch)
-        other.all_of(epoch if epoch != 5 else 6)
-    assert alike.log.entry(980) is None
-    assert difference(alike.log, late.log.record()) is None
-    found = difference(alike.log, other.log.record())
-    assert found is not None
-    assert found.rule == "passes"
+        rank.all_of(epoch)
+    log = rank.log
+    assert log.entry(980) is None
+    assert difference(log, Rank().all_of(0).takes(1, 2).log.record()) is None
 
 
-RECORDS = [
-    Record(),
-    Record("c0ffee"),
-    Record("", (Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None, (1, 2)),)),
+RECORDS: list[Record] = [
+    [],
+    [Entry(3, 3, "2 x 8 + 4", None, 12, State.FAILED, False, "c0ffee", None, (1, 2))],
     Rank().takes(0, 5).log.record(),
 ]
 
@@ -220,8 +216,8 @@ def test_a_record_is_text_of_few_bytes(record: Record) -> None:
     assert len(text) < 100
 
 
-JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f'[{VERSION + 1},"",[]]'.encode()]
-JUNK += [f'[{VERSION},"",{passes}]'.encode() for passes in ("0", "[0]", "[[0]]", '[[0,0,"0",0,0,9,0,"",null,[]]]')]
+JUNK = [b"", b"\x80junk", b"{}", b"[]", b"null", b"7", b'["a"]', f"[{VERSION + 1}]".encode()]
+JUNK += [f"[{VERSION},{one}]".encode() for one in ("0", "[0]", '[0,0,"0",0,0,9,0,"",null,[]]')]
 
 
 @pytest.mark.parametrize("junk", JUNK)
@@ -232,13 +228,8 @@ def test_junk_is_no_record(junk: bytes) -> None:
 # How long a rank waits, at the end of a pass whose end nobody knew, for others that may be given more.
 
 
-@pytest.mark.parametrize(("batches", "step_s", "waits_s"), [(0, 0, 1), (1, 0.1, 1), (3, 2.0, 4), (3, 100.0, 60)])
-def test_it_waits_a_second_or_for_two_steps(
-    batches: int, step_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = 10_000.0
+def test_it_waits_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(pass_monitor, "perf_counter", lambda: now_s)
     monkeypatch.setattr(pass_monitor, "monotonic", lambda: sum(slept))
     monkeypatch.setattr(pass_monitor, "sleep", lambda _: slept.append(0.25))
     given: Any = SimpleNamespace(
@@ -251,12 +242,8 @@ def test_it_waits_a_second_or_for_two_steps(
     )
     monitor, begun = PassMonitor(given), LoggedPass(0, "0", lambda: Progress(0, 0))
     given.is_open = True
-    for number in range(1, batches + 1):
-        monitor.give_step(begun, number)
-        now_s += step_s
-    now_s = 10_000.0 + max(0, batches - 1) * step_s
-    monitor.end_steps(begun, batches)
-    assert waits_s <= sum(slept) <= waits_s + 0.5
+    monitor.end_steps(begun, 3)
+    assert 3 <= sum(slept) <= 3.5
 
 
 # A pass: what it keeps alive, and what it took.
@@ -265,10 +252,6 @@ def test_it_waits_a_second_or_for_two_steps(
 def patched(sampler: Any, **options: Any) -> Any:
     loader: DataLoader[Any] = DataLoader(Indices(), 1, sampler=sampler, collate_fn=as_it_is)
     return patch_dataloader_to_ddp(loader, rank=0, num_replicas=1, **options)
-
-
-def nothing(loader: Any) -> None:
-    iter(loader.sampler)
 
 
 def one_item(loader: Any) -> Any:

@@ -10,7 +10,6 @@ from zoo import Indices, N, as_it_is, loader
 
 from ddp_patch import DDPSamplerWrapper, assert_loaders_patched, check_loaders_is_patched, patch_dataloader_to_ddp
 from ddp_patch.errors import (
-    AlreadyPatchedError,
     InvalidOptionError,
     NotALoaderError,
     NotPatchedError,
@@ -146,22 +145,9 @@ def test_a_loader_that_forbids_copying() -> None:
         patch_dataloader_to_ddp(Computed(Indices()), **EXPLICIT)
 
 
-def test_a_group_that_was_announced_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    remedy = ("torch.distributed.init_process_group()", "Fabric.launch()", "Accelerator()", *PAIR, "train_dataloader()")
-    with raises(WorldError, "WORLD_SIZE=4", remedy):
-        patch_dataloader_to_ddp(loader())
-
-
 def test_a_wrapper_without_a_world() -> None:
     with raises(WorldError, "DDPSamplerWrapper", ("torch.distributed.init_process_group()", *PAIR)):
         DDPSamplerWrapper(range(3))
-
-
-def test_patched_for_another_world() -> None:
-    patched = patch_dataloader_to_ddp(loader(), **EXPLICIT)
-    with raises(AlreadyPatchedError, ("rank 0 of 2", "rank 0 of 3"), "original loader"):
-        patch_dataloader_to_ddp(patched, rank=0, num_replicas=3)
 
 
 def test_the_guard_names_each_offender_by_its_place() -> None:

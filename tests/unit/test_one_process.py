@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_patch import autopatch
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
-from ddp_patch.running.gradients import MEAN, SUM, UNKNOWN, WEIGHED, StepWeight, is_additive, reductions_of
+from ddp_patch.running.gradients import MEAN, SUM, UNKNOWN, WEIGHED, PassWeights, StepWeight, is_additive, reductions_of
 from ddp_patch.running.launch import ALONE, backend_here
 from ddp_patch.running.lockstep import RandomNumbers, Replicas, models_of, seed_all
 
@@ -37,7 +37,7 @@ BACKWARD, END = "backward", "end"
         ([(TEST, 1.2), (TRAIN, 0.8), BACKWARD, (TRAIN, 0.9), BACKWARD], [0.8, 0.9]),  # a look at another loader
         ([(TEST, 1.2), (TRAIN, 0.8), BACKWARD, (TEST, 1.2), (TRAIN, 0.8), BACKWARD], "test and train"),
         ([(TEST, 1.0), (TEST, 1.2), (TEST, END), (TRAIN, 0.8), BACKWARD], [0.8]),  # an evaluation
-        ([(TEST, 1.0), (TEST, 1.2), (TRAIN, 0.8), BACKWARD], [0.8]),  # one that never asks for the end
+        ([(TEST, 1.0), (TEST, 1.2), (TRAIN, 0.8), BACKWARD], "test and train"),
         ([(TRAIN, 1.0), (TRAIN, 1.2), (TRAIN, END), BACKWARD], "several batches of train"),
         ([(TRAIN, 1.0), (TRAIN, 1.0), BACKWARD, (TRAIN, 1.0), BACKWARD, (TRAIN, END), BACKWARD], [1.0, 1.0, 1.0]),
     ],
@@ -46,7 +46,7 @@ def test_the_weight_is_that_of_the_batch_that_was_taken(
     script: list[str | tuple[str, float | str]], expected: list[float] | str
 ) -> None:
     step = StepWeight(print)
-    passes = {TRAIN: step.begin(TRAIN), TEST: step.begin(TEST, 2)}
+    passes = {TRAIN: PassWeights(TRAIN), TEST: PassWeights(TEST)}
 
     def weights() -> list[float]:
         found = []
@@ -70,7 +70,7 @@ def test_batches_that_are_kept_are_not_used_again_with_another_weight() -> None:
     batches = [{"x": torch.zeros(2)}, {"x": torch.zeros(1)}]
     for weights, is_kept in (((1.0, 0.8), True), ((0.8, 0.8), True), ((1.0, 0.8), False)):
         step = StepWeight(print)
-        train = step.begin(TRAIN)
+        train = PassWeights(TRAIN)
         for weight, batch in zip(weights, batches, strict=True):
             step.take(train, weight, (1, 2), batch if is_kept else copy.deepcopy(batch))
             step.of_backward()
@@ -168,7 +168,6 @@ def test_parameters_that_differ_are_named() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     for sums, told in (
         ([], ""),
-        ([[0], [1, 0]], ""),
         ([[0], [1], [1]], r"parameter 0, of shape \(1,\), between rank 0"),
     ):
         replicas = Replicas(cast(Any, Meeting(sums)), print)
@@ -176,7 +175,7 @@ def test_parameters_that_differ_are_named() -> None:
         if told:
             with pytest.raises(RankMismatchError, match=told):
                 replicas.meet("ends")
-        else:  # they are the same; or a rank that has not collected all garbage yet has more
+        else:
             replicas.meet("ends")
 
 
@@ -191,7 +190,7 @@ def test_models_are_found_by_their_parameters_and_evaluated_if_all_are_in_evalua
     assert not replicas.are_evaluated  # there are none
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     replicas.add(optimizer, sync_batchnorm=False)
-    assert told[0].startswith("Sequential.1 and 1 more: batch normalisation sees this rank's part")
+    assert told[0].startswith("Batch normalisation sees this rank's part")
     found = []
     for modes in ((True, True), (False, True), (False, False)):
         first.train(modes[0])
@@ -228,15 +227,15 @@ def test_a_rank_draws_its_own_numbers_in_divided_passes_alone() -> None:
         seed_all(5)
         numbers = RandomNumbers()
         numbers.seed(5, rank)
-        first = numbers.enter(own=True)
+        numbers.enter("outer", own=True)
         before = drawn()
         numbers.begin_own()
         own = drawn()
-        inner = numbers.enter(own=False)
+        numbers.enter("inner", own=False)
         within = drawn()
-        numbers.leave(inner)
+        numbers.leave("inner")
         later = drawn()
-        numbers.leave(first)
+        numbers.leave("outer")
         found.append((before, own, within, later, drawn()))
     for place, is_own in enumerate((False, True, False, True, False)):
         a, b = found[0][place], found[1][place]

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice, product
+from contextlib import nullcontext
+from itertools import count, islice, product
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,19 @@ import torch
 from messages import raises
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
-    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from zoo import as_it_is
 
-from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch import DDPBatchSamplerWrapper, DDPSamplerWrapper
 from ddp_patch.errors import StreamLengthError
-from ddp_patch.orders.chunks import MOST_AHEAD
 from ddp_patch.orders.orders import has_order, in_blocks, order_of
 from ddp_patch.positions_and_padding import Plan
+from ddp_patch.sharding.item_sources import in_pieces
+from ddp_patch.sharding.saved_state import States
 
 WORDS = [f"{index}.jpg" for index in range(103)]
 
@@ -207,75 +206,6 @@ def test_a_position_is_reached_without_asking_for_those_before() -> None:
 # What does not depend on the machine: how much is drawn, held and swapped.
 
 
-class DrawnWhenCounted(Dataset[int]):
-    """Draws an order of its own when somebody first asks for its length in an epoch."""
-
-    order: list[int] | None = None
-
-    def __len__(self) -> int:
-        if self.order is None:
-            self.order = np.random.permutation(12).tolist()
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        assert self.order is not None
-        return self.order[index]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_what_is_drawn_for_the_length_is_alike_on_ranks_that_are_seeded_differently(shuffle: bool) -> None:
-    """Though torch's own samplers only hand on the dataset's length."""
-    epochs: list[list[int]] = [[], []]
-    for rank in range(2):
-        np.random.seed(rank)
-        dataset = DrawnWhenCounted()
-        loader = DataLoader(dataset, 2, shuffle=shuffle, collate_fn=as_it_is)
-        patched = patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2, seed=3)
-        for taken in epochs:
-            dataset.order = None
-            assert len(patched) == 3
-            taken += chain.from_iterable(patched)
-    assert [sorted(taken) for taken in epochs] == [[*range(12)]] * 2
-
-
-@pytest.mark.parametrize("name", ["random", "subset", "weighted"])
-def test_a_sampler_that_is_given_the_global_generator_is_like_one_that_is_given_none(name: str) -> None:
-    found: list[list[list[int]]] = []
-    for given in (None, torch.default_generator):
-        torch.manual_seed(len(found))
-        wrapper = DDPSamplerWrapper(SAMPLERS[name](given), False, num_replicas=2, rank=0, seed=4)
-        found.append([list(wrapper) for _ in range(2)])
-    assert found[0] == found[1]
-
-
-class Batches(Sampler[list[int]]):
-    """New lists, or one that it fills again and again."""
-
-    def __init__(self, n: int, reuses: bool) -> None:
-        self.n, self.reuses = n, reuses
-        self.drawn = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for start in range(0, self.n, 32):
-            self.drawn += 1
-            batch = batch if self.reuses else []
-            batch[:] = range(start, start + 32)
-            yield batch
-
-
-@pytest.mark.parametrize("reuses", [False, True])
-def test_batches_are_drawn_ahead_by_samples_and_copied_where_they_are_used_again(reuses: bool) -> None:
-    sampler = Batches(320_000, reuses)
-    wrapper = DDPBatchSamplerWrapper(sampler, False, num_replicas=4, rank=1, seed=0)
-    sampler.drawn = 0
-    for place, batch in enumerate(wrapper):
-        assert batch[0] == (4 * place + 1) * 32
-        assert len(batch) == 32
-        assert sampler.drawn - (4 * place + 1) <= MOST_AHEAD // 32
-    assert place == 2499
-
-
 @pytest.mark.parametrize("is_batch", [True, False])
 @pytest.mark.parametrize("fails_at", [0, 1, 5, 6, 300, 301, 302])
 def test_whole_rounds_come_before_an_exception(fails_at: int, is_batch: bool) -> None:
@@ -321,3 +251,11 @@ def test_positions_are_cut_where_turns_begin() -> None:
         assert [10 * number + place for number, places in turns for place in places] == [*positions]
         assert all({places[0], places[-1]} <= {*range(10)} for _, places in turns)
         assert len({number for number, _ in turns}) == len(turns)
+
+
+def test_a_leader_draws_an_ordinary_epoch_at_once_and_an_endless_one_in_pieces_that_grow_to_a_limit() -> None:
+    states = States(), lambda: States((1,))
+    ((items, before, after),) = in_pieces(lambda: iter(range(100_000)), nullcontext, states, 2**20, 2**20)
+    assert (items, before, after) == ([*range(100_000)], States(), States((1,)))
+    endless = in_pieces(count, nullcontext, states, 2**12, 2**20)
+    assert [len(items) for items, *_ in islice(endless, 12)] == [min(2 ** (12 + place), 2**20) for place in range(12)]

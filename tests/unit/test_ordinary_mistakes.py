@@ -102,7 +102,7 @@ def test_a_seed_or_a_folder_that_is_none_is_told_before_the_script_begins(tmp_pa
     wrong: list[tuple[str, list[str], dict[str, str]]] = [
         ("unset DDP_PATCH_SEED", [], {"DDP_PATCH_SEED": "1.5"}),
         ("unset DDP_PATCH_SEED", ["-n", "2"], {"DDP_PATCH_SEED": "1" * 10**4}),
-        ("taken is a file. Pass the path of a folder.", ["-n", "2", "--keep-shadows", "taken/logs"], {}),
+        ("taken/logs'. Pass the path of a folder.", ["-n", "2", "--keep-shadows", "taken/logs"], {}),
     ]
     for remedy, arguments, environment in wrong:
         code, said = run_command(tmp_path, *arguments, **environment)
@@ -234,8 +234,8 @@ def test_a_loader_of_torchdatas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     exec("class Loader: pass", vars(module))  # noqa: S102 - a class of that module
     given: Any = module.Loader()
     message = told(NotALoaderError, lambda: patch_dataloader_to_ddp(given, **HERE))
-    assert "torchdata's Loader is another class" in message
-    assert "Wrap it in an IterableDataset whose __iter__ returns iter(loader)" in message
+    assert "torchdata.nodes.loader.Loader" in message
+    assert "an IterableDataset whose __iter__ returns iter(loader)" in message
 
 
 def test_a_dataset_of_energon_by_worker() -> None:

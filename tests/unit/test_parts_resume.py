@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, product
@@ -356,32 +356,15 @@ def test_an_early_count_goes_on_by_reading_again(workers: int) -> None:
 class Running(IterableDataset[Any]):
     """``iter()`` returns one running reader, as of a socket: the dataset itself is no iterator."""
 
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.rows = (item for item in items)
+    def __init__(self) -> None:
+        self.rows = iter([0] * 20 + [*range(1, 21)])  # it begins alike
 
     def __iter__(self) -> Iterator[Any]:
         return self.rows
 
 
-class Own(Running):
-    """Is its own iterator."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.rows)
-
-
-RUNNING: dict[str, Callable[[], IterableDataset[Any]]] = {
-    "a generator": lambda: Running(torch.arange(40.0)),
-    "its own, that begins alike": lambda: Own([0] * 20 + [*range(1, 21)]),
-}
-
-
-@pytest.mark.parametrize("make", RUNNING.values(), ids=RUNNING)
-def test_a_reader_that_goes_on_is_not_read_again(make: Callable[[], IterableDataset[Any]]) -> None:
-    loader = patch_dataloader_to_ddp(DataLoader(make(), 2, collate_fn=as_it_is), rank=0, num_replicas=2)
+def test_a_reader_that_goes_on_is_not_read_again() -> None:
+    loader = patch_dataloader_to_ddp(DataLoader(Running(), 2, collate_fn=as_it_is), rank=0, num_replicas=2)
     list(islice(loader, 3))
     restore_loader(loader, loader_state(loader, batches_done=3))
     with raises(StateError, "its first 8 items differ", "rebuild a dataset"):
@@ -408,43 +391,3 @@ def test_augmented_words_do_not_stop_a_resumed_run(workers: int) -> None:
     restore_loader(again, loader_state(stopped, batches_done=2))
     names = [item["id"] for batch in [*begun, *again] for item in batch]
     assert names == [f"text {number}" for number in range(1, 24, 2)]
-
-
-class DrawsInMidStream(IterableDataset[int]):
-    """Shuffles its second half when it comes to it, and keeps the order in its state."""
-
-    def __init__(self) -> None:
-        self.at, self.order = 0, list[int]()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "order": self.order}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.order = state["at"], state["order"]
-
-    def __iter__(self) -> Iterator[int]:
-        info: Any = get_worker_info()
-        mine = list(range(info.id, 64, info.num_workers))
-        while self.at < len(mine):
-            if self.at == 16:
-                self.order = mine[16:]
-                random.shuffle(self.order)
-            self.at += 1
-            yield mine[self.at - 1] if self.at <= 16 else self.order[self.at - 17]
-        self.at, self.order = 0, []
-
-
-@pytest.mark.parametrize("uneven", ["pad", "drop"])
-@pytest.mark.parametrize("stops", [[8, 2], [7, 2, 1]])
-def test_a_part_that_draws_in_mid_stream_goes_on_in_its_order(stops: list[int], uneven: Any) -> None:
-    def made() -> Any:
-        given = DataLoader(DrawsInMidStream(), 2, num_workers=2, collate_fn=as_it_is)
-        return patch_dataloader_to_ddp(given, rank=1, num_replicas=2, seed=1, uneven=uneven)
-
-    running, got = made(), []
-    for stop in stops:
-        got += list(islice(running, stop))
-        state = loader_state(running, batches_done=stop)
-        running = made()
-        restore_loader(running, state)
-    assert got + list(running) == list(made())

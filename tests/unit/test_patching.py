@@ -61,22 +61,6 @@ def test_any_other_batch_sampler_is_wrapped_whole() -> None:
     assert (patched.batch_sampler.batch_size, patched.batch_sampler.drop_last) == (4, False)
 
 
-def pickled(patched: Any) -> Any:
-    return pickle.loads(pickle.dumps(patched))  # noqa: S301 - our own
-
-
-@pytest.mark.parametrize("make", [lambda patched: patched, copy.copy, copy.deepcopy, pickled])
-def test_of_whole_batches_too_the_loaders_sampler_is_what_shares(make: Any) -> None:
-    """There frameworks look for a ``DistributedSampler``, and users for its ``set_epoch``."""
-    patched = make(patch_dataloader_to_ddp(loader(batch_sampler=PKBatches()), **WORLD))
-    assert patched.sampler is patched.batch_sampler
-    assert isinstance(patched.sampler, DistributedSampler)
-    epochs = [flat(patched) for _ in range(2)]
-    assert epochs[0] != epochs[1]
-    patched.sampler.set_epoch(0)
-    assert flat(patched) == epochs[0]
-
-
 def test_a_wrapper_made_anew_as_torchs_batch_sampler_is_stays_what_it_was() -> None:
     """So Lightning does with the sampler that it finds in the loader."""
     for rank in range(2):
@@ -155,6 +139,10 @@ class Counting(DataLoader[Any]):
         self.told = epoch
 
 
+def pickled(patched: Any) -> Any:
+    return pickle.loads(pickle.dumps(patched))  # noqa: S301 - our own
+
+
 MADE: list[Callable[[], Any]] = [
     lambda: loader(shuffle=True),
     lambda: loader(batch_sampler=PKBatches()),
@@ -163,12 +151,14 @@ MADE: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("make", MADE)
-@pytest.mark.parametrize("copied", [lambda patched: patched, copy.copy, copy.deepcopy])
-def test_a_patched_loader_and_its_batch_sampler_can_be_told_the_epoch(make: Any, copied: Any) -> None:
-    """Where Hugging Face's Trainer looks for ``set_epoch``: a copy tells its own sampler, and the user's loader."""
+@pytest.mark.parametrize("copied", [lambda patched: patched, copy.copy, copy.deepcopy, pickled])
+def test_a_patched_loader_and_its_samplers_can_be_told_the_epoch(make: Any, copied: Any) -> None:
+    """Where frameworks and users look for ``set_epoch``: a copy tells its own sampler, and the user's loader."""
     patched: Any = copied(patch_dataloader_to_ddp(make(), **WORLD))
+    assert isinstance(patched.sampler, DistributedSampler)  # of whole batches, too
     epochs = [list(patched) for _ in range(3)]
-    for told in (patched, patched.batch_sampler):
+    assert epochs[0] != epochs[1]
+    for told in (patched, patched.batch_sampler, patched.sampler):
         told.set_epoch(1)
         assert list(patched) == epochs[1]
     assert not isinstance(patched, Counting) or copied is copy.copy or patched.told == 1
@@ -341,7 +331,8 @@ def test_a_scheduler_is_recognised_as_torch_does_by_the_size_that_its_script_set
     with pytest.warns(ddp_patch.errors.NotDistributedWarning):
         assert patch_dataloader_to_ddp(given) is given
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with raises(ddp_patch.errors.WorldError, "WORLD_SIZE=4", "torch.distributed.init_process_group()"):
+    remedy = ("torch.distributed.init_process_group()", "Fabric.launch()", "Accelerator()", "train_dataloader()")
+    with raises(ddp_patch.errors.WorldError, "WORLD_SIZE=4", (*remedy, "rank=", "num_replicas=")):
         patch_dataloader_to_ddp(given)
 
 

@@ -66,11 +66,6 @@ def test_a_sample_that_one_process_draws_twice_is_got_at_both_places_in_part() -
     assert found.seen == (1, 2, 1)
 
 
-def test_of_a_shuffled_epoch_positions_are_interleaved() -> None:
-    found = shown(plain(12, shuffle=True), 3)
-    assert found.got == tuple((0,) * rank + (1, 0, 0) * 3 + (1,) + (0,) * (2 - rank) for rank in range(3))
-
-
 @pytest.mark.parametrize(("n", "world_size"), [(121, 2), (1000, 3), (10007, 8), (3000, 300), (2000, 12)])
 def test_a_long_epoch_is_counted_in_columns_and_nothing_is_left_out(n: int, world_size: int) -> None:
     found = shown(plain(n, batch_size=4, shuffle=True), world_size, epochs=1)
@@ -116,13 +111,6 @@ def test_the_first_epoch_that_fails_is_pictured() -> None:
         *drawn
     }
     assert audited(make, 2, epochs=2).pictured.epoch == 0
-
-
-def test_ranks_samples_and_counts_are_written() -> None:
-    drawn = drawn_texts(audited(loader(), 4))
-    assert {"rank 0", "rank 3", "0 never", "22 once", "1 again"} <= set(drawn)
-    many = drawn_texts(audited(plain(2000), 96))
-    assert {"ranks 0 to 2", "ranks 93 to 95"} <= set(many)
 
 
 def test_waiting_is_shown_without_cost_and_with_it_and_said() -> None:
@@ -186,10 +174,7 @@ def test_a_notebook_shows_a_report() -> None:
     html = report._repr_html_()
     assert html.startswith("<div><style>")
     assert f"{report.name} on 4 ranks" in html
-    several = audit({"a": loader(), "<b>": loader()}, 2)._repr_html_()
-    assert several.count("<style>") == 1
-    assert several.count("<section") == 2
-    assert "&lt;b&gt;" in several
+    assert "&lt;b&gt;" in audit({"a": loader(), "<b>": loader()}, 2)._repr_html_()
 
 
 def test_without_matplotlib_a_page_says_how_to_get_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:

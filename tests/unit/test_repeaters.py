@@ -1,10 +1,6 @@
 """Loaders with one iterator for all epochs: sharded inside what repeats their batch sampler."""
 
-import copy
-import gc
 import operator
-import os
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +22,7 @@ from ddp_patch import (
 )
 from ddp_patch.errors import InvalidOptionError, StateError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import repeater_in
-from ddp_patch.loaders.facts import ShardedUnit, look_at
+from ddp_patch.loaders.facts import look_at
 
 N = 21
 
@@ -152,19 +148,6 @@ def loader_at(make: Callable[[], DataLoader[Any]], epoch: int) -> Any:
     return loader
 
 
-def test_the_rest_is_shared_by_other_numbers_of_ranks() -> None:
-    stopped = [patched(KINDS["timm"], rank) for rank in range(2)]
-    done = {int(index) for loader in stopped for index in next(iter(loader))}
-    state = loader_state(stopped[0], batches_done=1)
-    rest = [patched(KINDS["ultralytics, workers"], rank, 3, uneven="keep") for rank in range(3)]
-    with pytest.raises(Exception, match="another loader"):
-        restore_loader(rest[0], state)  # of another uneven
-    rest = [patched(KINDS["timm"], rank, 3) for rank in range(3)]
-    for loader in rest:
-        restore_loader(loader, state)
-    assert done | {index for loader in rest for index in epoch_of(loader)} == set(range(N))
-
-
 def test_a_rest_of_no_batch_is_refused() -> None:
     def make() -> DataLoader[Any]:
         return MultiEpochs(Indices(5), 1)
@@ -211,37 +194,6 @@ def test_a_reset_begins_with_new_workers() -> None:
     assert epoch_of(loader) == epochs[2]
 
 
-def test_workers_are_kept_from_epoch_to_epoch_and_end_with_the_loader() -> None:
-    loader = patched(lambda: MultiEpochs(OfWorkers(), 4, num_workers=2, collate_fn=list))
-    first = {process for batch in loader for process in batch}
-    assert first == {process for batch in loader for process in batch}
-    assert len(first) == 2
-    workers = torch.multiprocessing.active_children()
-    gc.disable()  # no cycle keeps it alive
-    try:
-        del loader
-        assert len(torch.multiprocessing.active_children()) == len(workers) - 2
-    finally:
-        gc.enable()
-
-
-class OfWorkers(Indices):
-    """Tells in which process a sample was read."""
-
-    def __init__(self) -> None:
-        super().__init__(N)
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-@some_kinds
-def test_copies_begin_on_their_own(make: Callable[[], DataLoader[Any]]) -> None:
-    loader = patched(make)
-    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):  # noqa: S301 - pickled just now
-        assert epoch_of(other) == epoch_of(patched(make))
-
-
 def test_evaluation_masks_padding_and_gathers_one_pass() -> None:
     for make in QUICK.values():
         loader = patched(make, rank=1)
@@ -277,10 +229,6 @@ def test_an_audit_approves(make: Callable[[], DataLoader[Any]]) -> None:
     assert audit(make(), 2).problems == ()
 
 
-def test_an_audit_of_the_unpatched_loader_sees_one_epoch() -> None:
-    assert {problem.kind for problem in audit(KINDS["timm"](), 2, patch=False).problems} == {"not_sharded"}
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_the_dataset_is_raised_and_the_pass_goes_on(workers: int) -> None:
     class Broken(Indices):
@@ -298,14 +246,6 @@ def test_an_error_of_the_dataset_is_raised_and_the_pass_goes_on(workers: int) ->
     assert next(iter(loader)).tolist() == [8, 10, 12, 14]
     with raises(StateError, ("MultiEpochs", "after an error"), "batches_done="):
         loader_state(loader)  # which would leave out what failed
-
-
-def test_it_goes_on_as_it_is_when_it_makes_itself_an_iterator() -> None:
-    loader = patched(KINDS["ultralytics"])
-    loader.collate_fn = tuple
-    assert isinstance(next(iter(loader)), torch.Tensor)  # as the given loader, whose iterator has begun
-    loader.reset()
-    assert isinstance(next(iter(loader)), tuple)
 
 
 class Filters(RepeatSampler):
@@ -345,12 +285,3 @@ def test_what_does_not_just_repeat_is_no_repeater(kind: Any) -> None:
     object.__setattr__(given, "batch_sampler", kind(inner))
     assert repeater_in(given) is None
     assert look_at(given).iterator_in == "iterator"
-
-
-def test_in_an_ordinary_loader_a_repeater_is_one_endless_stream() -> None:
-    endless: Any = RepeatSampler(BatchSampler(range(8), 2, drop_last=False))
-    loader: DataLoader[Any] = DataLoader(Indices(8), batch_sampler=endless)
-    assert look_at(loader).unit is ShardedUnit.BATCH
-    shares = [iter(patch_dataloader_to_ddp(loader, rank=rank, num_replicas=2)) for rank in range(2)]
-    taken = [next(shares[step % 2]).tolist() for step in range(10)]
-    assert taken == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3]]

@@ -4,12 +4,13 @@ import copy
 import operator
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from iterables import Standing
 from messages import raises
 from quick import soaked
 from resumed import RESUMED, Fetched, Shuffled, as_saved
@@ -21,7 +22,6 @@ from zoo import (
     KINDS,
     OUR_KINDS,
     STEPS,
-    EpochSource,
     Indices,
     Kind,
     N,
@@ -37,7 +37,6 @@ from zoo import (
 
 from ddp_patch import DDPSamplerWrapper, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, NotPatchedError, StateError, UnsupportedLoaderError
-from ddp_patch.positions_and_padding import Batching, Plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -236,6 +235,18 @@ def test_a_pass_broken_off_after_a_restore_is_not_gone_on_with() -> None:
     assert [list(again), list(again)] == [second, third]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_before_the_first_pass_has_where_the_dataset_stands(workers: int) -> None:
+    def made(place: int) -> Any:
+        dataset = Standing(40)
+        dataset.place = place
+        return start(DataLoader(dataset, num_workers=workers, persistent_workers=workers > 0))
+
+    stopped, resumed = made(17), made(0)
+    restore_loader(resumed, loader_state(stopped))
+    assert list(resumed) == list(stopped) == [*range(18, 41)]
+
+
 def test_a_sampler_whose_state_dict_raises_is_told_of_when_a_state_is_asked_for() -> None:
     class Fails(Shuffled):
         def state_dict(self) -> dict[str, Any]:
@@ -260,24 +271,6 @@ class Shards(IterableDataset[int]):
         info = get_worker_info()
         number = info.id if info else 0
         yield from range(100 * number, 100 * number + self.each + self.more * (number % 2))
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_dataset_that_splits_itself_resumes_exactly_with_the_same_workers(workers: int) -> None:
-    def make(each: int = 7) -> Any:
-        given: Any = DataLoader(Shards(each), 2, collate_fn=as_it_is, num_workers=workers)
-        return start(given, 1, 2, share="by_worker", uneven="keep")
-
-    whole = make()
-    batches = list(whole)
-    for stop in range(len(batches) + 1):
-        running = make()
-        iterator = iter(running)
-        list(islice(iterator, stop))
-        again = make()
-        restore_loader(again, loader_state(running, batches_done=stop))
-        assert loader_state(again) == loader_state(running)  # which count by themselves
-        assert [list(again), list(again)] == [batches[stop:], batches]
 
 
 def test_what_cannot_be_told_of_a_dataset_that_splits_itself_is_refused() -> None:
@@ -460,35 +453,7 @@ def test_after_a_whole_pass_ranks_with_unequal_shares_say_the_same(kind: Kind) -
     assert (states[0]["epoch"], states[0]["parts"]) == (1, [[]])
 
 
-@pytest.mark.parametrize("uneven", ["pad", "drop", "keep"])
-def test_within_the_loops_last_turn_the_next_epoch_comes_whatever_is_still_to_be_drawn(uneven: Any) -> None:
-    for n, world, size, drop_last in product([1, 4, 7, 11, 15, 18], [1, 2, 3], [1, 3, 5], [False, True]):
-        if Batching(size, drop_last).leaves_rank_without_step(Plan(0, world, uneven), n):
-            continue  # refused
-        states = []
-        for rank in range(world):
-            given = DataLoader(Indices(n), size, sampler=Shuffled(n), drop_last=drop_last)
-            running = start(given, rank, world, uneven=uneven)
-            for number, _ in enumerate(running, 1):
-                if number == len(running):
-                    states.append(loader_state(running, batches_done=number))
-        assert all(state["epoch"] == 1 for state in states[:1] + states * (uneven != "keep")), (
-            n,
-            world,
-            size,
-            drop_last,
-        )
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: loader(3, shuffle=True),
-        lambda: loader(batch_sampler=PKBatches()),
-        lambda: DataLoader(EpochSource(), batch_size=3, collate_fn=as_it_is),
-    ],
-    ids=["samples", "batches", "iterable"],
-)
+@pytest.mark.parametrize("make", [lambda: loader(3, shuffle=True), BY_NAME["iterable with len and set_epoch"].make])
 def test_who_restores_by_the_stateful_protocol_is_told_the_length_of_whole_epochs(make: Callable[[], Any]) -> None:
     """As torchdata has it: who calls it counts from the epoch's beginning. ``restore_loader`` tells the rest."""
     whole = start(make(), 0, 2)

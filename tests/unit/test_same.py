@@ -1,4 +1,4 @@
-"""``benchmarks/same.py`` finds no difference between a tree and itself, and shows a program that differs."""
+"""Judges of programs: ``benchmarks/same.py`` shows one that differs, and that of users' sees what is lost."""
 
 import os
 import shutil
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import Epoch, Run, verdict
 
 import ddp_patch
 
@@ -44,3 +45,45 @@ def test_a_program_that_differs_is_shown(kept: Path, tmp_path: Path) -> None:
 def test_a_folder_without_the_package_is_refused(kept: Path, tmp_path: Path) -> None:
     ran = compared(tmp_path, kept)
     assert (ran.returncode, "holds no ddp_patch" in ran.stderr) == (2, True)
+
+
+# The judge of users' programs sees what is lost.
+
+
+def epoch(*samples: int, steps: int = 1) -> Epoch:
+    return Epoch([*range(4)], samples=[*samples], steps=steps)
+
+
+WHOLE, LOST, UNEVEN = [epoch(0, 1), epoch(2, 3)], [epoch(0, 1), epoch(2, 2)], [epoch(0, 1), epoch(2, 3, steps=2)]
+OF_EPOCH_0 = "lost in silence: epoch 0: 0 of 4 lost, 0 too many, steps [1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "error", "came"),
+    [
+        ([WHOLE], "", "complete"),
+        ([WHOLE, LOST], "", "lost in silence: epoch 1: 1 of 4 lost, 1 too many, steps [1, 1]"),
+        ([UNEVEN], "", OF_EPOCH_0),
+        ([WHOLE, LOST], "RankMismatchError", "error"),
+        ([UNEVEN, WHOLE], "RankMismatchError", f"{OF_EPOCH_0}; error in epoch 1"),
+    ],
+)
+def test_the_judge_sees_what_is_lost(epochs: list[list[Epoch]], error: str, came: str) -> None:
+    runs = [Run([ranks[rank] for ranks in epochs], error=error if rank else "") for rank in range(2)]
+    assert verdict(runs) == came
+
+
+ENDED, OWED = Run([epoch(2, 3)]), Run([epoch(0, 1)], owed="rank 0 validated alone")
+
+
+@pytest.mark.parametrize(
+    ("runs", "came"),
+    [
+        ([Run([epoch(0, 1)], is_stuck=True), ENDED], "lost in silence: ranks wait for others that have ended"),
+        ([Run(failed="KeyError: 1"), ENDED], "failed: KeyError: 1"),
+        ([OWED, ENDED], "lost in silence: rank 0 validated alone"),
+        ([OWED, Run([epoch(2, 3)], error="RankMismatchError")], "error"),
+    ],
+)
+def test_the_judge_sees_who_waits_or_fails_or_has_to_raise(runs: list[Run], came: str) -> None:
+    assert verdict(runs) == came

@@ -12,19 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
-from zoo import as_it_is, seed_ambient
+from users import ByObject, Counts, Held, N, Shuffles, permuted, seeded
+from users import loader as given
+from zoo import seed_ambient
 
 from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import StateError
 from ddp_patch.orders.random_states import generator_state, random_generators, set_generator_state
-from ddp_patch.samplers import ScalableRandomSampler
-
-N = 48
 
 
 @pytest.fixture(autouse=True)
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A group of one rank: a world by ``rank=`` and ``num_replicas=`` alone draws no copy of a sampler."""
+    """A group of one rank, in which a leader can draw."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -50,61 +49,44 @@ class Congruential(random.Random):
         (self.x,) = state
 
 
-class Drawing(Sampler[int]):
-    """Draws from a generator that it holds."""
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-
-    def __len__(self) -> int:
-        return N
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(N))
-        match self.generator:
-            case torch.Generator():
-                order = torch.randperm(N, generator=self.generator).tolist()
-            case random.Random():
-                self.generator.shuffle(order)
-            case _:
-                order = self.generator.permutation(N).tolist()
-        yield from order
-
-
-class SeededByEpoch(Drawing):
+class SeededByEpoch(Shuffles):
     """Seeds its generator in ``set_epoch``, whatever kind it is."""
-
-    def set_epoch(self, epoch: int) -> None:
-        seeded = GENERATORS[self.kind](epoch)
-        set_generator_state(self.generator, generator_state(seeded))
 
     def __init__(self, kind: str) -> None:
         super().__init__(GENERATORS[kind](0))
         self.kind = kind
 
+    def set_epoch(self, epoch: int) -> None:
+        set_generator_state(self.rng, generator_state(GENERATORS[self.kind](epoch)))
 
-class Counting(Sampler[int]):
-    """Counts its passes when it begins one, or when it has ended one."""
 
-    def __init__(self, at_end: bool = False) -> None:
-        self.passes, self.at_end = 0, at_end
-
-    def __len__(self) -> int:
-        return N
+class CountsLate(Counts):
+    """Counts a pass when it has ended."""
 
     def __iter__(self) -> Iterator[int]:
-        order = random.Random(self.passes).sample(range(N), N)
-        self.passes += not self.at_end
-        yield from order
-        self.passes += self.at_end
+        yield from random.Random(self.passes).sample(range(N), N)
+        self.passes += 1
 
 
-class Again(Counting):
+class Indirect(Counts):
+    """Counts by a method, and in a function within it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.advanced()).sample(range(N), N))
+
+    def advanced(self) -> int:
+        def advance() -> int:
+            self.passes += 1
+            return self.passes
+
+        return advance()
+
+
+class Again(Counts):
     """Is its own iterator, which begins anew."""
 
     def __iter__(self) -> Iterator[int]:
-        self.left = random.Random(self.passes).sample(range(N), N)
-        self.passes += 1
+        self.left = [*super().__iter__()]
         return self
 
     def __next__(self) -> int:
@@ -123,20 +105,18 @@ GENERATORS: dict[str, Callable[..., Any]] = {
 }
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
-    **{name: partial(lambda make: Drawing(make()), make) for name, make in GENERATORS.items()},
-    "a generator of the user's own": lambda: Drawing(Congruential(1)),
-    "counts when it begins": Counting,
-    "counts when it has ended": lambda: Counting(at_end=True),
+    **{name: partial(lambda make: Shuffles(make()), make) for name, make in GENERATORS.items()},
+    "a generator of the user's own": lambda: Shuffles(Congruential(1)),
+    "counts when it begins": Counts,
+    "counts when it has ended": CountsLate,
+    "counts by a method": Indirect,
     "its own iterator": Again,
 }
 
 
 def loader_of(name: str, workers: int = 0) -> tuple[Any, Any]:
-    if name == "torch's own":
-        generator = torch.Generator().manual_seed(3)
-        raw: Any = DataLoader(range(N), 4, shuffle=True, generator=generator, num_workers=workers, collate_fn=as_it_is)  # type: ignore[arg-type]
-    else:
-        raw = DataLoader(range(N), 4, sampler=SAMPLERS[name](), num_workers=workers, collate_fn=as_it_is)  # type: ignore[arg-type]
+    how: Any = {"shuffle": True, "generator": seeded()} if name == "torch's own" else {"sampler": SAMPLERS[name]()}
+    raw = given(num_workers=workers, **how)
     return raw, patch_dataloader_to_ddp(raw)
 
 
@@ -172,8 +152,6 @@ def epochs(name: str, alone: Callable[[Any], object], number: int = 3) -> list[A
 @pytest.mark.parametrize("alone", ALONE)
 @pytest.mark.parametrize("name", ALL)
 def test_what_others_do_moves_no_order(name: str, alone: str) -> None:
-    if name == "counts when it has ended" and alone == "lists the sampler":
-        pytest.skip("before the first pass has ended nobody knows that it counts; then ranks tell")
     seed_ambient(1)
     expected = epochs(name, nothing)
     seed_ambient(2)
@@ -235,26 +213,17 @@ def test_an_epoch_that_is_chosen_has_one_order_however_often_somebody_looked(
     assert orders[0][0] != orders[0][1]
 
 
-class AtOnce(Drawing):
-    """Draws when a pass begins, not when its first item is asked for."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(list(super().__iter__()))
-
-
 @pytest.mark.parametrize("later", ["auto", "leader", "seeded"])
 @pytest.mark.parametrize("sooner", ["auto", "leader", "seeded"])
 def test_a_pass_is_resumed_whoever_draws_it(sooner: Any, later: Any) -> None:
     def loader(order: Any) -> Any:
-        rows: Any = range(N)
-        raw: DataLoader[Any] = DataLoader(rows, 4, sampler=AtOnce(random.Random(3)), collate_fn=as_it_is)
-        return patch_dataloader_to_ddp(raw, order=order)
+        return patch_dataloader_to_ddp(given(sampler=ByObject(random.Random(3))), order=order)  # it draws at once
 
     expected = list(loader("auto"))
     first, second = loader(sooner), loader(later)
-    given = list(islice(first, 3))
+    begun = list(islice(first, 3))
     restore_loader(second, loader_state(first))
-    assert given + list(second) == expected
+    assert begun + list(second) == expected
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -274,9 +243,8 @@ def test_what_workers_fetch_ahead_of_a_loop_that_breaks_off_does_not_count() -> 
     """Of four batches, two are given and two are fetched; whoever then looks has fetched less of the next epoch."""
     taken = []
     for looks in range(2):
-        data: Any = range(N)
-        given = DataLoader(data, 4, sampler=Drawing(random.Random(3)), num_workers=1)
-        loader: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=3)
+        raw = given(sampler=Shuffles(random.Random(3)), num_workers=1)
+        loader: Any = patch_dataloader_to_ddp(raw, rank=0, num_replicas=3)
         list(loader)
         list(islice(loader, 2))
         for _ in range(looks):
@@ -303,7 +271,7 @@ def test_a_generator_of_torchs_that_the_user_seeds_draws_what_the_seed_says() ->
     for seeds in ([7, 7, 8], [7, 8, 8]):
         raw, loader = loader_of("torch")
         for seed in seeds:
-            raw.sampler.generator.manual_seed(seed)
+            raw.sampler.rng.manual_seed(seed)
             found.append(list(loader))
     assert found[0] == found[1] == found[3] != found[2] == found[4] == found[5]
 
@@ -311,58 +279,30 @@ def test_a_generator_of_torchs_that_the_user_seeds_draws_what_the_seed_says() ->
 @pytest.mark.parametrize("chooses", [False, True])
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_a_generator_that_set_epoch_seeds_draws_what_the_seed_says(kind: str, chooses: bool) -> None:
-    rows: Any = range(N)
-    raw: Any = DataLoader(rows, 4, sampler=SeededByEpoch(kind), collate_fn=as_it_is)
+    raw = given(sampler=SeededByEpoch(kind))
     loader: Any = patch_dataloader_to_ddp(raw)
     for epoch in range(3):
         draws(raw)
         if chooses:
             look(loader)
             loader.set_epoch(epoch)
-        expected = list(Drawing(GENERATORS[kind](epoch)))
-        assert [index for batch in loader for index in batch] == expected
-
-
-class ByObject:
-    """Draws for a sampler."""
-
-    def __init__(self) -> None:
-        self.rng = random.Random(1)
-
-    def draw(self) -> float:
-        return self.rng.random()
+        assert [index for batch in loader for index in batch] == permuted(GENERATORS[kind](epoch), N)
 
 
 def test_what_attributes_hold_directly_is_found_and_no_more() -> None:
-    held, one, made = random.Random(2), np.random.default_rng(3), ByObject()
+    held, one, made = random.Random(2), np.random.default_rng(3), Held(random.Random(1))
 
     class Holds:
         of_class = random.Random(4)
 
         def __init__(self) -> None:
-            self.rngs, self.by_name, self.draw, self.sample = [held], {"numpy": one}, made.draw, held.random
+            self.rngs, self.by_name, self.draw, self.sample = [held], {"numpy": one}, made.permuted, held.random
             self.nested, self.closure = [[random.Random(5)]], lambda: outer.random()
             # The global ones belong to nobody.
             self.shuffle, self.permute, self.generator = random.shuffle, np.random.permutation, torch.default_generator
 
     outer = random.Random(6)
     assert random_generators([Holds(), Holds()]) == [held, one, made.rng]
-
-
-@pytest.mark.parametrize("epoch", [0, 5])
-def test_a_state_that_a_sampler_tells_is_that_of_the_passes(epoch: int) -> None:
-    """A sampler with a ``state_dict`` tells its generator's state, which others may find elsewhere."""
-
-    def start() -> Any:
-        sampler = ScalableRandomSampler(N, generator=torch.Generator().manual_seed(3))
-        return patch_dataloader_to_ddp(DataLoader(range(N), 4, sampler=sampler, collate_fn=as_it_is))  # type: ignore[arg-type]
-
-    whole, running, again = start(), start(), start()
-    for loader in (whole, running):
-        loader.set_epoch(epoch)
-    given = list(islice(running, 3))
-    restore_loader(again, loader_state(running))
-    assert given + list(again) == list(whole)
 
 
 class OfClass(Sampler[int]):
@@ -380,37 +320,27 @@ class OfClass(Sampler[int]):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_an_epoch_is_not_resumed_that_begins_with_other_items(world_size: int) -> None:
     def start() -> Any:
-        rows: Any = range(N)
-        raw: DataLoader[Any] = DataLoader(rows, 4, sampler=OfClass(), collate_fn=as_it_is)
-        return patch_dataloader_to_ddp(raw, rank=0, num_replicas=world_size)
+        return patch_dataloader_to_ddp(given(sampler=OfClass()), rank=0, num_replicas=world_size)
 
     running = start()
     before = OfClass.rng.getstate()
-    given = list(islice(running, 2))
+    begun = list(islice(running, 2))
     state, again = loader_state(running), start()
     restore_loader(again, state)
     with pytest.raises(StateError, match="OfClass began the epoch with other items"):
         list(again)
     OfClass.rng.setstate(before)
     restore_loader(again, state)
-    assert len({tuple(batch) for batch in [*given, *again]}) == N // 4 // world_size
+    assert len({tuple(batch) for batch in [*begun, *again]}) == N // 4 // world_size
 
 
 def test_the_users_draws_get_back_what_was_there() -> None:
     raw, loader = loader_of("torch")
-    generator = raw.sampler.generator
+    generator = raw.sampler.rng
     torch.rand(3, generator=generator)
     before = generator.get_state()
     list(loader)
     assert generator.get_state().equal(before)
-
-
-def test_as_long_as_nobody_else_draws_everybody_sees_where_the_passes_are() -> None:
-    raw, loader = loader_of("torch")
-    alone, _ = loader_of("torch")
-    list(alone)
-    list(loader)
-    assert raw.sampler.generator.get_state().equal(alone.sampler.generator.get_state())
 
 
 @pytest.mark.parametrize("workers", [0, 2])

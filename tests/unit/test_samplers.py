@@ -5,7 +5,7 @@ import copy
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from zoo import GROUPS, LABELS, LENGTHS, EpochSeeded, Indices, N, Varying, loader, pk_batches
 
-from ddp_patch import DDPBatchSamplerWrapper, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.orders.orders import has_order
 from ddp_patch.samplers import (
     GroupedBatchSampler,
@@ -180,21 +180,6 @@ def test_counts_are_those_of_the_largest_remainders(weights: Any, length: int, c
     assert list(sampler.counts.values()) == counts
     for _ in range(3):
         assert np.bincount([LABELS[index] for index in sampler], minlength=3).tolist() == counts
-
-
-def test_which_samples_come_more_often_and_where_is_left_to_chance() -> None:
-    # 11 draws of each: of 12 samples one is left out, of 7 four come twice, of 4 three come three times.
-    orders = np.stack([list(WeightedClassSampler(LABELS, [1, 1, 1], 33, seed=seed)) for seed in range(MANY)])
-    times = np.bincount(orders.ravel(), minlength=N)
-    for label, size in enumerate([12, 7, 4]):
-        share = (11 / size) % 1
-        of_label = times[np.array(LABELS) == label]
-        deviation = np.sqrt(MANY * share * (1 - share))
-        assert (abs(of_label - MANY * 11 / size) < BOUND * deviation).all()
-    classes = np.take(LABELS, orders)
-    for label in range(3):  # a third at every position
-        at_position = (classes == label).sum(axis=0)
-        assert (abs(at_position - MANY / 3) < BOUND * np.sqrt(MANY * 2 / 9)).all()
 
 
 def test_named_balances() -> None:
@@ -482,32 +467,3 @@ def test_a_loop_over_windows_ends() -> None:
 @pytest.mark.parametrize("n", [0, 1, 2, 23, 70_000])
 def test_a_scalable_shuffle_has_every_sample_once(n: int) -> None:
     assert sorted(ScalableRandomSampler(n)) == list(range(n))
-
-
-class Half(ScalableRandomSampler):
-    """A subclass that iterates in its own way is not looked up."""
-
-    def __iter__(self) -> Iterator[int]:
-        return (index for index in super().__iter__() if index % 2)
-
-
-class FirstTwo(PKBatchSampler):
-    """The same, of batches."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return islice(super().__iter__(), 2)
-
-
-def test_subclasses_with_an_order_of_their_own_are_iterated() -> None:
-    def sampler() -> GroupedBatchSampler:
-        return GroupedBatchSampler(Half(20, seed=1), [0] * 20, 3)
-
-    assert has_order(ScalableRandomSampler(N, seed=1))
-    assert not has_order(Half(N, seed=1))
-    assert not sampler().has_random_access
-    assert len(sampler()) == 4
-    batches = list(sampler())
-    assert sorted(chain.from_iterable(batches)) == list(range(1, 20, 2))
-    assert list(DDPBatchSamplerWrapper(sampler(), False, num_replicas=1, rank=0)) == batches
-    whole = list(IterationBatchSampler(FirstTwo(range(12), 2, 1, seed=1), 12))
-    assert list(IterationBatchSampler(FirstTwo(range(12), 2, 1, seed=1), 12, 7)) == whole[7:]

@@ -8,8 +8,8 @@ import pytest
 from messages import raises
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddp_patch import loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.errors import RankMismatchError, StateError, UnsupportedLoaderError
+from ddp_patch import patch_dataloader_to_ddp
+from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import held_for_workers, look_at
 from ddp_patch.ranks.exchange import require_same
 
@@ -91,13 +91,3 @@ def test_what_it_holds_is_the_same_on_every_rank() -> None:
     for one in aware:
         one.is_ddp_aware = False
     judge(*aware)
-
-
-def test_a_state_of_another_number_of_ranks_says_so() -> None:
-    def patched(ranks: int) -> Any:
-        return patch_dataloader_to_ddp(
-            DataLoader(Split(), 2), rank=0, num_replicas=ranks, share="by_worker", uneven="keep"
-        )
-
-    with raises(StateError, ("another loader", "num_replicas: 2 in the state; 3 here"), "as it was when"):
-        restore_loader(patched(3), loader_state(patched(2)))

@@ -31,37 +31,14 @@ def test_a_rank_is_lost_where_no_batch_of_its_share_is_full() -> None:
 
 
 # Samples, loader, ranks, options, and all remedies that are told.
+FEWER, LAST, SIZE = "fewer ranks", "drop_last=False", "a batch_size of at most"
 CASES: list[tuple[int, dict[str, Any], int, dict[str, Any], list[str]]] = [
-    (
-        100,
-        {"batch_size": 32, "drop_last": True},
-        8,
-        {},
-        ["fewer ranks", "drop_last=False", "a batch_size of at most 13"],
-    ),
-    (
-        100,
-        {"batch_size": 34, "drop_last": True},
-        3,
-        {"uneven": "drop"},
-        ["fewer ranks", "drop_last=False", "a batch_size of at most 33"],
-    ),
-    (
-        9,
-        {"batch_size": 5, "drop_last": True},
-        2,
-        {"uneven": "keep"},
-        ["fewer ranks", "drop_last=False", "a batch_size of at most 4"],
-    ),
-    (2, {"batch_size": 4}, 3, {"uneven": "drop"}, ["fewer ranks", "uneven='pad'"]),
-    (3, {"batch_size": 1}, 4, {"uneven": "drop"}, ["fewer ranks", "uneven='pad'"]),
-    (
-        8,
-        {"batch_size": 4, "drop_last": True},
-        3,
-        {"uneven": "drop", "share": "batches"},
-        ["fewer ranks", "uneven='pad'"],
-    ),
+    (100, {"batch_size": 32, "drop_last": True}, 8, {}, [FEWER, LAST, f"{SIZE} 13"]),
+    (100, {"batch_size": 34, "drop_last": True}, 3, {"uneven": "drop"}, [FEWER, LAST, f"{SIZE} 33"]),
+    (9, {"batch_size": 5, "drop_last": True}, 2, {"uneven": "keep"}, [FEWER, LAST, f"{SIZE} 4"]),
+    (2, {"batch_size": 4}, 3, {"uneven": "drop"}, [FEWER, "uneven='pad'"]),
+    (3, {"batch_size": 1}, 4, {"uneven": "drop"}, [FEWER, "uneven='pad'"]),
+    (8, {"batch_size": 4, "drop_last": True}, 3, {"uneven": "drop", "share": "batches"}, [FEWER, "uneven='pad'"]),
 ]
 
 

@@ -6,7 +6,6 @@ from contextlib import suppress
 from fractions import Fraction
 from itertools import islice
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from zoo import ALL_KINDS, STEPS, Bare, Indices, Kind, Source, as_it_is, compara
 
 from ddp_patch import iter_with_mask, iter_with_weights, patch_dataloader_to_ddp
 from ddp_patch.errors import InvalidOptionError, NoStepsError, WorldError
-from ddp_patch.sharding.passes import Pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")  # some kinds have it
 
@@ -117,17 +115,6 @@ def test_weights_and_masks_are_on_the_cpu_wherever_other_tensors_are(iterate: An
     next(steps)  # torch begins a loader on the CPU
     with torch.device("meta"):
         assert {told.device.type for _, told in steps} == {"cpu"}
-
-
-def test_steps_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred thousand samples, in batches of ten on four ranks: all steps but the last are alike."""
-    for options in ({}, {"share": "batches"}, {"share": "within_batches"}):
-        one = patched(loader(10, sampler=range(100_003)), 4, 0, **options)
-        with monkeypatch.context() as patch:
-            looked = mock.Mock(side_effect=Pass.schedule)
-            patch.setattr(Pass, "schedule", lambda *given, looked=looked: looked(*given))
-            assert len(list(iter_with_weights(one))) == len(one)
-        assert looked.call_count < 100, options
 
 
 @pytest.mark.parametrize("share", ["batches", "within_batches"])

@@ -200,34 +200,12 @@ def test_other_calls_name_the_loader_inside_too() -> None:
             patch_dataloader_to_ddp(of_none, rank=0, num_replicas=2)  # type: ignore[call-overload]  # on purpose
 
 
-class FastaiLoader:
-    """As fastai's DataLoader, which is not torch's."""
-
-    def __init__(self, dataset: Any, bs: int) -> None:
-        self.dataset, self.bs, self.shuffle, self.drop_last = dataset, bs, False, False
-
-    def create_batch(self, samples: list[int]) -> torch.Tensor:
-        return torch.tensor(samples)
-
-
-FastaiLoader.__module__, FastaiLoader.__qualname__ = "fastai.data.load", "DataLoader"
-FastaiLoader.__name__ = "DataLoader"
-
-
 def assert_remedied(error: Exception, loader: Any) -> None:
     """Build the loader that an error writes down, and share it."""
     found = re.search(r"torch\.utils\.data\.DataLoader\(loader.*?\)(?=\.)", str(error))
     assert found is not None
     shares = shares_of(lambda: eval(found[0], {"torch": torch, "loader": loader}))  # noqa: S307 - the remedy
     assert shares == [[*range(0, N, 2)], [*range(1, N, 2)]]
-
-
-def test_fastais_loader_is_none_of_torchs() -> None:
-    loader = FastaiLoader(Indices(N), 2)
-    facts = ("patch_dataloader_to_ddp", "fastai's DataLoader", "torch.utils.data.DataLoader")
-    with raises(NotALoaderError, facts, ("learn.distrib_ctx()", "collate_fn=loader.create_batch")) as caught:
-        patch_dataloader_to_ddp(loader, rank=0, num_replicas=2)  # type: ignore[call-overload]  # on purpose
-    assert_remedied(caught.value, loader)
 
 
 class OwnStream(IterableDataset[int]):

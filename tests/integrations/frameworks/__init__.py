@@ -1,7 +1,7 @@
 """One loader of each kind in one framework after the other: what its training step sees, patched and not.
 
-``kinds.py`` has the loaders, ``judge.py`` says what came of them, and ``page.py`` keeps the tables of the docs. Each
-other module is one framework and has a ``FRAMEWORK``.
+``kinds.py`` has the loaders, and each other module but ``base.py`` is one framework and has a ``FRAMEWORK``. What they
+make of loaders that are not patched is measured by ``benchmarks/unpatched.py``.
 """
 
 from importlib import import_module

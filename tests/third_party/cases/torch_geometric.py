@@ -40,6 +40,12 @@ def shuffled(world: World, **options: Any) -> Any:
     return DataLoader(graphs(), batch_size=4, shuffle=True, **options)
 
 
+def followed(batch: Any) -> Batch:
+    """The numbers, if each node's graph is told, as the loader was asked to."""
+    assert batch.x_batch.tolist() == torch.arange(len(batch.number)).repeat_interleave(batch.number % 4 + 3).tolist()
+    return numbers(batch)
+
+
 def by_size(world: World) -> Any:
     return DataLoader(graphs(), batch_sampler=DynamicBatchSampler(graphs(), max_num=12, shuffle=True))
 
@@ -91,7 +97,7 @@ def random_parts(world: World) -> Any:
 
 
 CASES = [
-    Case(PACKAGE, "`DataLoader`", shuffled, items=numbers),
+    Case(PACKAGE, "`DataLoader`", lambda world: shuffled(world, follow_batch=["x"]), items=followed),
     Case(PACKAGE, "`DataLoader` with 2 workers", lambda world: shuffled(world, num_workers=2), items=numbers),
     Case(PACKAGE, "`DataListLoader`", listed, items=lambda batch: tuple(graph.number for graph in batch)),
     Case(PACKAGE, "`DynamicBatchSampler`", by_size, items=numbers, whole=True),
