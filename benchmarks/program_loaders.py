@@ -1,4 +1,4 @@
-"""Loaders of the random programs that say they are sharded, that split by worker, or that cannot read a sample."""
+"""Loaders of the random programs alone: that say they are sharded, split by worker, or cannot read a sample."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +17,36 @@ __all__ = [
     "OF_WORKERS",
     "WRONG_CLAIMS",
     "WRONG_OF_WORKERS",
+    "AlikeBatches",
+    "CroppedByModule",
     "Unreadable",
     "UnreadableStream",
     "iterated",
 ]
+
+
+class CroppedByModule(users.Numbers):
+    """Some pictures are cropped, others are not."""
+
+    def __getitem__(self, index: int) -> int:
+        for _ in range(index % 3):
+            users.MODULES.random()
+            users.MODULES_NUMPY.random()
+        return index
+
+
+class AlikeBatches(Sampler[list[int]]):
+    """Batches of alike losses."""
+
+    def __init__(self) -> None:
+        self.losses = [0.0] * N
+
+    def __len__(self) -> int:
+        return N // SIZE
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = sorted(range(N), key=self.losses.__getitem__)
+        return (order[start : start + SIZE] for start in range(0, N, SIZE))
 
 
 class Slices(Sampler[int]):

@@ -42,6 +42,8 @@ from program_loaders import (
     OF_WORKERS,
     WRONG_CLAIMS,
     WRONG_OF_WORKERS,
+    AlikeBatches,
+    CroppedByModule,
     Unreadable,
     UnreadableStream,
     iterated,
@@ -71,7 +73,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "plain": lambda **how: users.loader(shuffle=True, **how),
     "global": lambda **how: users.loader(sampler=users.Shuffles(random), **how),
     "learner": lambda **how: users.loader(sampler=users.Learns(), **how),
-    "alike batches": lambda **how: users.loader(batch_sampler=users.AlikeBatches(), **how),
+    "alike batches": lambda **how: users.loader(batch_sampler=AlikeBatches(), **how),
 }
 ALREADY = {**CLAIMS, **WRONG_CLAIMS}
 BY_WORKER = {**OF_WORKERS, **WRONG_OF_WORKERS}
@@ -248,7 +250,7 @@ class Training:
             case "unreadable stream":
                 return users.loader(UnreadableStream(range(N)), **how)
             case "module":
-                return users.loader(users.CroppedByModule(), sampler=users.ByModule(bool(plan.number % 2)), **how)
+                return users.loader(CroppedByModule(), sampler=users.ByModule(bool(plan.number % 2)), **how)
             case "rows" | "rows in order":
                 self.dataset = users.Rows(range(N) if self.dataset is None else self.dataset.rows)
                 return users.loader(self.dataset, shuffle=plan.kind == "rows", **how)

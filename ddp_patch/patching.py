@@ -320,7 +320,7 @@ def shard(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = copy_
     sharded, new = share_of(facts, agreed)
     readers = max(1, facts.num_workers) if facts.unit is ShardedUnit.ITERABLE else 1
     passes = sharded.rank_passes
-    passes.note_loader(type(facts.loader).__name__, facts.batches_ahead, readers)
+    passes.note_loader(facts.loader, facts.batches_ahead, readers)
     # Where batches are divided, each may have padding, which repeats another rank's samples.
     has_indices = facts.unit is not ShardedUnit.ITERABLE and not agreed.options.divides_batches
     if has_indices and (held := next(streams_in(facts.dataset), None)) is not None:

@@ -38,9 +38,8 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, in_step:
     headers = np.stack([own.header for own in given])
     judge_outputs(operation, {rank: own.said() for rank, own in enumerate(given)})
     assert are_alike(headers)
-    sent = [[*parts] for parts in zip(*(own.parts(headers) for own in given), strict=True)]
-    assert all([*sizes] == [len(data) for data, _ in parts] for parts in sent for _, sizes in parts)
-    first, *_ = [own.whole(headers, iter([[data for data, _ in parts] for parts in sent])) for own in given]
+    assert headers[:, 3].tolist() == [len(own.data) for own in given]
+    first, *_ = [own.whole(headers, [each.data for each in given]) for own in given]
     return first
 
 

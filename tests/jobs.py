@@ -22,11 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from messages import Words, missing
+from quick import run_ranks
 from users import N, begin_anew, number_of
 from zoo import seed_ambient
 
@@ -183,7 +185,7 @@ class _Program:
 
 
 class Programs:
-    """The programs of a module. Called, it is a decorator that adds one.
+    """The programs of a module, where this is ``program``. Called, it is a decorator that adds one.
 
     Args, when called:
         expected: "complete", "error", or both, in one text.
@@ -193,7 +195,8 @@ class Programs:
         all_reduce: After what the ranks meet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self.module = module
         self._programs: dict[str, _Program] = {}
 
     def __call__(
@@ -222,9 +225,9 @@ class Programs:
                 dist.monitored_barrier(timeout=timedelta(seconds=_LATE_S))
         return runs
 
-    def unexpected(self, ranks: Sequence[Mapping[str, Run]]) -> dict[str, str]:
-        """Return each program that did not end as expected, and what came of it."""
-        found = {}
+    def unexpected(self, world: int) -> dict[str, str]:
+        """Run them on so many ranks; return each that did not end as expected, and what came of it."""
+        found, ranks = {}, run_ranks(_run_programs, world, self.module)
         for name in ranks[0]:
             runs, program = [rank[name] for rank in ranks], self._programs[name]
             came, warned = verdict(runs), [text for run in runs for text in run.warned]
@@ -236,6 +239,11 @@ class Programs:
             elif program.tells and not any(not missing(text, program.tells) for text in said):
                 found[name] = f"{program.tells} are not told: {said}"
         return found
+
+
+def _run_programs(rank: int, world: int, module: str) -> dict[str, Run]:
+    runs: dict[str, Run] = import_module(module).program.run(rank, world)
+    return runs
 
 
 def ids(batch: Any) -> Iterator[int]:

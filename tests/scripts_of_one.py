@@ -188,21 +188,6 @@ SCRIPTS: Mapping[str, str] = {
             with torch.inference_mode():
                 history.append(sum(F.mse_loss(model(a), b, reduction="sum").item() for a, b in loader))
     """,
-    "three trainings one after the other, of other splits and first weights": """
-        for fold in range(3):
-            train_data, val_data = random_split(data, [80, 39])
-            model = net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for number, (a, b) in enumerate(DataLoader(train_data, 9, shuffle=True)):
-                optimizer.zero_grad()
-                F.mse_loss(model(a), b).backward()
-                optimizer.step()
-                if number == 5 + fold:
-                    break
-            with torch.no_grad():
-                for a, b in DataLoader(val_data, 9):
-                    history.append(F.mse_loss(model(a + torch.randn_like(a)), b).item())
-    """,
     "batches drawn by hand": """
         for step in range(9):
             chosen = torch.randint(0, 119, (8,))

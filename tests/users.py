@@ -79,16 +79,6 @@ class Numbers(Dataset[int]):
         return index
 
 
-class CroppedByModule(Numbers):
-    """Some pictures are cropped, others are not."""
-
-    def __getitem__(self, index: int) -> int:
-        for _ in range(index % 3):
-            MODULES.random()
-            MODULES_NUMPY.random()
-        return index
-
-
 class Lazy(Numbers):
     """Lists its files when it is first asked for one."""
 
@@ -318,20 +308,6 @@ class Learns(Shuffles):
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(range(N), key=lambda index: -self.losses[index]))
-
-
-class AlikeBatches(Sampler[list[int]]):
-    """Batches of alike losses."""
-
-    def __init__(self) -> None:
-        self.losses = [0.0] * N
-
-    def __len__(self) -> int:
-        return N // SIZE
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = sorted(range(N), key=self.losses.__getitem__)
-        return (order[start : start + SIZE] for start in range(0, N, SIZE))
 
 
 class Batches(Sampler[list[int]]):

@@ -4,6 +4,7 @@ A kind's ``make`` builds the loader as a user would, from ambient randomness tha
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -272,6 +273,20 @@ class Reused(Sampler[list[int]]):
             batch[:] = range(start * 3, start * 3 + 1 + start % 3)
             yield batch
         batch.clear()
+
+
+class Unequal(Sampler[list[int]]):
+    """Batches of 1 to 9 samples, drawn anew in each epoch, of which one process alone knows how many there are."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = torch.randperm(self.n).tolist()
+        while indices:
+            size = int(torch.randint(1, 10, ()))
+            yield indices[:size]
+            indices = indices[size:]
 
 
 class Bare:
@@ -604,6 +619,14 @@ def units(kind: Kind, loader: Any, steps: int = STEPS) -> list[Any]:
 def comparable(item: Any) -> Any:
     """The item with its type, where its value alone would compare equal to another type's or not at all."""
     return (type(item), item.tolist()) if isinstance(item, torch.Tensor | np.generic) else item
+
+
+def assert_shared_exactly(shares: list[list[int]], n: int) -> None:
+    """Every one of n items is somebody's, and only what fills up the last round is somebody else's too."""
+    together = Counter(item for share in shares for item in share)
+    assert set(together) == set(range(n))
+    assert len({len(share) for share in shares}) == 1
+    assert together.total() - n < len(shares)
 
 
 def seed_ambient(seed: int) -> None:

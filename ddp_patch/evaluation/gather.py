@@ -1,13 +1,11 @@
 """Gather outputs in the order of the unpatched loader: what a rank sends of its own, and what all ranks' come to.
 
-First a header says how many rows a rank has, and where they go. Then come, where there are any: keys that are no run, a
-pickle of rows that have no fixed number of bytes, and all others, each row as its bytes in all tensors and arrays.
+First a header says what a rank has; then come the keys of its rows, which say where these go, and a pickle of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import count
-from time import monotonic
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -26,10 +24,10 @@ from ddp_patch.evaluation.outputs import (
     read,
     row_bytes,
 )
-from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, run_of, share_of_pass, share_of_step
+from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, share_of_pass, share_of_step
 from ddp_patch.evaluation.steps import shared_batches
 from ddp_patch.loaders.recognition import sharded_by
-from ddp_patch.ranks.exchange import MARGIN_S, digest, exchange
+from ddp_patch.ranks.exchange import digest, exchange
 from ddp_patch.ranks.group import Group, kept_groups, made_group
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.packing import bytes_of, packed, unpacked
@@ -39,17 +37,13 @@ __all__ = ["OwnOutputs", "are_alike", "gather_in_order", "gather_step", "gather_
 
 Outputs = TypeVar("Outputs")
 
-# How many bytes of rows travel at once, all ranks' together, which are held in memory besides the result.
-_LARGEST_MESSAGE = 2**26
-
 
 def gather_in_order(outputs: Outputs, loader: DataLoader[Any]) -> Outputs:
     """Return all ranks' outputs in the unpatched loader's order, without padding.
 
     Call it on every rank after a whole pass over the loader. The result is what one process would have: metrics
     computed from it equal those of one process. Samples that ``uneven="drop"`` or ``drop_last=True`` left out are not
-    in it. Besides the result, it needs copies of this rank's outputs, and up to 64 MiB of memory. Lists and strings are
-    pickled, which needs all ranks' once more.
+    in it. Besides the result, it needs copies of this rank's outputs, and all ranks' once more.
 
     Args:
         outputs: This rank's outputs of the pass, in its own order, padding included. Each tensor, array or list has one
@@ -154,60 +148,28 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int |
     if agreed.world.num_replicas == 1:
         rank = 0 if agreed.world.share_of_rank is None else dist.get_rank()
         judge({rank: own.said()})
-        headers = own.header[None]
-        return own.whole(headers, ([data] for data, _ in own.parts(headers)))
-    with _Members(agreed.world.peer_ranks(operation), agreed.options.timeout) as members:
-        headers = members.headers(own.header)
+        return own.whole(own.header[None], [own.data])
+    ranks, timeout = agreed.world.peer_ranks(operation), agreed.options.timeout
+    with _kept_group(ranks, timeout) as group:
+        came = group.all_gather(GATHERING, own.header.view(np.uint8), [own.header.nbytes] * len(ranks), timeout)
+        headers = np.stack([header.view(np.int64) for header in came])
         if not are_alike(headers):
-            exchange(members.ranks, GATHERING, own.said(), judge, agreed.options.timeout)
-        return own.whole(headers, (members.sent(data, sizes.tolist()) for data, sizes in own.parts(headers)))
+            exchange(ranks, GATHERING, own.said(), judge, timeout)
+        return own.whole(headers, group.all_gather(GATHERING, own.data, headers[:, 3].tolist(), timeout))
 
 
-class _Members:
-    """One rank for each share, in the group that they keep.
-
-    Args:
-        ranks: Their global ranks.
-        timeout: How many seconds they wait for each other.
-    """
-
-    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
-        self.ranks: Sequence[int] = ranks
-        self._timeout, self._begun = timeout, monotonic()
-        kept = kept_groups(ranks, "rows")
-        self._group = kept[0] if kept else self._met()
-
-    def __enter__(self) -> "_Members":
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """If this rank fails alone, tell the others and break the connections; errors of ours are raised on all."""
-        if error is not None and not isinstance(error, DDPPatchError):
-            self._group.close(f"{type(error).__name__}: {message_of(error)}")
-
-    def _met(self) -> Group:
-        """Meet for a new group. Ranks that have waited as long as they may have a moment left for it."""
-        left = max(MARGIN_S, self._timeout - (monotonic() - self._begun))
-        return made_group(self.ranks, "rows", GATHERING, left)
-
-    def headers(self, own: Array) -> Array:
-        """Return all ranks' headers."""
-        data, sizes = own.view(np.uint8), [own.nbytes] * len(self.ranks)
-        try:
-            came = self._all_gather(data, sizes)
-        except RuntimeError:  # since the group was last used, maybe; nothing is lost, so the ranks meet for a new one
-            self._group.close()
-            self._group = self._met()
-            came = self.sent(data, sizes)
-        return np.stack([block.view(own.dtype) for block in came])
-
-    def sent(self, data: Array, sizes: Sequence[int]) -> list[Array]:
-        """Send bytes, and return all ranks', of which each has so many."""
-        with self._group.explained(GATHERING):
-            return self._all_gather(data, sizes)
-
-    def _all_gather(self, data: Array, sizes: Sequence[int]) -> list[Array]:
-        return [block.numpy() for block in self._group.all_gather(torch.from_numpy(data), sizes, self._timeout)]
+@contextmanager
+def _kept_group(ranks: Sequence[int], timeout: float) -> Iterator[Group]:
+    """Yield the group in which these ranks gather. If this rank fails alone, tell the others: all raise our errors."""
+    kept = kept_groups(ranks, "rows")
+    group = kept[0] if kept else made_group(ranks, "rows", GATHERING, timeout)
+    try:
+        yield group
+    except DDPPatchError:
+        raise
+    except BaseException as error:
+        group.close(f"{type(error).__name__}: {message_of(error)}")
+        raise
 
 
 # ---- what a rank sends ----
@@ -228,12 +190,13 @@ class OwnOutputs:
 
     Attributes:
         header: Numbers that all others learn first. Of the call: 0 if something is wrong. Of the form: 0 if this rank
-            got nothing. How many rows there are; the first one's key, and the step from key to key, 0 if they are no
-            run. How many bytes a row has, and how many are pickled.
+            got nothing. How many rows there are, and how many bytes of data.
+        data: The keys of the rows, and their pickle, with one of their form for a rank that got nothing.
     """
 
     def __init__(self, outputs: Any, share_of: Callable[[], RankShare]) -> None:
-        self.header: Array = np.zeros(7, np.int64)
+        self.header: Array = np.zeros(4, np.int64)
+        self.data: Array = np.empty(0, np.uint8)
         self._given, self._problem = outputs, ""
         self._readings: Mapping[str, Reading] = {}
         try:
@@ -250,56 +213,45 @@ class OwnOutputs:
 
     def _make_ready(self) -> None:
         """Make ready what is sent."""
-        (fixed, objects), keys = _columns(self._readings), self._share.keys
-        nest = mapped(self._given, lambda _, leaf: leaf[:0]) if self._readings else None
-        form = nest, {path: reading.without_rows() for path, reading in self._readings.items()}
-        self._pickled: Array = np.frombuffer(bytearray(packed((form, objects))), np.uint8)
-        matrices = map(_matrix, fixed.values())
-        self._rows: Array = np.concatenate([np.empty((len(keys), 0), np.uint8), *matrices], axis=1)
-        texts = [(path, reading.text) for path, reading in sorted(self._readings.items())]
-        self.header[:2] = _number(self._share.at), _number(texts) if texts else 0
-        self.header[2:] = len(keys), *run_of(keys), self._rows.shape[1], len(self._pickled)
+        keys, readings = self._share.keys, self._readings
+        nest = mapped(self._given, lambda _, leaf: leaf[:0]) if readings else None
+        form = nest, {path: reading.without_rows() for path, reading in readings.items()}
+        columns = {name: _sent(rows) for name, rows in _columns(readings).items()}
+        pickled = packed((packed(form), columns))
+        self.data = np.concatenate([keys.view(np.uint8), np.frombuffer(pickled, np.uint8)])
+        texts = [(path, reading.text) for path, reading in sorted(readings.items())]
+        self.header[:] = _number(self._share.at), _number(texts) if texts else 0, len(keys), len(self.data)
 
-    def parts(self, headers: Array) -> Iterator[tuple[Array, Array]]:
-        """Yield what this rank sends, as bytes, and how many bytes each rank sends then."""
-        _, _, rows, _, steps, widths, pickled = headers.T
-        if not steps.all():
-            yield self._share.keys.view(np.uint8), 8 * rows
-        if self._are_pickled(headers):
-            yield self._pickled, pickled
-        at_once = _rows_at_once(headers)
-        for begin in range(0, rows.max() if widths.any() else 0, at_once):
-            yield self._rows[begin : begin + at_once].reshape(-1), np.clip(rows - begin, 0, at_once) * widths.max()
-
-    def whole(self, headers: Array, came: Iterator[Sequence[Array]]) -> Any:
+    def whole(self, headers: Array, came: Sequence[Array]) -> Any:
         """Return all ranks' rows, put together.
 
         Args:
             headers: All ranks'.
-            came: All ranks' parts.
+            came: All ranks' data.
         """
-        if not headers[:, 1].any():  # nobody got anything
+        got = [(data, 8 * rows) for data, (_, form, rows, _) in zip(came, headers.tolist(), strict=True) if form]
+        if not got:
             return self._given
-        keys = [np.arange(first, first + rows * step, step) for rows, first, step in headers[:, 2:5].tolist() if step]
-        if len(keys) < len(headers):
-            keys = [block.view(np.int64) for block in next(came)]
-        nest, readings, pickled = self._given, self._readings, list[Any]()
-        if self._are_pickled(headers):
-            pickled = [unpacked(block.data) for block in next(came)]
-            nest, readings = (nest, readings) if readings else pickled[headers[:, 1].argmax()][0]
-        (fixed, objects), places = _columns(readings), places_of(keys)
-        rooms = [np.empty((sum(map(len, keys)), row_bytes(form) or 0), np.uint8) for form in fixed.values()]
-        _put(rooms, places, came, headers)
-        whole = dict(zip(fixed, map(_as_leaf, rooms, fixed.values()), strict=True))
-        for name, form in objects.items():
-            whole[name] = _in_order(form, [given.get(name, form[:0]) for _, given in pickled], places)
+        keys = [data[:end].view(np.int64) for data, end in got]
+        nest, readings, places = self._given, self._readings, places_of(keys)
+        if not readings:
+            data, end = got[0]
+            nest, readings = unpacked(unpacked(data[end:].data)[0])
+        forms, count = _columns(readings), sum(map(len, keys))
+        widths = {name: width for name, form in forms.items() if (width := row_bytes(form)) is not None}
+        rooms = {name: np.empty((count, width), np.uint8) for name, width in widths.items()}
+        objects = {name: [form[:0]] for name, form in forms.items() if name not in widths}
+        for where, (data, end) in zip(places, got, strict=True):
+            _, columns = unpacked(data[end:].data)
+            for name, room in rooms.items():
+                room[where] = columns[name]
+            for name, rows in objects.items():
+                rows.append(columns[name])
+        order = np.argsort(np.concatenate(places))
+        whole = {name: _as_leaf(room, forms[name]) for name, room in rooms.items()}
+        whole |= {name: _in_order(joined(rows), order) for name, rows in objects.items()}
         sizes = partial(self._share.batch_sizes, np.concatenate(keys))
         return mapped(nest, lambda path, _: readings[path].leaf(whole, path, sizes))
-
-    def _are_pickled(self, headers: Array) -> bool:
-        """Return whether pickles are sent: of rows, or of the form for a rank that got nothing."""
-        got = np.count_nonzero(headers[:, 1])
-        return bool(0 < got < len(headers) or _columns(self._readings)[1])
 
 
 def _number(value: object) -> int:
@@ -307,21 +259,16 @@ def _number(value: object) -> int:
     return int(digest(value), 16) >> 1 | 1
 
 
-def _rows_at_once(headers: Array) -> int:
-    return max(1, _LARGEST_MESSAGE // (len(headers) * max(1, int(headers[:, 5].max()))))
+def _columns(readings: Mapping[str, Reading]) -> dict[str, Leaf]:
+    return {name: rows for reading in readings.values() for name, rows in reading.columns.items()}
 
 
-def _columns(readings: Mapping[str, Reading]) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
-    """Return the columns whose rows have a fixed number of bytes, and the others, in an order that all ranks have."""
-    columns = sorted((name, rows) for reading in readings.values() for name, rows in reading.columns.items())
-    fixed = {name: rows for name, rows in columns if row_bytes(rows) is not None}
-    return fixed, {name: rows for name, rows in columns if name not in fixed}
-
-
-def _matrix(leaf: Leaf) -> Array:
-    """Return the bytes of a tensor or an array, row by row: the same memory where it lies there in order."""
+def _sent(leaf: Leaf) -> Leaf:
+    """Return what is pickled of a leaf: where rows have a fixed number of bytes, a matrix of these."""
+    if (width := row_bytes(leaf)) is None:
+        return leaf
     data = bytes_of(leaf).numpy() if isinstance(leaf, torch.Tensor) else np.ascontiguousarray(leaf).reshape(-1)
-    return cast(Array, data.view(np.uint8).reshape(len(leaf), cast(int, row_bytes(leaf))))
+    return cast(Array, data.view(np.uint8).reshape(len(leaf), width))
 
 
 def _as_leaf(matrix: Array, form: Leaf) -> Leaf:
@@ -332,17 +279,5 @@ def _as_leaf(matrix: Array, form: Leaf) -> Leaf:
     return data.view(cast(Array, form).dtype).reshape(shape)
 
 
-def _put(rooms: Sequence[Array], places: Sequence[Array], came: Iterator[Sequence[Array]], headers: Array) -> None:
-    """Put all ranks' rows into their places, as they come."""
-    at_once, ends = _rows_at_once(headers), np.cumsum([room.shape[1] for room in rooms])[:-1]
-    for begin, blocks in zip(count(0, at_once), came, strict=False):
-        where = np.concatenate([of_rank[begin : begin + at_once] for of_rank in places])
-        parts = np.split(np.concatenate(blocks).reshape(len(where), -1), ends, axis=1)
-        for room, part in zip(rooms, parts, strict=True):
-            room[where] = part
-
-
-def _in_order(form: Leaf, given: Sequence[Any], places: Sequence[Array]) -> Leaf:
-    """Return all ranks' rows that were pickled, in order."""
-    rows, order = joined([form[:0], *given]), np.argsort(np.concatenate(places))
+def _in_order(rows: Leaf, order: Array) -> Leaf:
     return [rows[place] for place in order.tolist()] if isinstance(rows, list) else cast(Array, rows[order])

@@ -14,7 +14,7 @@ from ddp_patch.sharding.batches import Batches, batches_delivered
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.validation import counted
 
-__all__ = ["Array", "Misfit", "RankShare", "places_of", "run_of", "share_of_pass", "share_of_step"]
+__all__ = ["Array", "Misfit", "RankShare", "places_of", "share_of_pass", "share_of_step"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -149,17 +149,6 @@ def _row_in_batch(sizes: Array) -> Array:
     """Return which row of its batch each row is, of batches of these sizes."""
     rows: Array = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return rows
-
-
-def run_of(keys: Array) -> tuple[int, int]:
-    """Return the first key and the step from one to the next; a step of 0 where they are no run.
-
-    Examples:
-        >>> run_of(np.array([3, 5, 7])), run_of(np.array([3, 5, 6])), run_of(np.array([3])), run_of(np.array([]))
-        ((3, 2), (3, 0), (3, 1), (0, 1))
-    """
-    first, step = int(keys[0]) if len(keys) else 0, int(keys[1] - keys[0]) if len(keys) > 1 else 1
-    return first, step if step > 0 and bool((np.diff(keys) == step).all()) else 0
 
 
 def places_of(keys: Sequence[Array]) -> list[Array]:

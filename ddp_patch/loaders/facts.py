@@ -117,11 +117,6 @@ class StreamFacts:
         """What ranks compare of the dataset in each pass; None where nobody compared it at the patch."""
         return HeldData(self.dataset) if "samples" in self.__dict__ else None
 
-    @cached_property
-    def dataset_length(self) -> int | None:
-        """How many samples the dataset has, as it says; None if it does not say."""
-        return length_of(self.dataset, nested_samplers(self.dataset))
-
     @property
     def generators(self) -> Sequence[RandomGenerator]:
         """The generators that ranks begin alike: torch's, and those that samplers draw from alone."""
@@ -196,10 +191,10 @@ class LoaderFacts(Generic[L]):
         """For which rank of how many it is sharded already; None if that is not known."""
         return None if self.sharded_by is None else world_of(self.sharded_by)
 
-    @property
+    @cached_property
     def dataset_length(self) -> int | None:
         """How many samples the dataset has, as it says; None if it does not say."""
-        return self.stream.dataset_length
+        return length_of(self.dataset, nested_samplers(self.dataset))
 
     @property
     def batching(self) -> Batching:

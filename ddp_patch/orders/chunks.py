@@ -247,7 +247,7 @@ class Drawn(Iterator[Chunk[T]]):
 
 
 def split_chunks(
-    plan: Plan, chunks: Iterable[Chunk[T]], on_end: Callable[[int], None], skipped: Chunk[T] | None = None
+    plan: Plan, chunks: Iterable[Chunk[T]], on_end: Callable[[int], None], skipped: int = 0
 ) -> Iterator[list[T]]:
     """Yield a rank's items of a stream, chunk by chunk, then their padding. The end is found, not predicted.
 
@@ -257,11 +257,10 @@ def split_chunks(
             may have the rank's alone.
         on_end: Called with the number of items that came: before any padding, and before the items of an incomplete
             round, so that every rank knows the end when some come to it.
-        skipped: The rounds that came before, if any; with those items alone that padding may repeat.
+        skipped: How many items came before, in whole rounds.
     """
-    repeatable = plan.num_replicas - 1  # padding repeats the stream's first items, and never more than these
-    first: list[T] = [] if skipped is None else skipped.items[:repeatable]
-    drawn, ended = 0 if skipped is None else skipped.length, False
+    repeatable = plan.num_replicas - 1  # padding repeats the first items that come, and never more than these
+    first, drawn, ended = list[T](), skipped, False
     for count, items in chunks:
         first += items[: repeatable - len(first)]
         drawn += count
@@ -270,7 +269,7 @@ def split_chunks(
         yield items if len(items) < count else items[plan.slice_of_chunk(count)]
     if not ended:
         on_end(drawn)
-    yield [first[position % drawn] for position in plan.padding(drawn)]
+    yield [first[position % drawn % len(first)] for position in plan.padding(drawn)]
 
 
 def copied_items(stream: Iterator[T]) -> Iterator[T]:

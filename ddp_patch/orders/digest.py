@@ -22,7 +22,6 @@ import torch
 __all__ = [
     "END",
     "Digest",
-    "evenly_spread",
     "fingerprint",
     "mark_counts",
     "next_mark",
@@ -56,11 +55,6 @@ def fingerprint(items: Iterable[Any]) -> str:
     for part in chain.from_iterable(map(_encoded, items)):
         running.update(part)
     return running.hexdigest()
-
-
-def evenly_spread(length: int, about: int) -> range:
-    """Return about so many positions of a sequence, evenly spread."""
-    return range(0, length, max(1, length // about))
 
 
 def number_of(items: Iterable[Any]) -> int:

@@ -278,7 +278,7 @@ class _Meeting:
             where = "; ".join(f"{ranks_text(ranks)} at {doing!r}" for doing, ranks in by_value(elsewhere).items())
             raise RankMismatchError(
                 f"{self.doing}: {where}. Every rank must get here, at the same point of the script. Look for what "
-                "these ranks do instead (an error that was caught, an if rank == 0)."
+                "these ranks do instead (a caught error, an if rank == 0)."
             )
         return {rank: message["content"] for rank, message in came.items()}
 

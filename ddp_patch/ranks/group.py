@@ -15,11 +15,12 @@ import weakref
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from time import monotonic, sleep
 from typing import Any, Literal, TypeAlias, TypeVar
 from uuid import uuid4
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,6 +33,7 @@ from ddp_patch.validation import counted
 __all__ = ["Channel", "Group", "closed_at_exit", "kept_groups", "made_group", "opened"]
 
 T = TypeVar("T")
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 # Tags of messages: what is sent, and nothing.
 _DATA, _NOTHING = 0, 2**30
@@ -94,16 +96,18 @@ class Group:
         """Begin to receive bytes that a rank sends, and return the work to wait for."""
         return self._open.recv([into], index, _DATA)
 
-    def all_gather(self, own: torch.Tensor, sizes: Sequence[int], timeout: float) -> list[torch.Tensor]:
+    def all_gather(self, doing: str, own: Bytes, sizes: Sequence[int], timeout: float) -> list[Bytes]:
         """Return every rank's bytes on every rank, in log2 W rounds.
 
         Args:
+            doing: What the ranks are doing, for errors.
             own: This rank's.
             sizes: How many bytes each rank has.
-            timeout: How many seconds to wait in a round. After that, all connections of this group are broken.
+            timeout: How many seconds to wait in a round.
 
         Raises:
-            RuntimeError: A connection failed, or a rank did not come in time.
+            RankMismatchError: A rank has failed.
+            MissingRanksError: A rank did not come in time.
 
         Source:
             Bruck et al., Efficient Algorithms for All-to-All Communications (1997): concatenation.
@@ -111,17 +115,18 @@ class Group:
         # This rank's come first, those of the ranks after it behind.
         ends = [0, *accumulate([*sizes[self.index :], *sizes[: self.index]])]
         held = torch.empty(ends[-1], dtype=torch.uint8, device="cpu")
-        held[: ends[1]] = own
+        held[: ends[1]] = torch.from_numpy(own)
         have, ranks = 1, len(sizes)
         while have < ranks:
             more = min(have, ranks - have)
             sent, came = held[: ends[more]], held[ends[have] : ends[have + more]]
-            works = [self.receive(came, (self.index + have) % ranks)] if len(came) else []
-            works += [self.send(sent, (self.index - have) % ranks)] if len(sent) else []
-            for work in works:
-                work.wait(timedelta(seconds=timeout))
+            with self.explained(doing):
+                works = [self.receive(came, (self.index + have) % ranks)] if len(came) else []
+                works += [self.send(sent, (self.index - have) % ranks)] if len(sent) else []
+                for work in works:
+                    work.wait(timedelta(seconds=timeout))
             have += more
-        blocks = torch.split(held, [end - begin for begin, end in pairwise(ends)])
+        blocks = np.split(held.numpy(), ends[1:-1])
         return [*blocks[ranks - self.index :], *blocks[: ranks - self.index]]
 
     @contextmanager

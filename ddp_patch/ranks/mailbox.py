@@ -92,11 +92,9 @@ class Mailbox:
 
     def count(self, name: str, more: int) -> int:
         """Add to a number that is all ranks', and return it."""
-        store = self._open_store()
-        self._keys.add(f"{self._key}/{name}")
-        with suppress(*_STORE_ERRORS):
-            return 0 if store is None else int(store.add(f"{self._key}/{name}", more))
-        return 0
+        key = f"{self._key}/{name}"
+        self._keys.add(key)
+        return int(self._asked("add", key, more) or 0)
 
     def read(self) -> dict[int, bytes]:
         """Return what rank 0 and another one have left about their passes, as far as they have."""
@@ -112,10 +110,7 @@ class Mailbox:
 
     def tell(self, text: str) -> None:
         """Leave a mismatch for all, as ``told``, unless one is there."""
-        store = self._open_store()
-        with suppress(*_STORE_ERRORS):
-            if store is not None:
-                store.compare_set(f"{self._key}/told", "", text)
+        self._asked("compare_set", f"{self._key}/told", "", text)
 
     def _put(self, key: str, value: str) -> None:
         """Leave a value in the least time: neither the store nor the process group is asked anything."""
@@ -129,13 +124,17 @@ class Mailbox:
 
     def _value(self, key: str) -> bytes | None:
         """Return what is left under a key now; None if nothing is. Whoever asks a store to get that would wait."""
+        value: bytes | None = self._asked("compare_set", key, _NEVER.decode(), _NEVER.decode())
+        return None if value == _NEVER else value
+
+    def _asked(self, operation: str, *arguments: Any) -> Any:
+        """Return what the store answers; None if it is gone."""
         store = self._open_store()
         try:
-            value: bytes = _NEVER if store is None else store.compare_set(key, _NEVER.decode(), _NEVER.decode())
+            return None if store is None else getattr(store, operation)(*arguments)
         except _STORE_ERRORS:
             self._store = None
-            return None
-        return None if value == _NEVER else value
+        return None
 
     def _open_store(self) -> Any:
         """Return the store, or None if it is gone."""
@@ -179,9 +178,8 @@ def mailbox_of_explicit_world(share: int, num_replicas: int, described: Mapping[
         return None
     if num_replicas > ranks:
         raise WorldError(
-            f"num_replicas={num_replicas} was given in a process group of {ranks} ranks, so no rank would take "
-            f"{num_replicas - ranks} of the {num_replicas} shards. Leave rank= and num_replicas= out, so that they "
-            "come from the process group, or simulate other worlds without a process group."
+            f"num_replicas={num_replicas} was given in a process group of {ranks} ranks, so no rank would take some of "
+            "the shards. Leave rank= and num_replicas= out, or simulate other worlds without a process group."
         )
     rank, store, most = dist.get_rank(), default_store(), ranks // num_replicas
     try:
@@ -197,9 +195,8 @@ def mailbox_of_explicit_world(share: int, num_replicas: int, described: Mapping[
         text = (
             f"rank= and num_replicas= contradict the process group: rank {rank} is number {takers} of the ranks that "
             f"take shard {share} of {num_replicas}, and only {most} of the group's {ranks} ranks may, so other samples "
-            "would be lost. Leave rank= and num_replicas= out, so that they come from the process group, or pass "
-            "rank=torch.distributed.get_rank() and num_replicas=torch.distributed.get_world_size(): LOCAL_RANK repeats "
-            "on every node."
+            "would be lost. Leave rank= and num_replicas= out, or pass torch.distributed.get_rank() and "
+            "get_world_size(): LOCAL_RANK repeats on every node."
         )
         if takers > most:
             store.set(f"{key}/told", text)

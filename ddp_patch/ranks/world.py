@@ -116,10 +116,9 @@ def find_world(
 def _given_world(rank: SupportsIndex | None, num_replicas: SupportsIndex | None) -> World:
     if rank is None or num_replicas is None:
         given, missing = ("num_replicas", "rank") if rank is None else ("rank", "num_replicas")
-        value = num_replicas if rank is None else rank
         raise InvalidOptionError(
-            f"{given}={value!r} was given without {missing}: an explicit world needs both. "
-            f"Pass {missing} too, or neither to read the process group."
+            f"{given}={num_replicas if rank is None else rank!r} was given without {missing}. Pass both, or neither to "
+            "read the process group."
         )
     return World(whole_number("rank", rank), whole_number("num_replicas", num_replicas))
 
@@ -129,35 +128,37 @@ def _group_world(group: dist.ProcessGroup | None) -> World:
         _require_group(group)
     rank = dist.get_rank(group)
     if rank < 0:
-        raise WorldError(
-            f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given "
-            "process_group, so it has no shard. Call this only on the group's ranks, or pass the group that "
-            "this rank belongs to."
-        )
+        raise _outside("process_group")
     known = dist.group.WORLD if group is None else group  # torch 2.4 knows None here as no group
     members = {member: place for place, member in enumerate(dist.get_process_group_ranks(known))}
     return World(rank, len(members), dict(sorted(members.items())))
+
+
+def _outside(given: str) -> WorldError:
+    return WorldError(
+        f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given {given}, so it "
+        "has no shard. Call this on its ranks only, or pass one that this rank belongs to."
+    )
 
 
 def _require_group(group: object) -> None:
     # What new_group() returns on the ranks that it leaves out is not a group.
     if not (isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise InvalidOptionError(
-            f"process_group={group!r} is a {type(group).__name__}, not a torch.distributed.ProcessGroup. Pass what "
+            f"process_group={group!r} is a {type(group).__name__}, no ProcessGroup. Pass what "
             "torch.distributed.new_group() returned, or leave it out to shard over all ranks."
         )
     if not dist.is_initialized():
         raise WorldError(
-            "A process_group was given, and there is no process group now: none was made, or all were destroyed. Call "
-            "torch.distributed.init_process_group() first, and pass a group that was made after it."
+            "A process_group was given, and none is initialised. Call torch.distributed.init_process_group() first, "
+            "and pass a group that was made after it."
         )
 
 
 def _mesh_world(mesh: DeviceMesh) -> World:
     if not isinstance(mesh, DeviceMesh):
         raise InvalidOptionError(
-            f"device_mesh={mesh!r} is a {type(mesh).__name__}, not a torch.distributed.device_mesh.DeviceMesh. Pass "
-            "what init_device_mesh() returned."
+            f"device_mesh={mesh!r} is a {type(mesh).__name__}, no DeviceMesh. Pass what init_device_mesh() returned."
         )
     names, whole = tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim))), root_mesh(mesh)
     chosen = [name for name in names if name in DATA_PARALLEL_DIMENSIONS]
@@ -174,10 +175,7 @@ def _mesh_world(mesh: DeviceMesh) -> World:
         # Even with mesh["dp"] alone, ranks that differ in other dimensions must agree too.
         mesh, names = whole, whole.mesh_dim_names
     if mesh.get_coordinate() is None:
-        raise WorldError(
-            f"This process (global rank {dist.get_rank()} of {dist.get_world_size()}) is not in the given device_mesh, "
-            "so it has no shard. Call this only on the mesh's ranks."
-        )
+        raise _outside("device_mesh")
     # Move the dimensions that split the data to the front: then each row lists the ranks of one share.
     first = sorted(range(len(names)), key=lambda dimension: names[dimension] not in chosen)
     num_replicas = math.prod(mesh.mesh.shape[names.index(name)] for name in chosen)

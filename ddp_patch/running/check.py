@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
@@ -71,7 +71,7 @@ def _still(
 
     def call(*args: Any, **options: Any) -> Any:
         given = [args[at] if len(args) > at else options.get(name, usual) for name, (at, usual) in arguments.items()]
-        if not all(given) or args[1:2] == (None,):  # batch normalisation without statistics has nothing but the batch
+        if not all(given) or (len(args) > 1 and args[1] is None):  # the statistics of batch normalisation without any
             return function(*args, **options)
         off()
         if len(args) > at:
@@ -114,7 +114,7 @@ class _Recorder:
         self._losses += [float(root) for root in roots if isinstance(root, torch.Tensor) and root.numel() == 1]
         run(tensors, *args, **options)
 
-    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         parameters, names = [each for group in optimizer.param_groups for each in group["params"]], self._names
         if not all(each in names for each in parameters):
             names |= {each: f"parameter {number}" for number, each in enumerate(parameters, len(names))}
@@ -124,13 +124,10 @@ class _Recorder:
                 "losses": self._losses,
                 "is_double": all(each.dtype == torch.float64 for each in parameters),
                 "gradients": {names[each]: _sample(each.grad) for each in parameters if each.grad is not None},
+                "parameters": {names[each]: _sample(each) for each in parameters},
             }
         )
         self._losses = []
-
-    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        self.steps[-1]["parameters"] = {self._names[each]: _sample(each) for each in parameters}
         if len(self.steps) >= self._most:
             sys.exit()
 
@@ -190,7 +187,6 @@ def recorded(folder: Path, rank: int, steps: int, *, sync_batchnorm: bool) -> It
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
         stack.callback(register_module_forward_pre_hook(recorder.before_forward).remove)
-        stack.callback(register_optimizer_step_pre_hook(recorder.before_step).remove)
         stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
         try:
             yield
@@ -245,31 +241,28 @@ class _Ran:
     off: list[str]
 
 
-def check(ranks: int, steps: int, target: str, arguments: Sequence[str]) -> int:
+def check(ranks: int, target: str, arguments: Sequence[str]) -> int:
     """Compare, print a table, and return the exit code: 0 if the ranks do the same as one.
 
     Args:
         ranks: How many ranks to compare with one.
-        steps: How many steps of optimizers.
         target: What the script is called.
         arguments: Those of ``ddp-patch run``.
     """
     os.environ.setdefault(SEED, str(secrets.randbelow(2**31)))
+    precision, found = "double", list[_Ran]()
     with tempfile.TemporaryDirectory(prefix="ddp_patch-") as folder:
-
-        def run(number: int, on: int, *, double: bool) -> _Ran:
-            precision = "double" if double else "single"
+        while len(found) < 3:
+            number, on = len(found) + 1, ranks if len(found) == 2 else 1
             sys.stderr.write(f"ddp_patch: checking {target}, run {number} of 3, in {precision} precision\n")
-            return _ran(Path(folder, f"{number}-{precision}"), on, arguments)
-
-        double, one = True, run(1, 1, double=True)
-        if one.code:  # it has numbers of single precision of its own
-            double, one = False, run(1, 1, double=False)
-        again, many = (one, one) if one.code else (run(2, 1, double=double), run(3, ranks, double=double))
-        for failed, of in ((one, "1 rank"), (again, "1 rank"), (many, f"{ranks} ranks")):
-            if failed.code:
-                return _told([f"It fails on {of}, by exit code {failed.code}:", *failed.errors], 1)
-        return _judged(ranks, one, again, many)
+            ran = _ran(Path(folder, f"{number}-{precision}"), on, arguments)
+            if not ran.code:
+                found.append(ran)
+            elif number == 1 and precision == "double":
+                precision = "single"  # of which it may have numbers of its own
+            else:
+                return _told([f"It fails on {counted(on, 'rank')}, by exit code {ran.code}:", *ran.errors], 1)
+    return _judged(ranks, *found)
 
 
 def _ran(folder: Path, ranks: int, arguments: Sequence[str]) -> _Ran:

@@ -15,12 +15,12 @@ from unittest.mock import patch
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.options import Options
 from ddp_patch.running.check import RECORDING, check, recorded
-from ddp_patch.running.context import EachRank, running
+from ddp_patch.running.context import running
 from ddp_patch.running.launch import (
     ONE_NODE,
     drawn_seed,
     end_with_launcher,
-    hidden,
+    hide,
     is_rank,
     is_started,
     made_equal,
@@ -29,7 +29,7 @@ from ddp_patch.running.launch import (
     started,
     told,
 )
-from ddp_patch.running.loader_reports import Patterns, logger
+from ddp_patch.running.loader_reports import EachRank, Patterns, logger
 from ddp_patch.running.lockstep import seed_all
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.running.overlay import shadowed
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     starts = not is_started() and (given.nproc_per_node is not None or given.check or _wants_ranks(given))
     is_one = (given.mode or ("one" if starts or is_started() else "ranks")) == "one" and not given.dry_run
-    wrong = [sentence for is_so, sentence in _mistakes(given, starts=starts, is_one=is_one) if is_so]
+    wrong = [*_mistakes(given, starts=starts, is_one=is_one)]
     try:
         options, seed = Options(seed=given.seed), drawn_seed()
         only, excepted = Patterns("--only", given.only), Patterns("--except", given.excepted)
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> None:
         parser.error(wrong[0])
     recording = Path(os.environ[RECORDING]) if RECORDING in os.environ else None
     if starts and given.check and recording is None:
-        sys.exit(check(int(given.nproc_per_node), given.steps, given.training_script, arguments))
+        sys.exit(check(int(given.nproc_per_node), given.training_script, arguments))
     if starts:
         with made_equal(given.keep_shadows if recording is None else recording / "files"):
             sys.exit(started(given, arguments))
@@ -92,40 +92,34 @@ def run(arguments: Sequence[str]) -> None:
         del names
 
 
-def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Iterator[tuple[bool, str]]:
-    """Yield what options together must not be, before anything starts, and whether they are that."""
+def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Iterator[str]:
+    """Yield what is wrong with options together, before anything starts."""
     script, ranks, launched, tasks = given.training_script, given.nproc_per_node, told("WORLD_SIZE", "1"), "1"
     if not is_rank():
         launched, tasks = "1", os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    yield (
-        not given.module and not Path(script).exists(),
-        f"there is no {script}. Pass a script's path, or -m and a module's name.",
-    )
-    yield (
-        tasks != "1",
-        f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
-        "docs/gpu.md shows, with -m ddp_patch run in the script's place.",
-    )
-    yield (
-        starts and launched != "1",
-        f"-n {ranks}: a launcher has started this process as rank {told('RANK')} of {launched}. Leave -n out, to be "
-        "that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone.",
-    )
-    yield (
-        not (starts or is_started() or given.mode) and launched != "1",
-        f"a launcher has started {launched} ranks. Pass --mode one for a script that trains in one process, or --mode "
-        "ranks for one that makes a process group: then each rank trains on its shard of each loader.",
-    )
+    if not given.module and not Path(script).exists():
+        yield f"there is no {script}. Pass a script's path, or -m and a module's name."
+    if tasks != "1":
+        yield (
+            f"srun has started {tasks} tasks, which do not know of each other: let it start torchrun on each node, as "
+            "docs/gpu.md shows, with -m ddp_patch run in the script's place."
+        )
+    if starts and launched != "1":
+        yield (
+            f"-n {ranks}: a launcher has started this process as rank {told('RANK')} of {launched}. Leave -n out, to "
+            "be that rank; or unset RANK and WORLD_SIZE, to start ranks of this machine alone."
+        )
+    elif not (is_started() or given.mode) and launched != "1":
+        yield (
+            f"a launcher has started {launched} ranks. Pass --mode one for a script that trains in one process, or "
+            "--mode ranks for one that makes a process group: then each rank trains on its shard of each loader."
+        )
     is_several = (ranks or "").isdecimal() and int(ranks) > 1
-    yield (
-        given.check and not (is_several and is_one and given.nnodes in ONE_NODE),
-        "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine.",
-    )
-    unused = [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(given, name)]
-    yield (
-        bool(unused) and not is_one,
-        f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for.",
-    )
+    if given.check and not (is_several and is_one and given.nnodes in ONE_NODE):
+        yield "--check: pass the number of ranks to compare with one, as -n 4; for --mode one alone, on this machine."
+    unused = [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(given, name) and not is_one]
+    if unused:
+        yield f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for."
 
 
 def _wants_ranks(given: argparse.Namespace) -> bool:
@@ -143,7 +137,7 @@ def _begin(given: argparse.Namespace, recording: Path | None, seed: int, stack: 
     if is_started():
         end_with_launcher()
         folder, kept = shadows(), given.keep_shadows is not None or recording is not None
-        stack.enter_context(hidden())
+        hide()
         if told("WORLD_SIZE") != "1" or recording is not None:
             world = ExitStack()
             world.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))

@@ -1,148 +1,32 @@
-"""Patch every loader that code within a context makes, as frameworks do too; and sum up what was done."""
+"""Patch every loader that code within a context makes, as frameworks do too."""
 
 import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 from unittest.mock import patch
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS, accelerate_is_on
+from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
 from ddp_patch.compat.private_torch import imported_fsdp
-from ddp_patch.errors import DDPPatchError, InvalidOptionError, message_of
+from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, about_to_use, called_before, places_recorded, told_of_uses
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.options import Options
-from ddp_patch.patching import PatchOptions, patch_each
-from ddp_patch.ranks.world import World, find_world
-from ddp_patch.running.loader_reports import (
-    Patterns,
-    Summary,
-    UsedLoader,
-    is_off,
-    is_too_soon,
-    logger,
-    note_if_off,
-    shown,
-    unpatched,
-    user_of,
-)
+from ddp_patch.patching import PatchOptions
+from ddp_patch.running.loader_reports import EachRank, Patterns, Summary, is_off, note_if_off
 from ddp_patch.running.one_process import OneProcess
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.wrappers import split_options
 
-__all__ = ["EachRank", "autopatch", "running"]
-
-
-class EachRank(Summary):
-    """Patches each loader when it is first used in a process group of several ranks.
-
-    Args:
-        where: Which world: the keywords of ``find_world``.
-        options: How to shard.
-        only: Which loaders alone to patch.
-        excepted: Which loaders to leave alone.
-        dry_run: Only report what would be done.
-    """
-
-    def __init__(
-        self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool = False
-    ) -> None:
-        super().__init__(options, only, excepted)
-        self._where, self._dry_run = where, dry_run
-        self._early: set[str] = set()  # the loaders that were iterated when there was no process group yet
-        self._had_world = self._has_wrapper = False
-        self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
-        self._lock = threading.RLock()
-
-    def used(self, loader: DataLoader[Any], use: Use) -> None:
-        """Patch a loader that is about to be used for the first time, or leave it as it is."""
-        if self._is_off():
-            return
-        with self._lock:
-            record = self._known.get(loader) or self._decided(loader, use)
-            if record is not None and use is Use.ITERATED:
-                record.passes += 1
-
-    def wrapped(self, name: str) -> None:
-        """Note a model that averages gradients by itself."""
-        self._has_wrapper = True
-
-    @property
-    def notes(self) -> list[str]:
-        """What the summary says beside the table."""
-        if not self._had_world:
-            return [
-                "No loader was used in a process group of several ranks, so none was patched. A script for one process "
-                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
-            ]
-        found = [
-            f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
-            for place in sorted(self._early)
-        ]
-        found += super().notes
-        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
-        derived = getattr(imported_fsdp(), "FSDPModule", None)
-        if not self._has_wrapper and (derived is None or not derived.__subclasses__()):
-            found.append(
-                "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
-                "rank trains a model of its own."
-            )
-        return found
-
-    def _decided(self, loader: DataLoader[Any], use: Use) -> UsedLoader | None:
-        """Decide what to do with a loader; None if a later use decides."""
-        with unpatched():  # what looking at it iterates
-            world = self._world()
-            if world is None:
-                if use is Use.ITERATED:
-                    self._early.add(shown(loader))
-                return None
-            user = user_of(loader)
-            if is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
-                return None
-            self._had_world = True
-            record, _facts = self._looked_at(loader, user)
-            if not record.note:
-                self._patch(loader, record, world, use)
-        self._known[loader] = record
-        self.records.append(record)
-        if world.rank == 0:
-            logger.info(record.line)
-        return record
-
-    def _world(self) -> World | None:
-        """Return the world if it has several ranks."""
-        if not self._where and not (dist.is_available() and dist.is_initialized()):
-            return None
-        world = find_world(**self._where)
-        return world if world is not None and world.num_replicas > 1 else None
-
-    def _patch(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
-        """Patch a loader, and note it; in a dry run a copy of it, without the other ranks."""
-        if not self._dry_run:
-            self._shard(loader, record, world, self._options, use)
-            record.note_fate("patched", loader, world.num_replicas)
-            return
-        order: Any = "auto" if self._options.order == "leader" else self._options.order
-        alone, options = replace(world, share_of_rank=None), replace(self._options, order=order)
-        try:
-            (patched,) = patch_each("autopatch", {"": loader}, alone, lambda: options)
-        except DDPPatchError as error:
-            record.fate, record.note = "would be refused", message_of(error)
-        else:
-            record.note_fate("would be patched", patched, world.num_replicas)
+__all__ = ["autopatch", "running"]
 
 
 def _frameworks_found(used: Callable[[DataLoader[Any], Use], object], stack: ExitStack) -> Callable[[object], None]:

@@ -30,18 +30,16 @@ class PassWeights:
 
     Attributes:
         name: What errors call the loader.
-        given: How many batches it gave.
         has_trained: Whether ``backward()`` was called after one of them.
         is_over: Whether it came to its end, or the next one over its loader began.
-        weights: All weights that its batches had.
+        weights: Those of its batches.
         first: The first tensor of its first batch, while that is alive.
     """
 
     name: str
-    given: int = 0
     has_trained: bool = False
     is_over: bool = False
-    weights: set[float] = field(default_factory=set)
+    weights: list[float] = field(default_factory=list)
     first: Callable[[], torch.Tensor | None] = lambda: None
 
 
@@ -88,12 +86,11 @@ class StepWeight:
             samples: How many samples this rank's part has, and the whole batch.
             batch: The batch.
         """
-        of.given += 1
         self.was_divided = True
-        if of.given == 1:
+        if not of.weights:
             tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
             of.first = next(map(weakref.ref, tensors), of.first)
-        of.weights.add(weight)
+        of.weights.append(weight)
         self._weight, self._last, self.samples = weight, of, samples
         # Of what is over by now, the script wanted no gradient.
         self.taken = [*(each for each in self.taken if each[0] is of or not each[0].is_over), (of, weight)]
@@ -108,7 +105,7 @@ class StepWeight:
 
     def end(self, of: PassWeights) -> None:
         """Note that a pass came to its end."""
-        if of.given and not of.has_trained and not of.is_over:
+        if of.weights and not of.has_trained and not of.is_over:
             self._on_unused(of.name)
         of.is_over = True
 
@@ -129,12 +126,11 @@ class StepWeight:
             part, whole = self.samples
             return self._weight * whole / part if part else 0.0
         last = self._last
-        wanted = [(of, weight) for of, weight in taken if of is last or of.given > 1]  # not mere looks
-        if len({weight for _, weight in wanted}) > 1:
-            names = " and ".join(dict.fromkeys(of.name for of, _ in wanted))
-            self._refuse(f"several batches of {names} were taken since the last backward()", {w for _, w in wanted})
+        wanted = [(of, weight) for of, weight in taken if of is last or len(of.weights) > 1]  # not mere looks
+        names = " and ".join(dict.fromkeys(of.name for of, _ in wanted))
+        self._refuse(f"several batches of {names} were taken since the last backward()", {w for _, w in wanted})
         if last is not None and last.is_over and not taken and last.first() is not None:  # as itertools.cycle() keeps
-            self._refuse(f"the batches of {last.name} are kept, and used again after its pass", last.weights)
+            self._refuse(f"the batches of {last.name} are kept, and used again after its pass", {*last.weights})
         return self._weight
 
     def _refuse(self, why: str, weights: set[float]) -> None:
@@ -142,9 +138,8 @@ class StepWeight:
             listed = ", ".join(f"{weight:.4g}" for weight in sorted(weights))
             raise UnsupportedLoaderError(
                 f"The gradient cannot be that of one process: {why}, and this rank's parts of them have different "
-                f"weights ({listed}), because not all ranks have equally many samples of each. Use batches of a "
-                "multiple of the number of ranks, and drop_last=True; or iterate the loader again for each pass, and "
-                "call backward() for each batch."
+                f"weights ({listed}). Use batches of a multiple of the number of ranks, and drop_last=True; or iterate "
+                "the loader again for each pass, and call backward() for each batch."
             )
 
 
@@ -443,11 +438,14 @@ class Gradients:
         """Return a method of tensors that reads the whole batch's loss in the place of a part's, and notes the rest."""
 
         def reading(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            found = read(self._whole_of(tensor), *args, **options)
+            whole = self._whole_of(tensor)
+            found = read(whole, *args, **options)
             frame = sys._getframe(2)  # above what keeps this from being compiled
-            if self.weight.was_divided and not str(frame.f_globals.get("__name__")).startswith(_NOT_THE_SCRIPT):
-                value = found if tensor.dim() == 0 else (tensor.shape, _tolist(_detach(tensor).flatten()[:_MOST_READ]))
-                self._lockstep.note_read(value, frame)
+            module = str(frame.f_globals.get("__name__"))
+            if whole is tensor and self.weight.was_divided and not module.startswith(_NOT_THE_SCRIPT):
+                numbers = [*map(float, _tolist(_detach(tensor).flatten()[:_MOST_READ].real))]
+                size = f"{tuple(tensor.shape)} " if tensor.dim() else ""
+                self._lockstep.note_read(size + ", ".join(f"{each:.6g}" for each in numbers), frame)  # but for rounding
             return found
 
         return reading
@@ -467,8 +465,8 @@ class Gradients:
         if self.weight.samples is None or self._lockstep.ranks == 1:
             return
         text = (
-            f"The batches of {self.weight.name} are divided over the ranks, and {why}: what that gives is of this "
-            f"rank's part of a batch, and is not averaged. Pass --whole {self.weight.name}: then every rank gets all."
+            f"The batches of {self.weight.name} are divided over the ranks, and {why}: what that gives is of a part "
+            f"of a batch, and is not averaged. Pass --whole {self.weight.name}: then every rank gets all."
         )
         if is_error:
             raise UnsupportedLoaderError(text)
@@ -476,9 +474,8 @@ class Gradients:
 
     def _tell_unused(self, name: str) -> None:
         self._tell(
-            f"The loader made at {name} was divided, and backward() was not called in its pass: each rank computed "
-            f"with its own part of the batches. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
-            f"{name}: then every rank gets all of it."
+            f"The loader made at {name} was divided, and backward() was not called in its pass: what was computed is "
+            f"of a part. If it evaluates, iterate it under torch.no_grad(), or pass --whole {name}."
         )
 
     def _backward(self, run: Callable[[Any], None], tensors: Any, *, create_graph: bool) -> None:
@@ -491,11 +488,7 @@ class Gradients:
             run(tensors)  # of whole batches, so the same on every rank
             return
         if self.weight.samples is not None and self.weight.taken and not self._replicas.parameters:
-            raise UnsupportedLoaderError(
-                "backward() is called for a batch that is divided over the ranks, and there is no optimizer, so it is "
-                "not known which gradients to average. Let an optimizer of torch.optim change what is trained; where "
-                "nothing is, pass --whole with the line that makes the loader."
-            )
+            self._want_whole("there is no optimizer of torch.optim", is_error=True)
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for root in roots if self._is_looking and len(roots) == 1 else ():
             self._look_at(root)

@@ -38,7 +38,7 @@ __all__ = [
     "drawn_seed",
     "end_with_launcher",
     "group_made",
-    "hidden",
+    "hide",
     "is_hidden",
     "is_rank",
     "is_started",
@@ -82,17 +82,12 @@ def is_hidden() -> bool:
     return bool(_hidden)
 
 
-@contextmanager
-def hidden() -> Iterator[None]:
-    """Hide it from the script, while entered; it may read ``DDP_PATCH_RANK`` and ``DDP_PATCH_WORLD_SIZE``."""
+def hide() -> None:
+    """Hide it from the script, from now on; that may read ``DDP_PATCH_RANK`` and ``DDP_PATCH_WORLD_SIZE``."""
     _hidden.update({name: text for name, text in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)})
-    with patch.dict(os.environ, {own: _hidden[name] for own, name in _OWN.items()}):
-        for name in _hidden:
-            del os.environ[name]
-        try:
-            yield
-        finally:
-            _hidden.clear()
+    os.environ.update({own: _hidden[name] for own, name in _OWN.items()})
+    for name in _hidden:
+        del os.environ[name]
 
 
 _init_process_group = dist.init_process_group  # which scripts may not call

@@ -1,34 +1,41 @@
-"""What is known of each loader that a script makes: where it was made, who uses it, what was done, what is exempt."""
+"""What is known of each loader that a script makes, and what is done where each rank has its shard.
+
+Where it was made, who uses it, whether it is exempt, what became of it.
+"""
 
 import logging
 import os
 import sys
 import textwrap
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, get_worker_info
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.packages import shards_in_accelerate
-from ddp_patch.compat.private_torch import RunningLoader
+from ddp_patch.compat.packages import accelerate_is_on, shards_in_accelerate
+from ddp_patch.compat.private_torch import RunningLoader, imported_fsdp
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, RankMismatchError, message_of
-from ddp_patch.loaders.copying import change_loader
+from ddp_patch.loaders.copying import change_loader, copy_loader
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import Use, from_here, made
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.patching import patch_each
-from ddp_patch.ranks.world import World
+from ddp_patch.ranks.world import World, find_world
 from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.validation import counted
 
 __all__ = [
+    "EachRank",
     "Patterns",
     "Summary",
     "UsedLoader",
@@ -37,7 +44,6 @@ __all__ = [
     "leave_alone",
     "logger",
     "note_if_off",
-    "shown",
     "unpatched",
     "user_of",
 ]
@@ -115,7 +121,7 @@ def leave_alone(loader: L) -> L:
     return loader
 
 
-def shown(loader: DataLoader[Any]) -> str:
+def _shown(loader: DataLoader[Any]) -> str:
     """Return where a loader was made, as ``from_here`` shows it."""
     where = made(loader)
     return "an unknown place" if where is None else from_here(where.place)
@@ -195,11 +201,6 @@ class Patterns:
         ]
 
 
-Fate: TypeAlias = Literal[
-    "patched", "would be patched", "would be refused", "left alone", "shards itself", "divided", "whole"
-]
-
-
 @dataclass
 class UsedLoader:
     """A loader that was used.
@@ -207,36 +208,31 @@ class UsedLoader:
     Attributes:
         place: Where it was made.
         what: What it is.
-        fate: What was done with it.
+        fate: What was done with it: it is patched, would be patched, would be refused, is left alone or shards itself;
+            as one process, it is divided, whole or one of the last two.
         note: Why, or what else to report.
         steps: How many steps a rank makes; None if that is not known.
-        ranks: How many ranks share.
         passes: How often it was iterated.
+        told: What the log says of its fate, if that is more than the word.
     """
 
     place: str
     what: str
-    fate: Fate = "left alone"
+    fate: str = "left alone"
     note: str = ""
     steps: int | None = None
-    ranks: int = 1
     passes: int = 0
+    told: str = ""
 
-    def note_fate(self, fate: Fate, patched: DataLoader[Any], ranks: int) -> None:
+    def note_fate(self, fate: str, patched: DataLoader[Any], told: str) -> None:
         """Note what was done with it, and what it has become."""
-        self.fate, self.steps, self.ranks = fate, length_of(patched, ()), ranks
+        self.fate, self.steps = fate, length_of(patched, ())
+        self.told = f"{told} {'unknown steps' if self.steps is None else counted(self.steps, 'step')}"
 
     @property
     def line(self) -> str:
         """What the log says."""
-        steps = "unknown steps" if self.steps is None else counted(self.steps, "step")
-        told = {
-            "patched": f"{self.ranks} ranks x {steps}",
-            "would be patched": f"would be {self.ranks} ranks x {steps}",
-            "divided": f"each batch divided over {counted(self.ranks, 'rank')}, {steps}",
-            "whole": f"whole on every rank, {steps}",
-        }.get(self.fate, self.fate)
-        return f"{self.place} {self.what}: {told}" + (f" ({self.note})" if self.note else "")
+        return f"{self.place} {self.what}: {self.told or self.fate}" + (f" ({self.note})" if self.note else "")
 
 
 _WIDTH = 100
@@ -285,7 +281,7 @@ class Summary:
             user: What uses it and shards it itself, if anything does.
         """
         facts = look_at(loader)
-        record, by = UsedLoader(shown(loader), _what_it_is(facts)), facts.sharded_by if user is None else user
+        record, by = UsedLoader(_shown(loader), _what_it_is(facts)), facts.sharded_by if user is None else user
         # Both are asked, so that each pattern is seen to be used.
         is_excepted, is_chosen = self._excepted.match(loader), self._only.match(loader)
         # A wrapper, which is a loader too, takes its batches from the loader in an attribute.
@@ -334,3 +330,100 @@ def _what_it_is(facts: LoaderFacts[Any]) -> str:
     if type(source) is RandomSampler:
         order = "shuffled" if not source.replacement else "drawn with replacement"
     return f"{type(facts.loader).__name__}, {order}{length}"
+
+
+class EachRank(Summary):
+    """Patches each loader when it is first used in a process group of several ranks.
+
+    Args:
+        where: Which world: the keywords of ``find_world``.
+        options: How to shard.
+        only: Which loaders alone to patch.
+        excepted: Which loaders to leave alone.
+        dry_run: Only report what would be done.
+    """
+
+    def __init__(
+        self, where: Mapping[str, Any], options: Options, only: Patterns, excepted: Patterns, *, dry_run: bool = False
+    ) -> None:
+        super().__init__(options, only, excepted)
+        self._where, self._dry_run = where, dry_run
+        self._early: set[str] = set()  # the loaders that were iterated when there was no process group yet
+        self._had_world = self._has_wrapper = False
+        self._known: MutableMapping[DataLoader[Any], UsedLoader] = WeakIdKeyDictionary()
+        self._lock = threading.RLock()
+
+    def used(self, loader: DataLoader[Any], use: Use) -> None:
+        """Patch a loader that is about to be used for the first time, or leave it as it is."""
+        if self._is_off():
+            return
+        with self._lock:
+            record = self._known.get(loader) or self._decided(loader, use)
+            if record is not None and use is Use.ITERATED:
+                record.passes += 1
+
+    def wrapped(self, name: str) -> None:
+        """Note a model that averages gradients by itself."""
+        self._has_wrapper = True
+
+    @property
+    def notes(self) -> list[str]:
+        """What the summary says beside the table."""
+        if not self._had_world:
+            return [
+                "No loader was used in a process group of several ranks, so none was patched. A script for one process "
+                "makes no group: start it with ddp-patch run -n 8, which trains on 8 ranks as one process."
+            ]
+        found = [
+            f"The loader made at {place} was iterated when there was no group yet: each rank took all of it."
+            for place in sorted(self._early)
+        ]
+        found += super().notes
+        # fully_shard(), of torch 2.6 and newer, gives a model a class of its own that derives from this one.
+        derived = getattr(imported_fsdp(), "FSDPModule", None)
+        if not self._has_wrapper and (derived is None or not derived.__subclasses__()):
+            found.append(
+                "No DistributedDataParallel was seen, nor FSDP: unless the script averages gradients by itself, each "
+                "rank trains a model of its own."
+            )
+        return found
+
+    def _decided(self, loader: DataLoader[Any], use: Use) -> UsedLoader | None:
+        """Decide what to do with a loader; None if a later use decides."""
+        with unpatched():  # what looking at it iterates
+            world = self._world()
+            if world is None:
+                if use is Use.ITERATED:
+                    self._early.add(_shown(loader))
+                return None
+            user = user_of(loader)
+            if is_too_soon(loader, user) or (use is Use.MEASURED and accelerate_is_on()):
+                return None
+            self._had_world = True
+            record, _facts = self._looked_at(loader, user)
+            if not record.note:
+                self._patch(loader, record, world, use)
+        self._known[loader] = record
+        self.records.append(record)
+        if world.rank == 0:
+            logger.info(record.line)
+        return record
+
+    def _world(self) -> World | None:
+        """Return the world if it has several ranks."""
+        if not self._where and not (dist.is_available() and dist.is_initialized()):
+            return None
+        world = find_world(**self._where)
+        return world if world is not None and world.num_replicas > 1 else None
+
+    def _patch(self, loader: DataLoader[Any], record: UsedLoader, world: World, use: Use) -> None:
+        """Patch a loader, and note it; in a dry run a copy of it."""
+        patched, would = (copy_loader(loader), "would be ") if self._dry_run else (loader, "")
+        try:
+            self._shard(patched, record, world, self._options, use)
+        except DDPPatchError as error:
+            if not would:
+                raise
+            record.fate, record.note = "would be refused", message_of(error)
+        else:
+            record.note_fate(f"{would}patched", patched, f"{would}{world.num_replicas} ranks x")

@@ -32,6 +32,11 @@ __all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
 _MOST_READS = 256  # that are noted until the ranks meet
 _tolist = torch.Tensor.tolist
+# What errors say that ranks part by.
+_SAME_STEPS = (
+    "let what the script decides follow from whole evaluations, not from a loss of a part of a batch, nor from random "
+    "numbers that are drawn in a loop over a divided loader."
+)
 
 
 class Lockstep:
@@ -101,10 +106,10 @@ class Lockstep:
             self._reads = None if is_read_apart else []
         return not is_unusual
 
-    def note_read(self, value: object, frame: FrameType) -> None:
+    def note_read(self, value: str, frame: FrameType) -> None:
         """Note what the script reads, which the ranks compare when they meet."""
         if self._reads is not None and len(self._reads) < _MOST_READS:
-            self._reads.append((repr(value), script_line(frame)))
+            self._reads.append((value, script_line(frame)))
 
     def _tell_of_reads(self) -> None:
         """Tell of the first number that the ranks have not read alike."""
@@ -162,17 +167,14 @@ class Lockstep:
             raise MissingRanksError(
                 f"At {script_line(sys._getframe())}, {self.done}, rank {self.rank} waited for the others, at most "
                 f"{self._timeout:g} s, and some did not come ({str(error).splitlines()[0]}). If one has ended, its own "
-                "error says why. If not, they no longer make the same steps: let what the script decides follow from "
-                "whole evaluations, not from numbers of a part of a batch."
+                f"error says why. If not: {_SAME_STEPS}"
             ) from None
 
     def _mismatch(self, doing: str, also: str = "") -> RankMismatchError:
         rows = by_value(dict(enumerate(self.gathered(f"{doing} at {script_line(sys._getframe())}, {self.done}{also}"))))
         listed = "".join(f"\n  {ranks_text(ranks)} {row}" for row, ranks in rows.items())
         return RankMismatchError(
-            f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script, so each must make the "
-            "same steps: let what it decides follow from whole evaluations, not from the loss of a part of a batch, "
-            "and from no random numbers that are drawn in a loop over a divided loader."
+            f"The ranks no longer do the same:{listed}\nEvery rank runs the whole script: {_SAME_STEPS}"
         )
 
 
@@ -315,8 +317,7 @@ class Replicas:
         raise RankMismatchError(
             f"The ranks no longer train the same model: the parameters differ first in {which}, of shape {shape}, "
             f"between {' and '.join(map(ranks_text, parties))}, {self._lockstep.done}. Change parameters only by an "
-            "optimizer's step, or alike on every rank: in loops over divided loaders, random numbers and losses differ "
-            "between the ranks."
+            f"optimizer's step, or alike on every rank: {_SAME_STEPS}"
         )
 
 
@@ -397,6 +398,11 @@ class RandomNumbers:
     def enter(self, key: object, *, own: bool) -> None:
         """Note that a pass begins or goes on, and whether it is over a divided loader."""
         self._passes[key] = own
+        self._swap()
+
+    def end(self) -> None:
+        """Draw common numbers from now on, also when a pass is left that is alive by now."""
+        self._passes.clear()
         self._swap()
 
     def leave(self, key: object) -> None:

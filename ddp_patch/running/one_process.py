@@ -80,11 +80,6 @@ class _Loader:
     trains: bool = False
     weights: PassWeights | None = None
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether the loader itself is divided by now."""
-        return self.record.fate == "divided"
-
 
 class OneProcess(Summary):
     """Runs a script as one process, from when it first uses a loader or makes an optimizer.
@@ -143,6 +138,7 @@ class OneProcess(Summary):
                 self._replicas.add(optimizer, sync_batchnorm=self._sync_batchnorm)
 
         with self._stack as stack, patch.object(Optimizer, "__init__", made):
+            stack.callback(self._numbers.end)
             for name, module in _OF_RANKS.items():
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
@@ -206,7 +202,7 @@ class OneProcess(Summary):
                 _go_on_after(known.whole, loader)
             else:
                 self._replicas.share_buffers()
-                if known.is_divided:
+                if known.record.fate == "divided":
                     _go_on_after(loader, known.whole)
             return _Pass(
                 self._sources(known, loader, is_divided=is_divided, may_go_on=may_train and not known.is_stream)
@@ -284,7 +280,7 @@ class OneProcess(Summary):
             size, n = loader.batch_size or 1, self._lockstep.ranks
             known.is_even = size % n == 0 and (loader.drop_last or (length_of(loader.sampler, ()) or 1) % size % n == 0)
             known.whole = self._in_world(known, copy_loader(loader), World(0, 1))
-            record.note_fate("whole", known.whole, 1)
+            record.note_fate("whole", known.whole, "whole on every rank,")
         self.records.append(record)
         self._known[loader] = known
         return known
@@ -304,9 +300,10 @@ class OneProcess(Summary):
     def _divide(self, known: _Loader, loader: DataLoader[Any]) -> None:
         """Put this rank's part of each batch into the loader itself, so that all references to it have that."""
         self._replicas.meet("begins to iterate a loader that is divided")
-        if not known.is_divided:
+        if known.record.fate != "divided":
             self._in_world(known, loader, self._world)
-            known.record.note_fate("divided", loader, self._lockstep.ranks)
+            ranks = counted(self._lockstep.ranks, "rank")
+            known.record.note_fate("divided", loader, f"each batch divided over {ranks},")
             self._tell(known.record.line, logging.INFO)
 
     def _sources(
@@ -398,15 +395,14 @@ class OneProcess(Summary):
         """Say in an error of the script what it may not see: its rank, or the whole of a batch."""
         if isinstance(error, KeyError) and is_hidden() and {*error.args} & {"RANK", "LOCAL_RANK", "WORLD_SIZE"}:
             error.add_note(
-                f"ddp_patch: the ranks train as one process, so the script sees no {error.args[0]}. If it starts as "
-                "one of several ranks, pass --mode ranks."
+                f"ddp_patch: as one process, the script sees no {error.args[0]}. If it needs that, pass --mode ranks."
             )
         step = self._gradients.weight
         if isinstance(error, Exception) and not isinstance(error, DDPPatchError) and step.samples and step.taken:
             part, whole = step.samples
             error.add_note(
-                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. A script "
-                f"that counts on the batch size fails so: take the size from the batch, or pass --whole {step.name}."
+                f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. If it "
+                f"counts on the batch size: take the size from the batch, or pass --whole {step.name}."
             )
 
 

@@ -303,7 +303,7 @@ class WatchedIterator(AroundIterator):
     def __next__(self) -> Any:
         if self._pass is None:
             self._pass = WatchedPass(self._monitor, self._source)
-            self._pass.log(0, "0")
+            self._pass.begin_log(0, "0")
             self._pass.begin_loop()
         return super().__next__()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -75,11 +75,10 @@ class Passes(Generic[T]):
         self.has_one_iterator: bool = False
         self.keeps_sizes: bool = False
         self._loader_name = wrapper
-        self._choices = self._last_choice_applied = 0  # of an epoch; the last one is that whose states were put back
-        self._was_chosen = False  # and none has begun since
-        self._persistent_iterator_draws = False
-        self._iterator_generator: torch.Generator | None = None  # by the loader, for the iterator that it made last
-        self._states_before_iterator: States | None = None  # as long as the pass has not begun
+        self._was_chosen = False  # an epoch, and none has begun since
+        # The loader's, if samplers draw from it, too; and whether the loader makes only one iterator with that.
+        self._shared_generator: torch.Generator | None = None
+        self._keeps_workers = False
         self._facts = {**facts, "uneven": agreed.options.uneven, "layout": agreed.options.layout}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,39 +107,39 @@ class Passes(Generic[T]):
 
     # ---- the loader ----
 
-    def note_loader(self, name: str, batches_ahead: int, readers: int) -> None:
+    def note_loader(self, loader: DataLoader[Any], batches_ahead: int, readers: int) -> None:
         """Record which loader this is put into, before its first pass.
 
         Args:
-            name: The loader's class.
+            loader: The loader.
             batches_ahead: How many batches its workers fetch before they are taken.
             readers: How many workers may each read a part, of which one rank may get an item more than another.
         """
-        self._loader_name, self.batches_ahead = name, batches_ahead
-        self.monitor.name_loader(f"{name} {self.agreed.place}".rstrip(), readers)
+        self._loader_name, self.batches_ahead = type(loader).__name__, batches_ahead
+        self.monitor.name_loader(f"{self._loader_name} {self.agreed.place}".rstrip(), readers)
+        if self.sampler_states.holds(loader.generator):
+            self._shared_generator, self._keeps_workers = loader.generator, loader.persistent_workers
 
-    def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
-        """Return what to enter while a loader makes an iterator, for which it draws a number from its generator.
+    @contextmanager
+    def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """While entered, the loader makes an iterator, for which it draws a number from its generator.
 
-        The draw is one of the pass's, its first, if samplers draw from that generator too. If it is from the global
-        generator, another thread's sampler may not have put private states there.
+        If samplers draw from that, too, the pass draws that number, first of all, and the iterator draws another. If it
+        is the global one, another thread's sampler may not have put private states there.
 
         Raises:
             StateError: The latest pass ended by an error, so that this rank alone would leave out its rest.
         """
         self.require_no_failure()
-        if not self.sampler_states.holds(loader.generator):
-            # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
-            return one_at_a_time() if self.agreed.leader is None else nullcontext()
-        if loader.persistent_workers:
-            self._persistent_iterator_draws = True
-        else:
-            # An iterator that was never used does not count.
-            self._forget_iterator()
-            self._begin_sampler_states()
-            self._states_before_iterator = self.snapshot()
-            self._iterator_generator = loader.generator
-        return self.sampler_states.drawing()
+        given = loader.generator
+        # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
+        is_alone = given is None and self.agreed.leader is None
+        loader.generator = torch.Generator() if self.sampler_states.holds(given) else given
+        try:
+            with one_at_a_time() if is_alone else nullcontext():
+                yield
+        finally:
+            loader.generator = given
 
     def require_no_failure(self) -> None:
         """Raise StateError if the latest pass ended by an error, so that this rank alone would leave out its rest."""
@@ -154,30 +153,6 @@ class Passes(Generic[T]):
                 "ranks then resume from a checkpoint. Or tell the other ranks of it, and call loader.set_epoch(N) "
                 "with the same N on every rank, which leaves out the rest of the epoch."
             )
-
-    def _begin_sampler_states(self) -> None:
-        """Put back what the samplers draw from, for the upcoming pass."""
-        if self._persistent_iterator_draws:  # once, and any pass may be another rank's first
-            self.sampler_states.begin_from_here()
-            self._persistent_iterator_draws = False
-        if self._states_before_iterator is None:
-            # Only once per choice: torchdata iterates the sampler twice for one pass.
-            is_new = self._was_chosen and self._last_choice_applied != self._choices
-            self._last_choice_applied = self._choices
-            self.sampler_states.begin(self.epochs.upcoming if is_new else None)
-            if is_new and self._iterator_generator is not None:
-                # The iterator was made before the epoch was chosen, and drew its number from what was there.
-                with self.sampler_states.drawing():
-                    torch.empty((), dtype=torch.int64).random_(generator=self._iterator_generator)
-        self._forget_iterator()
-
-    def _forget_iterator(self) -> None:
-        """Forget the iterator that the loader made last, whose pass begins, or never will."""
-        self._iterator_generator = self._states_before_iterator = None
-
-    def states_between(self) -> States:
-        """Return what the samplers hold between two passes: before the draw of an iterator that has given nothing."""
-        return self.snapshot() if self._states_before_iterator is None else self._states_before_iterator
 
     # ---- epochs and passes ----
 
@@ -193,18 +168,12 @@ class Passes(Generic[T]):
             self.position = None
         self._finish_latest()
         self.latest = None
-        self._choices, self._was_chosen, self._states_before_iterator = self._choices + 1, True, None
+        self._was_chosen = True
         self.monitor.log.strike_looks()
         self.epochs.set(number)
 
     def _finish_latest(self) -> None:
         """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
-
-    def _note_begun(self, current: Pass[T], *, takes_position: bool) -> None:
-        """Record a pass that begins, and whether it takes the position that was loaded."""
-        self.latest = current
-        if takes_position:
-            self.position = None
 
     def note_running(self, current: Pass[T]) -> None:
         """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
@@ -272,9 +241,9 @@ class Passes(Generic[T]):
         if self.position is not None:
             return self.position
         if self.latest is None:
-            return Position(self.epochs.upcoming, states=self.states_between())
+            return Position(self.epochs.upcoming, states=self.snapshot())
         if self.latest.is_ended:
-            return self.latest.position_at_end(self.states_between())
+            return self.latest.position_at_end(self.snapshot())
         return self.latest.position(self.latest.items_taken)
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:

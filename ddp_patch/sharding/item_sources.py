@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from ddp_patch.errors import StateError
 from ddp_patch.orders.chunks import Drawn, copied_items, split_chunks
-from ddp_patch.orders.digest import Digest, evenly_spread, number_of, number_or_zero
+from ddp_patch.orders.digest import Digest, number_of, number_or_zero
 from ddp_patch.orders.orders import EpochOrder
 from ddp_patch.positions_and_padding import Part, Plan, Schedule, Sizes
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, NotedBatch, Position, States, StreamSnapshot, StreamStart
@@ -182,7 +182,8 @@ class Indexed(ItemSource[T]):
             order = self._drawn()
         self._draw_rest = order.finish
         if self._digest is not None:
-            self._digest.add([order.length, *order.at(evenly_spread(order.length, _LOOKED_UP))])
+            spread = range(0, order.length, max(1, order.length // _LOOKED_UP))
+            self._digest.add([order.length, *order.at(spread)])
             self._digest.end()
         return order
 
@@ -241,8 +242,6 @@ class Streamed(ItemSource[T]):
     ) -> None:
         self._plan, self._random_context = plan, random_context
         self._draws_ahead, self._digest = draws_ahead, digest
-        # Begin the sampler now, as a DataLoader does before it draws its workers' seed: where both draw from the same
-        # torch.Generator, the order of their draws is part of the stream.
         with random_context():
             stream = begin()
         self._first: list[int] = []

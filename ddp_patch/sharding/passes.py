@@ -52,7 +52,7 @@ class WatchedPass:
         self._logged: LoggedPass | None = None
         self._next_comparison = 2
 
-    def log(self, epoch: int, begins_at: str) -> None:
+    def begin_log(self, epoch: int, begins_at: str) -> None:
         """Log that it begins: over which epoch, and where in it."""
         self._logged = self._monitor.begin(epoch, begins_at, self.progress, self.source.marks)
 
@@ -253,7 +253,7 @@ class Pass(WatchedPass, Generic[T]):
         """Yield this rank's items in runs, from when the first is asked for."""
         self.drawn = State.RUNNING
         try:
-            self.log(self.epoch, self.begins_at)
+            self.begin_log(self.epoch, self.begins_at)
             for chunk in self.source.chunks(self.skip):
                 if self.source.length is not None and not self._has_noted_length:
                     self._note_length(self.source.length)

@@ -102,7 +102,7 @@ class SamplerPasses(Passes[T]):
         Where that was seen to draw nothing, it is not guarded again before a pass begins or ends, or an epoch is
         chosen: scripts ask in every step.
         """
-        now = (epoch, self._choices, self.epochs.passes, None if self.latest is None else self.latest.drawn)
+        now = (epoch, self.epochs.passes, None if self.latest is None else self.latest.drawn)
         if self._counted_at == now:
             return len(cast(Any, self.sampler))
         with self._counting(epoch, random_generators(self.sampler_states.holders)) as was_moved:
@@ -151,6 +151,7 @@ class SamplerPasses(Passes[T]):
     def choose(self, epoch: int) -> None:
         """Make ``epoch`` the next one; tell every nested sampler that has a ``set_epoch``."""
         super().choose(epoch)
+        self._counted_at = None
         self._tell_epoch(self.epochs.upcoming)
 
     def _tell_epoch(self, epoch: int) -> None:
@@ -158,36 +159,25 @@ class SamplerPasses(Passes[T]):
         self._epochs_told = epochs_in(self.sampler)
 
     def runs(self) -> Iterator[Iterator[T]]:
-        """Return this rank's items of the upcoming epoch, in runs."""
+        """Yield this rank's items of the upcoming epoch, in runs, from when the first is asked for."""
         self.require_no_failure()
         for now, told in zip(epochs_in(self.sampler), self._epochs_told, strict=False):
             if now != told:  # by the user
                 self.choose(now)
                 break
-        return self._runs(self._take_up_pass(), self._choices)
+        current = self._begin_pass()
+        if not current.is_ended:
+            yield from current.runs()
 
-    def _runs(self, current: Pass[T], choices: int) -> Iterator[Iterator[T]]:
-        """Yield this rank's items in runs, from when the first is asked for."""
-        is_other = current.epoch != self.epochs.upcoming or choices != self._choices
-        if is_other and not current.is_ended:
-            # Another iterator began this epoch since, or set_epoch() chose one: take the one that is next now.
-            current = self._take_up_pass()
-        if current.is_ended:
-            return
-        self.epochs.begin(current.epoch)
-        self._note_begun(current, takes_position=True)
-        self._was_chosen = False
-        yield from current.runs()
-
-    def _take_up_pass(self) -> Pass[T]:
-        """Make a pass over the upcoming epoch the latest one, and return it.
-
-        If nothing is left of that epoch, it is counted here: the next pass is over the next epoch, even if nothing is
-        drawn from this one.
-        """
+    def _begin_pass(self) -> Pass[T]:
+        """Make a pass over the upcoming epoch the latest one, and return it. It has ended if nothing is left of it."""
         number, start = self.epochs.upcoming, self.position
         if start is None or not start.is_within_pass:
-            self._begin_sampler_states()
+            self.sampler_states.begin(number if self._was_chosen else None)
+            has_drawn = self.has_one_iterator or (self._keeps_workers and number > 0)
+            if self._shared_generator is not None and not has_drawn:  # for the loader's iterator
+                with self.sampler_states.drawing():
+                    torch.empty((), dtype=torch.int64).random_(generator=self._shared_generator)
         with self.sampler_states.generators_in_place():  # a sampler's set_epoch may seed its generator
             self._tell_epoch(number)
         if start is not None and start.is_within_pass:
@@ -206,10 +196,10 @@ class SamplerPasses(Passes[T]):
             sizes=Sizes() if self.keeps_sizes or self._are_batches or self.batch_plan is not None else None,
             divide=None if self.batch_plan is None else partial(part_of_batch, plan=self.batch_plan, name=self.name),
         )
-        self._note_begun(current, takes_position=start.is_ended)
         if start.is_ended:
             current.end()
-            self.epochs.begin(number)
+        self.epochs.begin(number)
+        self.latest, self.position, self._was_chosen = current, None, False
         return current
 
     def _finish_latest(self) -> None:
@@ -339,17 +329,13 @@ def _in_order(order: Callable[[], EpochOrder]) -> Iterator[Any]:
 
 
 def _arranged(begin: Callable[[], Iterator[T]], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
-    """Begin a sampler, and yield its epoch in another order, which needs all of it.
+    """Yield a sampler's epoch in another order, which needs all of it.
 
     Args:
-        begin: Begins it.
+        begin: Begins the sampler.
         places: Returns the places of the items in its own order, given their number.
     """
-    return _at_places(begin(), places)
-
-
-def _at_places(stream: Iterator[T], places: Callable[[int], Sequence[int]]) -> Iterator[T]:
-    items = [copy_item(item) for item in stream]
+    items = [copy_item(item) for item in begin()]
     for place in places(len(items)):
         yield items[place]
 

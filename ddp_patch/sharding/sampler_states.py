@@ -195,10 +195,6 @@ class SamplerStates:
 
         return {moved: moved_on(moved, value) for moved, value in self._beginnings[first].items()}
 
-    def begin_from_here(self) -> None:
-        """Let the latest epoch that is known to begin somewhere begin with what is held now."""
-        self._beginnings[max(self._beginnings)] = self._now()
-
     def end(self, epoch: int) -> None:
         """Record that all of an epoch was drawn, so that the next one begins with what is held now."""
         self._beginnings[epoch + 1], self._seeded = self._now(), {}

@@ -362,7 +362,7 @@ def state_after(
     if current is None:
         return state_now(passes)
     if current.draw_end_after(batches, batching, on_this_rank=on_this_rank):
-        return _state_at(passes, current.position_at_end(passes.states_between()).or_next_epoch())
+        return _state_at(passes, current.position_at_end(passes.snapshot()).or_next_epoch())
     return _state_at(passes, current.position_after(batches, batching))
 
 

@@ -8,13 +8,11 @@ same in every process.
 
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
-from enum import Enum
 from itertools import islice
 from typing import Any, Final, TypeVar
-from uuid import UUID
 
 import numpy as np
 import torch
@@ -290,7 +288,7 @@ _TIMES: Final = (date, time, timedelta, np.datetime64, np.timedelta64)
 def name_of(item: Any, *, with_numbers: bool = False) -> bytes | None:
     """Return an item's name; None if it has none, as tensors and floats alone.
 
-    That is all strings, bytes, paths and enum members in it: in mappings, lists, tuples and dataclasses, too. Whole
+    That is all strings, bytes and paths in it: in mappings, lists, tuples and dataclasses, too. Whole
     numbers, truth values and times count only where it has none of these, because augmentation makes numbers: it may
     tell where it cut an image. A mapping with the key ``__key__`` counts by that key alone.
 
@@ -331,20 +329,17 @@ def _find(value: Any, names: list[bytes], numbers: list[bytes]) -> None:  # noqa
     elif kind is int:
         numbers.append(b"%d" % value)
     elif kind is dict or isinstance(value, Mapping):
-        for key in [SAMPLE_KEY] if SAMPLE_KEY in value else _in_order(value):
+        # In an order of their own: a mapping's may depend on the process, as that of a set does.
+        for key in [SAMPLE_KEY] if SAMPLE_KEY in value else sorted(value, key=str):
             _find(value[key], names, numbers)
     elif kind is tuple or isinstance(value, list | tuple):
         _find_in_list(value, names, numbers)
-    elif isinstance(value, Enum):  # before int, because an IntEnum's members are ints
-        names.append(value.name.encode())
     elif isinstance(value, str):
         names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
     elif isinstance(value, bytes | bytearray):
         names.append(bytes(_pieces(value)))
     elif isinstance(value, os.PathLike):
         names.append(os.fsencode(value))
-    elif isinstance(value, UUID):
-        names.append(value.bytes)
     elif isinstance(value, _WHOLE):
         numbers.append(b"%d" % int(value))
     elif isinstance(value, _TIMES):
@@ -355,14 +350,6 @@ def _find(value: Any, names: list[bytes], numbers: list[bytes]) -> None:  # noqa
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             _find(getattr(value, field.name), names, numbers)
-
-
-def _in_order(keys: Iterable[Any]) -> list[Any]:
-    """Return keys in an order of their own: a mapping's may depend on the process, as that of a set does."""
-    try:
-        return sorted(keys)
-    except TypeError:  # they are of several types
-        return sorted(keys, key=repr)
 
 
 def _find_in_list(value: Sequence[Any], names: list[bytes], numbers: list[bytes]) -> None:

@@ -5,7 +5,7 @@ import pickle
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, compress, cycle, repeat
@@ -151,10 +151,12 @@ class StreamPasses(Passes[None]):
             raise TypeError("the dataset decides how many items each worker reads")
         return self.worker.stream_length()
 
-    def iterator_context(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
-        """Return what to enter while a loader makes an iterator; its workers are started for the upcoming epoch."""
+    @contextmanager
+    def iterator_context(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """While entered, the loader makes an iterator, whose workers are started for the upcoming epoch."""
         self._follow_dataset()
-        return super().iterator_context(loader)
+        with super().iterator_context(loader):
+            yield
 
     def _follow_dataset(self) -> None:
         """Let an epoch that somebody has set on the dataset be the next one, by the loader's ``set_epoch`` or past it.
@@ -186,22 +188,17 @@ class StreamPasses(Passes[None]):
         """Return an index for each item of the upcoming epoch, forever."""
         self.require_no_failure()
         self._follow_dataset()
-        return self._indices() if self.batch_plan is None else compress(self._indices(), cycle(self._takes))
+        if self.batch_plan is None:
+            return self._indices()
+        # The last ones of a batch of one process, as many as this rank gets: taking them counts the whole batch.
+        taken = self.indices_per_batch
+        return compress(self._indices(), cycle([False] * (self.batching.size - taken) + [True] * taken))
 
     @property
     def indices_per_batch(self) -> int:
         """How many indices make workers give one of this rank's batches, where it is full."""
-        return sum(self._takes)
-
-    @property
-    def _takes(self) -> Sequence[bool]:
-        """Whether to pass on the index of each item of a full batch of one process.
-
-        Only the last ones of a batch, as many as this rank gets, so that taking them counts the whole batch.
-        """
         size = self.batching.size
-        taken = size if self.batch_plan is None else sum(map(len, self.batch_plan.divide(size)))
-        return [False] * (size - taken) + [True] * taken
+        return size if self.batch_plan is None else sum(map(len, self.batch_plan.divide(size)))
 
     def _indices(self) -> Iterator[None]:
         # Ask again: others may have begun an epoch, or set one, since this iterator was made.
@@ -217,7 +214,7 @@ class StreamPasses(Passes[None]):
         self.worker.shared.begin(number, epoch)
         if self.position is None:
             self.worker.forget()
-        self._note_begun(current, takes_position=True)
+        self.latest, self.position = current, None
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         tell_epoch(self.worker.dataset, epoch)
@@ -418,32 +415,25 @@ class StreamSource(ItemSource[None]):
             return self._start if len(self._start.parts) > 1 else replace(position, states=self._start.states)
         if self._worker.splits_itself:
             return self._position_of_all(position, batches)
-        if self.is_in_parts:
-            return self._position_in_parts(position, batches, schedule())
-        ranks = self._plan.num_replicas
-        consumed = [*position.parts[0][:-1], (ranks, schedule().taken(batches)[0])]
-        before = self._start.states.streams[0] if self._start.states.streams else StreamSnapshot()
-        known = self._snapshot_after((batches - 1) % self._readers, batches, consumed, before)
-        return replace(position, parts=[consumed], states=replace(position.states, streams=[known]))
-
-    def _position_in_parts(self, position: Position, batches: int, schedule: Schedule) -> Position:
-        """Return the position after some batches where workers read a part each."""
-        if not schedule.are_alike(batches):
+        ranks, found, in_parts = self._plan.num_replicas, schedule(), self.is_in_parts
+        if in_parts and not found.are_alike(batches):
             raise StateError(
                 f"The state of {self._worker.name} cannot be saved after {counted(batches, 'batch')}: with "
                 "uneven='keep' a worker has come to its end on some ranks and not on others, so the ranks' workers no "
                 "longer take the same turns. Use uneven='pad' or 'drop', or take the state earlier, or at the "
                 "epoch's end."
             )
-        ranks, turns = self._plan.num_replicas, self._turns
-        taken, made = schedule.taken(batches), schedule.made(batches)
+        # One stream is one part, at which the workers take turns.
+        turns, each = (self._turns, self._of_each()) if in_parts else ([0], position.parts[:1])
+        taken, made = found.taken(batches), found.made(batches)
         began, consumed, known = self._start.states.streams or [StreamSnapshot()], [], []
-        for part, before in enumerate(self._of_each()):
-            worker = turns.index(part)
-            consumed.append((*split_consumed(before, ranks)[0], (ranks, taken[worker])))
-            known.append(self._snapshot_after(worker, made[worker], consumed[part], began[part % len(began)]))
+        for part, before in enumerate(each):
+            turn = turns.index(part)
+            reader = turn if in_parts else (batches - 1) % self._readers
+            consumed.append((*split_consumed(before, ranks)[0], (ranks, taken[turn])))
+            known.append(self._snapshot_after(reader, made[turn], consumed[part], began[part % len(began)]))
         # The worker after the last one: every rank knows that one, and not yet whether it has come to its end.
-        upcoming = turns[(schedule.record(batches - 1).part + 1) % len(turns)]
+        upcoming = turns[(found.record(batches - 1).part + 1) % len(turns)]
         return replace(position, parts=consumed, turn=upcoming, states=replace(position.states, streams=known))
 
     def _snapshot_after(

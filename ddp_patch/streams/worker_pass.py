@@ -16,7 +16,7 @@ from ddp_patch.loaders.recognition import may_ask_rank
 from ddp_patch.orders.chunks import Chunk, Drawn, split_chunks
 from ddp_patch.orders.digest import number_of, number_or_zero
 from ddp_patch.orders.random_states import PrivateRNG, generator_states, is_stateful
-from ddp_patch.positions_and_padding import Consumed, Plan, require_steps
+from ddp_patch.positions_and_padding import Plan, require_steps
 from ddp_patch.sharding.balancing import part_of_batch
 from ddp_patch.sharding.saved_state import (
     RECOGNISED_BY,
@@ -54,7 +54,6 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         self._part = worker.part_of(number)
         # What was taken before the pass, by other numbers of ranks and of this rank's share; what is known of the
         # stream there; and whether a state counts one stream or parts.
-        self._before: Consumed = ()
         self._taken_before = self._skip = 0
         self._known = StreamSnapshot()
         self._counts: int | None = None
@@ -87,8 +86,8 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             self._skip = self._worker.batches_done(position)[self._part] * self._worker.batching.size
             return
         parts, snapshots = position.parts, position.states.streams
-        self._before, self._skip = split_consumed(parts[self._part % len(parts)], self._worker.plan.num_replicas)
-        self._taken_before = sum(ranks * each for ranks, each in self._before)
+        before, self._skip = split_consumed(parts[self._part % len(parts)], self._worker.plan.num_replicas)
+        self._taken_before = sum(ranks * each for ranks, each in before)
         self._counts = PARTS if len(parts) > 1 else None if position.is_at_epoch_start else STREAM
         self._known = snapshots[self._part % len(snapshots)] if snapshots else StreamSnapshot()
 
@@ -105,52 +104,26 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
     # ---- what it gives ----
 
     def items(self) -> Iterator[T]:
-        """Tell the dataset its epoch, and return what this worker gives of it."""
+        """Tell the dataset its epoch, and yield this rank's items of the stream, or of this worker's part of it."""
+        worker, skip, skipped = self._worker, self._skip, 0
+        plan = Plan(0, 1) if worker.splits_itself else worker.plan  # a part is of one rank
         with worker_info_told(self._info):
             # Told after the generators' states were put back, because it may seed them.
-            tell_epoch(self._worker.dataset, self._epoch)
-        if self._worker.splits_itself:
-            self._worker.giving = self
-            return self._by_worker()
-        return self._exact()
-
-    def _by_worker(self) -> Iterator[T]:
-        """Yield the items that the dataset gives this one of all ranks' workers, and report how many batches they make.
-
-        Raises:
-            StateError: There are fewer than were done.
-        """
-        worker, batching, skip = self._worker, self._worker.batching, self._skip
-        stream = self._detecting_split(self._read(partial(iter, worker.dataset)))
-        read = 0
-        for length, items in self._drawn(stream, Plan(0, 1), skip):
-            before, read = read, read + length
-            yield from items if before >= skip else items[skip - before :]
-        if read < skip if batching.drop_last else read <= skip - batching.size:
-            raise StateError(
-                f"{worker.name} cannot resume from the state: worker {self._part} of {self._workers} had only "
-                f"{counted(read, 'item')} before its end, so the workers no longer took turns, and nobody knows which "
-                "batches were done. Begin the epoch again, or leave share out."
-            )
-        self._report["batches"] = batching.count(read - skip)
-
-    def _exact(self) -> Iterator[T]:
-        """Yield this rank's items of the stream, or of this worker's part of it."""
-        worker, plan = self._worker, self._worker.plan
-        skipped = self._skipped_rounds()
-        if skipped is None:
-            read = self._from_beginning()
-            if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
-                read = marked(read, self._report)
-            stream: Iterator[T] = islice(self._detecting_split(read), self._taken_before, None)
-        else:
+            tell_epoch(worker.dataset, self._epoch)
+        if self._has_state and self._known.state:
             if self._counts == PARTS:
                 self._use_own_states()  # the first item, after which all workers do, was read before
             read = self._read(partial(begun_at, worker.dataset, *self._known.state))
             stream = self._detecting_split(self._followed(read))
-        chunks = self._drawn(stream, plan, self._skip if skipped is None else 0)
+            skip, skipped = 0, skip * plan.num_replicas
+        else:
+            read = self._from_beginning()
+            if worker.is_compared and self._report["marks"] < 0:  # else another iterator reads the same
+                read = marked(read, self._report)
+            stream = islice(self._detecting_split(read), self._taken_before, None)
+        chunks = self._drawn(stream, plan, skip)
         of_rank = chain.from_iterable(split_chunks(plan, chunks, self._note_end, skipped))
-        mine = self._of_worker(islice(of_rank, self._skip if skipped is None else 0, None))
+        mine = self._of_worker(islice(of_rank, skip, None))
         yield from mine if worker.batch_plan is None else _divided(mine, worker, worker.batch_plan)
         worker.is_underway = False
         if (state := worker.unread()) is not None:
@@ -168,6 +141,9 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             NoStepsError: A rank would make no step in the epoch.
         """
         worker, plan = self._worker, self._worker.plan
+        if worker.splits_itself:
+            self._note_batches(drawn)
+            return
         self._report["spent_ms"] = round(1000 * self._spent_s)
         self._report["length"] = drawn
         lengths = self._reports.lengths
@@ -186,12 +162,25 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
                 "dataset that it was taken of; one that is its own iterator must be rebuilt."
             )
 
+    def _note_batches(self, drawn: int) -> None:
+        """Report how many batches this one of all ranks' workers makes; refuse an end before what was done."""
+        worker, batching, skip = self._worker, self._worker.batching, self._skip
+        if drawn < skip if batching.drop_last else drawn <= skip - batching.size:
+            raise StateError(
+                f"{worker.name} cannot resume from the state: worker {self._part} of {self._workers} had only "
+                f"{counted(drawn, 'item')} before its end, so the workers no longer took turns, and nobody knows which "
+                "batches were done. Begin the epoch again, or leave share out."
+            )
+        self._report["batches"] = batching.count(drawn - skip)
+
     def _of_worker(self, of_rank: Iterator[T]) -> Iterator[T]:
         """Yield those of the rank's items that this worker gives."""
         worker, size = self._worker, self._worker.batching.size
         for item in of_rank:
             # Readers of one stream take turns.
-            is_mine = self._reads_part or self._place // size % self._workers == self._worker_index
+            is_mine = (
+                self._reads_part or worker.splits_itself or self._place // size % self._workers == self._worker_index
+            )
             self._place += 1
             if is_mine:
                 worker.giving = self
@@ -282,25 +271,6 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         size = self._worker.batching.size
         rounds = chain([1, (skip - 1) % size or size], repeat(size))
         return Drawn(stream, lambda: self, plan, rounds=rounds, copies=False)  # these are samples, not indices
-
-    def _skipped_rounds(self) -> Chunk[T] | None:
-        """Return the rounds that need not be read again because the dataset has a state; None to read them.
-
-        Padding repeats items of the first round, so these are read where there may be padding.
-        """
-        plan = self._worker.plan
-        repeats = plan.num_replicas - 1 if plan.uneven == "pad" and self._skip else 0
-        if not (self._has_state and self._known.state) or (repeats and self._before):
-            return None
-        first = list[T]()
-        if repeats:
-            known = self._known.first
-            with self:
-                first = list(islice(self._from_beginning(), max(repeats, 0 if known is None else known.seen)))
-            if len(first) < repeats:
-                raise self._other_stream()
-            self._states = PrivateRNG(self._worker.seed.value, self._epoch)
-        return Chunk(self._skip * plan.num_replicas, first)
 
     # ---- how it reads the dataset ----
 

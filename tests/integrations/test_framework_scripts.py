@@ -1,13 +1,11 @@
 """The scripts that docs/frameworks.md shows train on two ranks; those that save checkpoints resume within an epoch."""
 
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from documented import CHECKOUT
+from documented import CHECKOUT, run_command
 from quick import run_script, soaked
 
 FOLDER = CHECKOUT / "docs" / "examples" / "frameworks"
@@ -20,23 +18,12 @@ TRAIN = ["accelerate_loop", "fsdp", "torchdata_stateful"]
 # What imports for long is patched in CI by the frameworks' own tests alone.
 SOAKED = ["hf_datasets", "lightning_fabric", "pyg"]
 STARTS_RANKS = ["notebook", pytest.param("ray_train", marks=pytest.mark.ray)]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def run(folder: Path, *command: str) -> None:
-    """Run Python as a user does in a folder."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
-        "RAY_USAGE_STATS_ENABLED": "0",  # else it reports to its makers
-    }
-    environment.pop("PYTHONSAFEPATH", None)
-    done = subprocess.run(  # noqa: S603 - our own scripts
-        [sys.executable, *command], cwd=folder, env=environment, timeout=240, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    """Run a command as a user does in a folder."""
+    status, _, error = run_command(f"cd {folder} && {shlex.join(command)}")
+    assert status == 0, error
 
 
 def script(name: str) -> str:
@@ -44,7 +31,7 @@ def script(name: str) -> str:
 
 
 def by_torchrun(folder: Path, *command: str) -> None:
-    run(folder, *TORCHRUN, *command)
+    run(folder, "torchrun", "--standalone", "--nproc-per-node", "2", *command)
 
 
 def forked(folder: Path, *command: str) -> None:
@@ -75,7 +62,7 @@ def test_a_metric_that_is_updated_in_each_step_is_that_of_one_process(tmp_path: 
 
 @pytest.mark.parametrize("name", STARTS_RANKS)
 def test_a_script_of_the_pages_starts_its_ranks(name: str, tmp_path: Path) -> None:
-    run(tmp_path, script(name))
+    run(tmp_path, "python", script(name))
 
 
 def test_no_script_is_left_out() -> None:

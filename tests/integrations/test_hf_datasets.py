@@ -15,8 +15,7 @@ import pytest
 from messages import assert_tells
 from quick import run_ranks
 from torch.utils.data import ChainDataset, DataLoader
-from worlds import assert_shared_exactly, epoch_of, ranks_of
-from zoo import N, seed_ambient
+from zoo import N, assert_shared_exactly, seed_ambient
 
 from ddp_patch import (
     DDPPatchError,
@@ -92,14 +91,13 @@ def set_epoch_slowly(self: Any, epoch: int) -> None:
 
 def test_workers_do_not_set_the_epoch_in_each_others_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.IterableDataset, "set_epoch", set_epoch_slowly)
+    source = streamed().shuffle(seed=1, buffer_size=5)
     # Forked workers have the slow one as well.
-    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
-    sources = [streamed().shuffle(seed=1, buffer_size=5) for _ in range(2)]
-    unused = iter(sources)
-    loaders = ranks_of(lambda: loader(next(unused), **workers), 2)
+    given = loader(source, num_workers=2, multiprocessing_context="fork")
+    patched = patch_dataloader_to_ddp(given, rank=0, num_replicas=1)
     for epoch in range(2):
-        assert_shared_exactly(epoch_of(loaders, numbers), N)
-        assert {source.epoch for source in sources} == {epoch}
+        assert_shared_exactly([[number for batch in patched for number in numbers(batch)]], N)
+        assert source.epoch == epoch
 
 
 def on_rank(rank: int, world_size: int, persistent: bool) -> tuple[list[list[int]], list[tuple[bool, str]]]:

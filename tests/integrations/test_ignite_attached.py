@@ -1,32 +1,27 @@
 """ignite's engines: an attached loader resumes by their own checkpoints; a patched one, where they make it anew."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from frameworks.kinds import Pairs
 from messages import raises
-from quick import run_ranks
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from zoo import seed_ambient
 
-from ddp_patch import autopatch, patch_dataloader_to_ddp
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, NotDistributedWarning, StateError
 
 with warnings.catch_warnings():
     # Importing ignite imports parts of torch that use torch.jit, which torch 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)
     from ignite.engine import DeterministicEngine, Engine, Events
-    from ignite.handlers import Checkpoint, DiskSaver
 
     from ddp_patch.integrations.ignite import attach_loader
 
-RANKS = 2
 N = 24
 DATA: Any = range(N)
 
@@ -38,57 +33,32 @@ class Stream(IterableDataset[int]):
         return iter(torch.randperm(N).tolist())
 
 
-def made(name: str) -> DataLoader[Any]:
-    """Make a loader."""
-    if name == "stream":
-        return DataLoader(Stream(), 3)
-    if name == "whole batches":
-        return DataLoader(DATA, batch_sampler=Pairs(N))
-    return DataLoader(DATA, 3, shuffle=True, num_workers=1, persistent_workers=True)
+# A loader, and after which steps to resume. In its first epoch, an engine over one without length has no state that it
+# can load.
+RESUMED: dict[str, tuple[Callable[[], DataLoader[Any]], Sequence[int]]] = {
+    "stream": (lambda: DataLoader(Stream(), 3), (5, 8)),
+    "whole batches": (lambda: DataLoader(DATA, batch_sampler=Pairs(N)), (2, 3, 5)),
+    "workers": (lambda: DataLoader(DATA, 3, shuffle=True, num_workers=1, persistent_workers=True), (2, 4, 7)),
+}
 
 
-# After which steps to resume. In its first epoch, an engine over a loader without length has no state that it can load.
-STEPS = {"stream": (5, 8), "whole batches": (2, 3, 5), "workers": (2, 4, 7)}
+@pytest.mark.parametrize(("make", "steps"), RESUMED.values(), ids=RESUMED)
+def test_resumed_by_the_engine_s_own_state(make: Callable[[], DataLoader[Any]], steps: Sequence[int]) -> None:
+    def run(state: Any = None) -> tuple[list[Any], list[Any]]:
+        seed_ambient(1 if state is None else 2)
+        seen: list[Any] = []
+        states: list[Any] = []
+        trainer = Engine(lambda engine, batch: seen.append((engine.state.epoch, batch.tolist())))
+        loader = attach_loader(trainer, make(), rank=1, num_replicas=2, seed=5)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: states.append(engine.state_dict()))
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.run(loader, **({"max_epochs": 3} if state is None else {}))
+        return seen, states
 
-
-def engine_over(name: str) -> tuple[Engine, Any, list[Any]]:
-    """Return an engine, its loader, and what it will see."""
-    seen: list[Any] = []
-    trainer = Engine(lambda engine, batch: seen.append((engine.state.epoch, batch.tolist())))
-    return trainer, attach_loader(trainer, made(name)), seen
-
-
-def stopped_and_resumed(rank: int, world_size: int, shared: str) -> dict[str, list[Any]]:
-    """What the steps see, never stopped and after each of some checkpoints."""
-    found = {}
-    for name, steps in STEPS.items():
-        seed_ambient(100 + rank)
-        folder = Path(shared, name)
-        with autopatch():
-            trainer, loader, seen = engine_over(name)
-            saving = Checkpoint({"trainer": trainer}, DiskSaver(folder, create_dir=True), n_saved=None)
-            trainer.add_event_handler(Events.ITERATION_COMPLETED, saving)
-            trainer.run(loader, max_epochs=3)
-        dist.barrier()  # the first rank has written the checkpoints
-        found[name] = [seen]
-        for step in steps:
-            seed_ambient(200 + rank)
-            trainer, loader, seen = engine_over(name)
-            Checkpoint.load_objects({"trainer": trainer}, folder / f"trainer_{step}.pt")
-            trainer.run(loader)
-            found[name].append(seen)
-    return found
-
-
-def test_resumed_by_the_engine_s_own_checkpoints(tmp_path: Path) -> None:
-    ranks = run_ranks(stopped_and_resumed, RANKS, str(tmp_path))
-    for name, steps in STEPS.items():
-        for epoch in (1, 2, 3):
-            taken = chain.from_iterable(batch for rank in ranks for number, batch in rank[name][0] if number == epoch)
-            assert sorted(taken) == list(range(N)), name
-        for rank in ranks:
-            whole, *resumed = rank[name]
-            assert resumed == [whole[step:] for step in steps], name
+    whole, states = run()
+    for step in steps:
+        assert run(states[step - 1])[0] == whole[step:]
 
 
 def attached(length: int | None = None, **world: Any) -> tuple[Engine, Any]:

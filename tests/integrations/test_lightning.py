@@ -7,22 +7,19 @@ from typing import Any
 import pytest
 import torch
 from frameworks.kinds import KINDS, Batch
-from frameworks.lightning_trainer import quiet_trainer
+from frameworks.lightning_trainer import Trained, quiet_trainer
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from repeaters import MultiEpochs
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import seed_ambient
 
 from ddp_patch import (
-    assert_loaders_patched,
-    check_loaders_is_patched,
     patch_dataloader_to_ddp,
 )
-from ddp_patch.errors import NotALoaderError, StateError, UnsupportedLoaderError
+from ddp_patch.errors import StateError, UnsupportedLoaderError
 
 # predict() loses the sampler of an iterable dataset.
 MAP_STYLE = [kind for kind in KINDS if not isinstance(kind.make().dataset, IterableDataset)]
@@ -66,21 +63,16 @@ def test_of_an_iterable_dataset_predict_says_what_it_lost() -> None:
         make_trainer().predict(Predicting(KINDS[-1].make))
 
 
-class Recording(LightningModule):  # type: ignore[misc]  # as above
+class Recording(Trained):
     """Keeps the samples of each step with the epoch's number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = torch.nn.Linear(1, 1)
         self.seen: list[tuple[int, list[int]]] = []
 
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+    def training_step(self, batch: torch.Tensor) -> Any:
         self.seen.append((self.current_epoch, batch.tolist()))
-        loss: torch.Tensor = self.model(batch.float()[:, None]).mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.001)
+        return self.loss_of(batch)
 
 
 class Resuming:
@@ -186,20 +178,6 @@ def test_a_generator_given_by_the_user_begins_anew_with_the_process(tmp_path: Pa
     assert epochs[0] != epochs[1]
 
 
-class OwnBatches:
-    """A batch sampler that knows nothing of torch's."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
-
-    def __len__(self) -> int:
-        return 4
-
-
-class PairedBatches(BatchSampler):
-    """A subclass of torch's."""
-
-
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(16))
@@ -218,17 +196,8 @@ def test_overfit_batches() -> None:
     data: Any = range(8)
     assert overfit(DataLoader(data, 2, shuffle=True)) == [[0, 1], [2, 3]]
     with raises(UnsupportedLoaderError, "Lightning's overfit_batches", "whole batch sampler"):
-        overfit(DataLoader(data, batch_sampler=PairedBatches(RandomSampler(data), 2, drop_last=False)))
+        overfit(KINDS[2].make())
     with pytest.raises(TypeError, match=r"can't inject a .distributed. sampler into your batch sampler"):
-        overfit(DataLoader(data, batch_sampler=OwnBatches()))
+        overfit(KINDS[3].make())
     with raises(UnsupportedLoaderError, "Lightning's predict and overfit_batches", "patch_dataloader_to_ddp()"):
         overfit(DataLoader(Stream(), 2))
-
-
-@pytest.mark.filterwarnings("ignore")  # as above
-def test_the_guard_takes_what_a_combined_loader_wraps() -> None:
-    data: Any = range(8)
-    combined: Any = CombinedLoader([patch_dataloader_to_ddp(DataLoader(data, 2), rank=0, num_replicas=2)])
-    with raises(NotALoaderError, ("CombinedLoader", "loaders['train']"), "loaders['train'].iterables"):
-        assert_loaders_patched({"train": combined})
-    assert check_loaders_is_patched({"train": combined.iterables})

@@ -3,22 +3,21 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from frameworks.kinds import KINDS, Batch, features, tiny_model
-from frameworks.lightning_trainer import quiet_trainer
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from frameworks.kinds import KINDS, Batch, Stream
+from frameworks.lightning_trainer import Trained, every_step, quiet_trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
 from quick import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from zoo import seed_ambient
 
 from ddp_patch import autopatch, check_loaders_is_patched
@@ -30,21 +29,19 @@ NUMBERS: Any = range(30)
 Seen = list[list[int]]
 
 
-class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+class Module(Trained):
     """Notes the numbers of each step, by stage."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = tiny_model()
         self.seen: dict[str, Seen] = {}
 
     def note(self, batch: Batch, stage: str) -> None:
         self.seen.setdefault(stage, []).append(batch.numbers)
 
-    def training_step(self, batch: Batch) -> torch.Tensor:
+    def training_step(self, batch: Batch) -> Any:
         self.note(batch, f"epoch {self.current_epoch}")
-        loss: torch.Tensor = self.model(features(batch)).square().mean()
-        return loss
+        return self.loss_of(batch.numbers)
 
     def validation_step(self, batch: Batch) -> None:
         self.note(batch, "sanity" if self.trainer.sanity_checking else f"val {self.current_epoch}")
@@ -54,9 +51,6 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
 
     def predict_step(self, batch: Batch) -> None:
         self.note(batch, "predict")
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
 class TensorParallel(Module):
@@ -176,25 +170,14 @@ def test_evaluation_takes_no_options_of_training() -> None:
 class Recording(Module):
     """Notes what a nest of batches holds."""
 
-    def training_step(self, batch: Any) -> torch.Tensor:
+    def training_step(self, batch: Any) -> Any:
         numbers = {name: [one.tolist() for one in values] for name, values in batch.items()}
         self.noted.append((self.current_epoch, numbers))
-        loss: torch.Tensor = self.model(torch.ones(1, 1)).square().mean()
-        return loss
+        return self.loss_of([1])
 
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[tuple[int, Any]] = []
-
-
-class Stream(IterableDataset[int]):
-    """Has a length, by which the Trainer knows that nothing has to be fetched ahead."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(20).tolist())
-
-    def __len__(self) -> int:
-        return 20
 
 
 def nest(workers: int) -> Any:
@@ -202,7 +185,7 @@ def nest(workers: int) -> Any:
     longer: Any = range(40)
     made = {
         "weighted": [DataLoader(NUMBERS, 3, sampler=weighted, num_workers=workers, persistent_workers=workers > 0)],
-        "others": [DataLoader(longer if workers else NUMBERS, 3, shuffle=True), DataLoader(Stream(), 2)],
+        "others": [DataLoader(longer if workers else NUMBERS, 3, shuffle=True), DataLoader(Stream(20), 2)],
     }
     return CombinedLoader(made, "min_size") if workers else made
 
@@ -212,10 +195,9 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> list[tuple[l
     found = []
     for workers in (0, 1):
         kept = Path(folder, str(workers))
-        saving = ModelCheckpoint(kept, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
         options = on_ranks(rank, world_size)
         whole = Recording()
-        make_trainer(saving, **options).fit(whole, nest(workers))
+        make_trainer(every_step(kept), **options).fit(whole, nest(workers))
         for step in (2, 5, 8):
             on_ranks(rank, world_size, seed=200)
             rest = Recording()
@@ -233,10 +215,9 @@ def test_a_nest_of_loaders_resumes_within_an_epoch(tmp_path: Path) -> None:
 
 def begun(rank: int, world_size: int, folder: str, step: int | None) -> list[list[int]]:
     """What one rank trains of an epoch: all, with a checkpoint after each step; or what is left."""
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
     file = None if step is None else Path(folder, f"step={step}.ckpt")
     module, options = Module(), {"max_epochs": 1, **on_ranks(rank, world_size, seed=10 * world_size)}
-    make_trainer(*[saving] * (step is None), **options).fit(module, KINDS[0].make(), ckpt_path=file)
+    make_trainer(*[every_step(folder)] * (step is None), **options).fit(module, KINDS[0].make(), ckpt_path=file)
     return module.seen["epoch 0"]
 
 
@@ -249,9 +230,8 @@ def test_ranks_of_another_number_train_the_rest(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns of small data, of CPUs and of its own deprecations
 def test_a_checkpoint_without_positions_is_refused_within_an_epoch(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
     ending = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-    make_trainer(saving, ending, patching=False).fit(Module(), KINDS[0].make())
+    make_trainer(every_step(tmp_path), ending, patching=False).fit(Module(), KINDS[0].make())
     for world in ({"rank": 1, "num_replicas": 2}, {}):
         with raises(StateError, ("2 batches", "PatchDataLoaders"), "at the end of an epoch"):
             make_trainer(patching=world).fit(Module(), KINDS[0].make(), ckpt_path=tmp_path / "step=2.ckpt")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks.lightning_trainer import quiet_trainer
-from lightning.pytorch import LightningModule, Trainer
+from frameworks.kinds import Stream as Sized
+from frameworks.lightning_trainer import Trained, every_step, quiet_trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from messages import raises
@@ -31,21 +32,15 @@ class Stream(IterableDataset[int]):
         return iter(torch.randperm(SAMPLES).tolist())
 
 
-class Sized(Stream):
-    def __len__(self) -> int:
-        return SAMPLES
-
-
 def shuffled(workers: int = 0, batch_size: int = 2) -> DataLoader[int]:
     return DataLoader(NUMBERS, batch_size, shuffle=True, num_workers=workers)
 
 
-class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+class Module(Trained):
     """Notes of each step what Lightning counts and which samples it has, and where it validates."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
-        self.model = torch.nn.Linear(1, 1)
         self.fails_at = fails_at
         self.epochs: list[int] = []
         self.batches: list[int] = []
@@ -55,7 +50,7 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         self.validated: list[tuple[int, int]] = []
         self.ended: list[int] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(self.numbers) == self.fails_at:
             raise LookupError
         numbers = batch if isinstance(batch, torch.Tensor) else torch.empty(0) if batch[0] is None else batch[0]
@@ -64,8 +59,7 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         self.steps.append(self.global_step)
         self.logged.append(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
         self.numbers.append(numbers.tolist())
-        loss: torch.Tensor = self.model(numbers.float()[:, None]).square().sum()
-        return loss
+        return self.loss_of(numbers)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -75,7 +69,7 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
         self.ended.append(self.current_epoch)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.000001)
+        optimizer = super().configure_optimizers()
         self.by_batch, self.by_epoch = (torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) for _ in range(2))
         return [optimizer], [{"scheduler": self.by_batch, "interval": "step"}, self.by_epoch]
 
@@ -86,10 +80,6 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
 
 def make_trainer(*callbacks: Any, **options: Any) -> Trainer:
     return quiet_trainer(*callbacks, **{"max_epochs": 2, "num_sanity_val_steps": 0, **options})
-
-
-def every_step(folder: Path | str) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
 
 
 def as_rank(rank: int, ranks: int, make: Callable[[], Any], *callbacks: Any, **options: Any) -> tuple[Module, Trainer]:
@@ -142,8 +132,8 @@ TORCHDATA: Any = lambda: StatefulDataLoader(NUMBERS, 2)  # noqa: E731 - as above
 MAKERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
     "samples": (shuffled, [(step, ranks) for step in (1, 4, 8) for ranks in (1, 2, 3, 4)]),
     "workers": (lambda: shuffled(workers=2), [(4, 2)]),
-    "stream with a length": (lambda: DataLoader(Sized(), 2), [(1, 4), (4, 2)]),
-    "workers of a stream": (lambda: DataLoader(Sized(), 2, num_workers=2), [(4, 2)]),
+    "stream with a length": (lambda: DataLoader(Sized(SAMPLES), 2), [(1, 4), (4, 2)]),
+    "workers of a stream": (lambda: DataLoader(Sized(SAMPLES), 2, num_workers=2), [(4, 2)]),
     "stream": (STREAM, [(1, 4), (4, 1), (4, 2), (8, 4)]),
     "torchdata": (TORCHDATA, [(4, 2), (4, 4)]),
 }

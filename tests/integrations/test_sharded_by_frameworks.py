@@ -14,13 +14,11 @@ from lightning.fabric import Fabric
 from messages import assert_tells, raises
 from quick import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
-from worlds import assert_shared_exactly
-from zoo import seed_ambient
+from zoo import assert_shared_exactly, seed_ambient
 
 from ddp_patch import (
     check_loaders_is_patched,
     gather_in_order,
-    iter_with_mask,
     loader_state,
     patch_dataloader_to_ddp,
     restore_loader,
@@ -82,12 +80,9 @@ def shared_by_accelerate(rank: int, world_size: int) -> dict[str, Any]:
     for level, loader in {"iterable": streamed(), "unbatched": DataLoader(range(N), batch_size=None)}.items():  # type: ignore[arg-type]  # a range is a dataset
         shared = prepare_patched(accelerator, patch_dataloader_to_ddp(loader))
         found[level] = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in shared]).tolist()
-    # The last batch of an epoch is known as such, and padding alone is cut off.
+    # The last batch of an epoch is known as such.
     ends = [accelerator.gradient_state.end_of_dataloader for _ in prepared]
     found["ends"] = ends == [False] * (len(ends) - 1) + [True]
-    found["gathered"] = [len(accelerator.gather_for_metrics(batch)) for batch in prepared]
-    outputs = [batch[mask] for batch, mask in iter_with_mask(prepared)]
-    found["masked"] = torch.cat(outputs).tolist()
     found["in order"] = sorted(gather_in_order(torch.cat(list(prepared)), prepared).tolist())
     # A place of a later epoch is kept, although accelerate's loaders call set_epoch at each pass.
     prepared.set_epoch(7)
@@ -131,11 +126,9 @@ def test_accelerates_loaders() -> None:
     first, second = run_ranks(shared_by_accelerate, 2)
     for rank in (first, second):
         assert all(rank[name] for name in SHARED)
-        assert sum(rank["gathered"]) == N
         assert rank["in order"] == list(range(N))
     for name in ("iterable", "unbatched"):
         assert_shared_exactly([first[name], second[name]], N)
-    assert sorted(first["masked"] + second["masked"]) == list(range(N))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

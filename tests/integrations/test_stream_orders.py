@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import users
-from jobs import Job, Programs, Run
-from quick import run_ranks, soaked
+from jobs import Job, Programs
+from quick import soaked
 from third_party.base import files, tars
 from torch.utils.data import IterableDataset
 
@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: 
 import datasets
 import webdataset as wds
 
-program = Programs()
+program = Programs(__name__)
 Make = Callable[[], Any]
 N = 300
 SHARDS = 6
@@ -161,11 +161,7 @@ def webdataset_skips_a_sample_on_one_rank(job: Job) -> None:
     train(job, skipping("0125" if job.rank == 1 else ""))
 
 
-def on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return program.run(rank, world_size)
-
-
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_the_order_that_each_rank_draws_for_itself_is_found_and_the_remedies_work(world_size: int) -> None:
     web()  # writes the files that all ranks read
-    assert program.unexpected(run_ranks(on_rank, world_size)) == {}
+    assert program.unexpected(world_size) == {}

@@ -16,12 +16,7 @@ from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from zoo import Drawn, Indices, PKBatches, Source, as_it_is, by_numpy, seed_ambient, seeded_generator
 
-from ddp_patch import (
-    DDPBatchSamplerWrapper,
-    DDPSamplerWrapper,
-    check_loaders_is_patched,
-    patch_dataloader_to_ddp,
-)
+from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import NotALoaderError
 
 # torchdata 0.11 calls it in the constructor of every loader.
@@ -100,18 +95,6 @@ CASES = [
 ]
 
 
-def test_what_is_wrapped() -> None:
-    given = loader(batch_size=4, shuffle=True)
-    patched: Any = patch_dataloader_to_ddp(given, rank=0, num_replicas=2)
-    assert type(patched) is StatefulDataLoader
-    assert check_loaders_is_patched(patched)
-    assert type(patched.sampler) is type(patched.batch_sampler.sampler) is DDPSamplerWrapper
-    assert type(patched.sampler.sampler) is torchdata_samplers.RandomSampler
-    assert type(given.sampler) is torchdata_samplers.RandomSampler
-    batches: Any = patch_dataloader_to_ddp(pk_batches(), rank=0, num_replicas=2).batch_sampler
-    assert type(batches) is DDPBatchSamplerWrapper
-
-
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_resumed_anywhere(name: str, how: dict[str, Any]) -> None:
     """In the second epoch, from states that are taken within the loop, as checkpoints are; between epochs; and twice.
@@ -158,17 +141,12 @@ class Numbers(IterableDataset[Any]):
         yield from range(worker.id, 101, worker.num_workers) if worker is not None else range(101)
 
 
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-
-
 @pytest.mark.parametrize(
     ("in_parts", "options"),
     [
         (False, {}),
         (True, {"num_workers": 2}),
-        soaked(False, {"num_workers": 2}),
-        soaked(False, PERSISTENT),
-        soaked(True, PERSISTENT),
+        soaked(False, {"num_workers": 2, "persistent_workers": True}),
     ],
 )
 def test_a_stream_resumes_on_another_number_of_ranks(in_parts: bool, options: dict[str, Any]) -> None:

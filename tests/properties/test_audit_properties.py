@@ -90,17 +90,6 @@ def shards(draw: st.DrawFn) -> list[list[int]]:
 
 
 @FEW
-@given(shards(), st.integers(2, 4), st.integers(1, 4))
-def test_workers_that_read_a_shard_each_are_patched_rightly(held: list[list[int]], world: int, batch_size: int) -> None:
-    dataset = OfShards(held, [[worker] for worker in range(len(held))])
-    report = audit(DataLoader(dataset, batch_size, num_workers=len(held)), world, epochs=1)
-    report.raise_for_problems()
-    (epoch,) = report.epochs
-    assert epoch.expected == sum(map(len, held))
-    assert epoch.padding == epoch.repeated == sum(-len(shard) % world for shard in held)
-
-
-@FEW
 @given(shards(), st.integers(2, 3), st.integers(1, 4), st.data())
 def test_what_workers_of_ranks_read_wrongly_is_counted(
     held: list[list[int]], world: int, batch_size: int, data: st.DataObject

@@ -106,19 +106,6 @@ def test_one_program_on_two_ranks_contradicts_nothing_at_any_moment(program: lis
                 assert difference(one.log, record) is None
 
 
-@given(programs, st.integers(0, 4), st.integers(2, BATCHES - 1))
-def test_a_pass_of_one_rank_alone_is_found(program: list[Iterates], place: int, steps: int) -> None:
-    """It is more than a look, and the ranks then train one epoch whole."""
-    alike = [Iterates(None, does.steps, 0, 0, restores=False) for does in program]
-    alone = Iterates(None, steps, 0, 0, restores=False)
-    whole = [Iterates(None, BATCHES + 1, 0, 0, restores=False)] * 2
-    both = [Rank(), Rank()]
-    for rank, extra in zip(both, ([], [alone]), strict=True):
-        for _ in rank.runs([*alike[:place], *extra, *whole, *alike[place:]]):
-            pass
-    assert any(difference(one.log, record) for one, other in (both, both[::-1]) for record in other.records)
-
-
 @dataclass(frozen=True)
 class Made:
     """A pass that is over, but for the last."""

@@ -70,16 +70,12 @@ def test_ranks_together_take_every_position_once(n: int, world: int, uneven: Une
 
 
 @given(lengths, worlds, unevens)
-def test_rounds_are_even_unless_kept(n: int, world: int, uneven: Uneven) -> None:
-    sizes = [len(Plan(rank, world, uneven).share(n)) for rank in range(world)]
+def test_rounds_are_even_unless_kept_and_padding_is_less_than_one(n: int, world: int, uneven: Uneven) -> None:
+    plans = [Plan(rank, world, uneven) for rank in range(world)]
+    sizes = [len(plan.share(n)) for plan in plans]
     assert max(sizes) - min(sizes) <= (uneven == "keep")
     assert sizes == sorted(sizes, reverse=True)
-
-
-@given(lengths, worlds, unevens)
-def test_padding_is_less_than_a_round(n: int, world: int, uneven: Uneven) -> None:
-    padding = [list(Plan(rank, world, uneven).padding(n)) for rank in range(world)]
-    together = sorted(chain.from_iterable(padding))
+    together = sorted(chain.from_iterable(plan.padding(n) for plan in plans))
     assert together == list(range(n, n + len(together)))
     assert len(together) < world
     assert not together or uneven == "pad"

@@ -3,8 +3,6 @@
 import copy
 import inspect
 import pickle
-import random
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,14 +11,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from messages import Words, assert_tells
-from quick import run_ranks, said
+from quick import run_each, run_ranks, said
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, Sampler, Subset
-from zoo import KINDS, STEPS, Indices, N, Own, as_it_is, loader, seed_ambient, units
+from zoo import Indices, N, Own, as_it_is, loader, seed_ambient
 
 import ddp_patch
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
-from ddp_patch.positions_and_padding import Plan
 
 SEED = 100
 
@@ -37,14 +34,6 @@ def led_loader(sampler: Any, **options: Any) -> Any:
 
 LEAVE_OUT = ("whole dataset", "split_dataset_by_node()", "shard()", "random_split()", "shuffle()", "order='seeded'")
 SAME = "same on every rank"
-
-
-class Started(DataLoader[Any]):
-    """Keeps an iterator of its own that was begun, so that it cannot be copied."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.running = map(str, range(1))
 
 
 # What a rank patches, given whether it is rank 1 and its number; and the facts and the remedy that all are told.
@@ -89,7 +78,6 @@ DIFFERING: list[tuple[Callable[[bool, int], Any], Words, Words]] = [
 # What one rank refuses, given whether it is that one; and by which error.
 REFUSED: list[tuple[Callable[[bool], Any], str]] = [
     (lambda odd: patch_dataloader_to_ddp(loader(), seed=-1 if odd else 1), "InvalidOptionError"),
-    (lambda odd: patch_dataloader_to_ddp((Started if odd else DataLoader)(Indices(N))), "UnsupportedLoaderError"),
     (
         lambda odd: patch_dataloader_to_ddp(loader(sampler=iter(range(N)) if odd else range(N)), cost=[1] * N),
         "InvalidOptionError",
@@ -144,92 +132,11 @@ def test_ranks_that_differ_are_told_so_on_every_rank_at_once_and_nothing_is_patc
     assert [given for *_, given in ranks] == [given for *_, given in run_ranks(differing, 3, False)]
 
 
-def disagreeing(rank: int, world_size: int) -> Any:
-    dist.new_group([0, 1])  # ranks need not be in the same number of groups
-    makers: dict[str, Callable[[], DataLoader[Any]]] = {
-        "own generator, seeded by nobody": lambda: loader(sampler=Own(partial_permutation(np.random.default_rng()))),
-        "own generator, seeded by rank": lambda: loader(sampler=Own(partial_permutation(np.random.default_rng(rank)))),
-        "files listed in another order": lambda: loader(sampler=[f"{(i + rank) % N}.jpg" for i in range(N)]),
-    }
-    loaders = {name: patch_dataloader_to_ddp(make(), order="leader") for name, make in makers.items()}
-    return {name: [items(led) for _ in range(2)] for name, led in loaders.items()}
-
-
-class Shuffler(Sampler[int]):
-    """Shuffles by a generator of its own, which is seeded by nobody or by the rank."""
-
-    def __init__(self, rng: Any) -> None:
-        self.rng = rng
-
-    def __len__(self) -> int:
-        return N
-
-    def __iter__(self) -> Iterator[int]:
-        order = [*range(N)]
-        self.rng.shuffle(order)
-        return iter(order)
-
-
-OWN: list[Callable[[int], Any]] = [
-    lambda rank: np.random.default_rng(),
-    lambda rank: np.random.RandomState(rank),
-    lambda rank: random.Random(rank),
-]
-
-
-def of_own_generators(rank: int, world_size: int) -> list[list[list[int]]]:
-    """What each gives in two epochs."""
-    patched = [patch_dataloader_to_ddp(loader(sampler=Shuffler(make(rank)))) for make in OWN]
-    return [[items(one) for _ in range(2)] for one in patched]
-
-
-def test_generators_of_samplers_begin_alike_on_all_ranks() -> None:
-    ranks = run_ranks(of_own_generators, 3)
-    for place in range(len(OWN)):
-        for epoch in range(2):
-            assert {item for told in ranks for item in told[place][epoch]} == set(range(N))
-
-
 def partial_permutation(generator: np.random.Generator) -> Callable[[], Any]:
     return lambda: generator.permutation(N)
 
 
-def test_a_leader_leads_ranks_that_would_draw_different_orders() -> None:
-    """As where they follow a set of strings, which each process orders in its own way."""
-    ranks = run_ranks(disagreeing, 3)
-    for name in ranks[0]:
-        for epoch in range(2):
-            together = Counter(item for given in ranks for item in given[name][epoch])
-            assert len(together) == N, (name, epoch)
-            assert together.total() == 24
-
-
 # The leader.
-
-LED = [kind for kind in KINDS if "iterable" not in kind.name and not kind.make().drop_last]
-
-
-def led(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any]]]]:
-    warnings.simplefilter("ignore")  # what is warned of is tested in process
-    shares = {}
-    for kind in LED:
-        seed_ambient(SEED + rank)
-        patched: Any = patch_dataloader_to_ddp(kind.make(), order="leader")
-        shares[kind.name] = patched.sampler.seed, [units(kind, patched) for _ in range(kind.epochs)]
-    return shares
-
-
-@pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")
-def test_every_kind_can_be_led() -> None:
-    ranks = run_ranks(led, 3)
-    for kind in LED:
-        seed_ambient(SEED)
-        alone = patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=1, seed=ranks[0][kind.name][0])
-        for epoch in range(1 if kind.endless else kind.epochs):
-            stream = units(kind, alone, STEPS * 3)
-            for rank in range(3):
-                share = [stream[p % len(stream)] for p in Plan(rank, 3).share(len(stream))]
-                assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
 
 
 class FailsAtOnce(Sampler[int]):
@@ -251,15 +158,6 @@ def failing_at_once(rank: int, world_size: int) -> list[tuple[str, str]]:
     return told
 
 
-def test_the_other_ranks_are_told_at_once_what_the_leader_cannot_draw_or_send() -> None:
-    first, second = run_ranks(failing_at_once, 2)  # ends them before any time-out of theirs
-    assert first[0] == ("KeyError", "'no losses yet'")
-    assert second[0][0] == second[2][0] == "LeaderError"
-    assert_tells(second[0][1], ("Rank 0", "KeyError('no losses yet')"), "error")
-    assert_tells(second[2][1], ("Rank 0", "local object"), "error")
-    assert first[1] == second[1] == ("nothing", "1")
-
-
 def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
     """Ranks that begin different loaders, an epoch that is not the leader's, or that fetch unequally far ahead."""
     loaders = [patch_dataloader_to_ddp(loader(shuffle=True), order="leader", timeout=20) for _ in range(2)]
@@ -273,16 +171,6 @@ def leading_apart(rank: int, world_size: int) -> list[tuple[str, str]]:
         said(lambda: patch_dataloader_to_ddp(ahead, order="leader")),
         said(lambda: len(patch_dataloader_to_ddp(ahead))),
     ]
-
-
-def test_ranks_that_one_leads_must_begin_the_same_pass_and_fetch_equally_far_ahead() -> None:
-    for other, epoch, ahead, seeded in run_ranks(leading_apart, 2):
-        assert {other[0], epoch[0], ahead[0]} == {"RankMismatchError"}
-        assert_tells(other[1], "patched as: number 1 on rank 0; number 2 on rank 1", "same loaders")
-        assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
-        assert_tells(epoch[1], "Sending every rank the order of an epoch", "same on every rank")
-        assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
-        assert seeded == ("nothing", "3")
 
 
 # Topology.
@@ -307,16 +195,6 @@ def on_meshes(rank: int, world_size: int) -> list[list[int]]:
     return given
 
 
-def test_data_is_shared_over_the_data_parallel_dimensions_of_a_mesh() -> None:
-    ranks = run_ranks(on_meshes, 4)
-    for place, (_, _, alike) in enumerate(MESHES):
-        shares = [{tuple(ranks[rank][place]) for rank in group} for group in alike]
-        assert [len(share) for share in shares] == [1] * len(alike)
-        together = Counter(item for (share,) in shares for item in share)
-        assert set(together) == set(range(N))
-        assert together.total() == 24
-
-
 def on_a_mesh_of_other_names(rank: int, world_size: int) -> list[Any]:
     seed_ambient(rank)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
@@ -330,17 +208,6 @@ def on_a_mesh_of_other_names(rank: int, world_size: int) -> list[Any]:
     ]
 
 
-def test_dimensions_of_other_names_are_given_as_a_sub_mesh() -> None:
-    ranks = run_ranks(on_a_mesh_of_other_names, 4)
-    for (name, message), names in zip(ranks[0][:2], ("('rows', 'columns')", "('tp',)"), strict=True):
-        assert name == "InvalidOptionError"
-        assert_tells(message, ("device_mesh", names), 'device_mesh=mesh["replicate", "shard"]')
-    (first, of_four, unnamed), (second, *_), (third, *_), (fourth, *_) = (rank[2] for rank in ranks)
-    assert first == second == list(range(0, N, 2))
-    assert third == fourth == [*range(1, N, 2), 0]
-    assert of_four == unnamed == [*range(0, N, 4)]
-
-
 def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     return [
@@ -350,8 +217,22 @@ def worlds_that_differ(rank: int, world_size: int) -> list[tuple[str, str]]:
     ]
 
 
-def test_ranks_that_would_share_differently_are_told() -> None:
-    for told in run_ranks(worlds_that_differ, 4):
+def test_four_ranks_share_over_the_data_parallel_dimensions_of_a_mesh_or_are_told_of_others() -> None:
+    ranks, named, differing = run_each(4, on_meshes, on_a_mesh_of_other_names, worlds_that_differ)
+    for place, (_, _, alike) in enumerate(MESHES):
+        shares = [{tuple(ranks[rank][place]) for rank in group} for group in alike]
+        assert [len(share) for share in shares] == [1] * len(alike)
+        together = Counter(item for (share,) in shares for item in share)
+        assert set(together) == set(range(N))
+        assert together.total() == 24
+    for (name, message), names in zip(named[0][:2], ("('rows', 'columns')", "('tp',)"), strict=True):
+        assert name == "InvalidOptionError"
+        assert_tells(message, ("device_mesh", names), 'device_mesh=mesh["replicate", "shard"]')
+    (first, of_four, unnamed), (second, *_), (third, *_), (fourth, *_) = (rank[2] for rank in named)
+    assert first == second == list(range(0, N, 2))
+    assert third == fourth == [*range(1, N, 2), 0]
+    assert of_four == unnamed == [*range(0, N, 4)]
+    for told in differing:
         assert [name for name, _ in told] == ["RankMismatchError"] * 3
         assert "rank 0: 0, rank 1: 1, rank 2: 2, rank 3: 3 on rank 0; rank 0: 0, rank 1: 0" in told[0][1]
         assert "  shares: " in told[1][1]
@@ -385,12 +266,6 @@ def stepping(rank: int, world_size: int) -> list[list[int]]:
     return steps
 
 
-def test_ranks_that_meet_do_not_wait_for_others_steps() -> None:
-    first, second = run_ranks(stepping, 2)
-    assert first == [[2501] * 2, [2501] * 2, [2500] * 2]
-    assert second == [[2501] * 2, [2500] * 2, [2500] * 2]
-
-
 def leading_others(rank: int, world_size: int) -> tuple[list[list[int]], list[int], int]:
     """What an iterator gives after a break, a sampler that was copied and pickled, and how much large keys hold."""
     iterator = led_loader(iter(range(40)))
@@ -408,8 +283,26 @@ def leading_others(rank: int, world_size: int) -> tuple[list[list[int]], list[in
     return taken, copied, sum(len(key) for key in large.sampler)
 
 
-def test_iterators_copies_and_keys_of_any_size_are_led() -> None:
-    (first, copied, keys), (second, others, rest) = run_ranks(leading_others, 2)
+def test_a_leader_leads_two_ranks() -> None:
+    led, steps, failing, apart = run_each(2, leading_others, stepping, failing_at_once, leading_apart)
+    for other, epoch, ahead, seeded in apart:
+        assert {other[0], epoch[0], ahead[0]} == {"RankMismatchError"}
+        assert_tells(other[1], ("patched as: number", "on rank 0; number", "on rank 1"), "same loaders")
+        assert epoch[1].split("\n")[1] == "  epoch: 0 on rank 0; 4 on rank 1"
+        assert_tells(epoch[1], "Sending every rank the order of an epoch", "same on every rank")
+        assert ahead[1].split("\n")[1] == "  batches fetched ahead: 0 on rank 0; 2 on rank 1"
+        assert seeded == ("nothing", "3")
+    first, second = failing  # at once, before any time-out of theirs
+    assert first[0] == ("KeyError", "'no losses yet'")
+    assert second[0][0] == second[2][0] == "LeaderError"
+    assert_tells(second[0][1], ("Rank 0", "KeyError('no losses yet')"), "error")
+    assert_tells(second[2][1], ("Rank 0", "local object"), "error")
+    assert first[1] == second[1] == ("nothing", "1")
+    # Ranks that meet do not wait for others' steps.
+    assert steps[0] == [[2501] * 2, [2501] * 2, [2500] * 2]
+    assert steps[1] == [[2501] * 2, [2500] * 2, [2500] * 2]
+    # Iterators, copies and keys of any size.
+    (first, copied, keys), (second, others, rest) = led
     assert first == [[*range(start, start + 8, 2)] for start in range(0, 40, 8)]
     assert second == [[*range(start, start + 8, 2)] for start in range(1, 40, 8)]
     assert (copied, others) == (list(range(0, N, 2)), [*range(1, N, 2), 0])

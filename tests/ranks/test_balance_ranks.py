@@ -5,12 +5,11 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 from costed import costed
 from messages import assert_tells
 from quick import run_each, run_ranks, said
-from torch.utils.data import DataLoader, RandomSampler, Sampler
-from zoo import Indices, as_it_is, seed_ambient
+from torch.utils.data import DataLoader, RandomSampler
+from zoo import Indices, Unequal, as_it_is, seed_ambient
 
 from ddp_patch import Cost, loader_state, patch_dataloader_to_ddp, restore_loader
 
@@ -18,23 +17,12 @@ N = 53
 COSTS = np.random.default_rng(0).lognormal(2, 1, N)
 
 
-class Unequal(Sampler[list[int]]):
-    """Batches of 1 to 9 samples, drawn anew in each epoch, of which one process alone knows how many there are."""
-
-    def __iter__(self) -> Any:
-        indices = torch.randperm(N).tolist()
-        while indices:
-            size = int(torch.randint(1, 10, ()))
-            yield indices[:size]
-            indices = indices[size:]
-
-
 def makes() -> dict[str, DataLoader[Any]]:
     return {
         "looked up": DataLoader(Indices(N), 3, sampler=RandomSampler(range(N)), collate_fn=as_it_is),
         "in order": DataLoader(Indices(N), 3, collate_fn=as_it_is),
         "drawn": DataLoader(Indices(N), 3, sampler=[*range(N)], collate_fn=as_it_is),
-        "whole batches": DataLoader(Indices(N), batch_sampler=Unequal(), collate_fn=as_it_is),
+        "whole batches": DataLoader(Indices(N), batch_sampler=Unequal(N), collate_fn=as_it_is),
     }
 
 

@@ -150,19 +150,6 @@ def test_an_error_of_one_rank_is_told(tmp_path: Path) -> None:
         assert words in done.stderr
 
 
-# Batch normalisation that sees all ranks' parts, because torch's takes tensors of accelerators alone.
-SYNCHRONISED = """
-    from torch.distributed.nn.functional import all_reduce
-
-    def forward(self, part):
-        rows = torch.tensor(len(part), dtype=part.dtype)
-        count, total = all_reduce(rows), all_reduce(part.sum(0))
-        mean = total / count
-        variance = all_reduce((part - mean).pow(2).sum(0)) / count
-        return (part - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
-
-    nn.SyncBatchNorm.forward = forward
-"""
 NORMALISED = """
     model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -213,7 +200,6 @@ NORMALISED = """
             ["without dropout: the same in 5 steps", "The same but for dropout."],
         ),
         soaked(NORMALISED, 1, ["without batch normalisation: the same in 7 steps", "sees a part of each batch."]),
-        soaked(SYNCHRONISED + NORMALISED, 0, ["steps: the same in 7 steps", "\nThe same."]),
         soaked(
             """
             model = model.float()
@@ -269,8 +255,7 @@ NORMALISED = """
     ],
 )
 def test_a_check_says_what_is_so(tmp_path: Path, body: str, code: int, words: list[str]) -> None:
-    options = ["--sync-batchnorm"] if SYNCHRONISED in body else []
-    done = launch(tmp_path, textwrap.dedent(body), "--check", "--steps", "7", *options)
+    done = launch(tmp_path, textwrap.dedent(body), "--check", "--steps", "7")
     assert done.returncode == code, done.stdout
     for each in words:
         assert each in done.stdout.replace("\n    ", " ")

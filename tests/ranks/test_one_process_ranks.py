@@ -4,7 +4,6 @@ import gc
 import itertools
 import logging
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 from zoo import seed_ambient
 
 from ddp_patch import autopatch, leave_alone
-from ddp_patch.errors import MissingRanksError, RankMismatchError, UnsupportedLoaderError, WorldError
+from ddp_patch.errors import RankMismatchError, UnsupportedLoaderError, WorldError
 from ddp_patch.options import Options
 from ddp_patch.running.context import running
 from ddp_patch.running.loader_reports import Patterns
@@ -208,25 +207,6 @@ def test_what_cannot_be_the_training_of_one_process_is_an_error() -> None:
             assert found is kind, text
             for word in words:
                 assert word in text
-
-
-def late(rank: int, world_size: int) -> str:
-    loader, model = random_loader(12, 2, batch_size=4), nn.Linear(2, 1)
-    try:
-        with autopatch(as_one_process=True, timeout=4):
-            trained(model, loader)
-            time.sleep(10 * rank)
-            trained(model, loader)
-    except MissingRanksError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.soak
-def test_a_rank_that_does_not_come_is_named() -> None:
-    told, _ = run_ranks(late, 2)
-    assert "after 3 calls of backward() and 3 optimizer steps, rank 0 waited" in told
-    assert "some did not come" in told
 
 
 def honest(rank: int, world_size: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Real gloo ranks, each seeded differently, over every kind of loader: the patch as users call it."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from zoo import (
 
 from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.errors import WorldError
+from ddp_patch.options import Order
 from ddp_patch.positions_and_padding import Plan
 from ddp_patch.ranks.exchange import _Meeting
 
@@ -40,12 +40,19 @@ WHOLE = [kind for kind in ALL_KINDS + REPEATED if not kind.make().drop_last]
 IN_WORLD = {world: [kind for kind in WHOLE if world == 2 or not kind.make().num_workers] for world in (2, 3, 4)}
 
 
-def epochs_on_rank(kind: Kind, rank: int) -> tuple[int, list[list[Any]]]:
+def ways(world_size: int) -> list[tuple[Kind, Order]]:
+    """The kinds, as ranks draw them alike, and as the first one draws for all."""
+    kinds = IN_WORLD[world_size]
+    return [(kind, "auto") for kind in kinds] + [(kind, "leader") for kind in kinds if "iterable" not in kind.name]
+
+
+def epochs_on_rank(kind: Kind, order: Order, rank: int) -> tuple[int, list[list[Any]]]:
     """The seed and epochs of a kind, with an all-reduce at every step, so that uneven steps would hang."""
     seed_ambient(SEED + rank)
-    patched: Any = patch_dataloader_to_ddp(kind.make())
+    patched: Any = patch_dataloader_to_ddp(kind.make(), order=order)
     draw_ambient(rank)
-    return patched.sampler.seed, [units(kind, InStep(patched, rank)) for _ in range(min(EPOCHS, kind.epochs))]
+    epochs = 1 if kind.endless and order == "leader" else min(EPOCHS, kind.epochs)
+    return patched.sampler.seed, [units(kind, InStep(patched, rank)) for _ in range(epochs)]
 
 
 class InStep:
@@ -72,9 +79,9 @@ def meet() -> None:
     assert ranks == dist.get_world_size()
 
 
-def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any]]]]:
+def every_kind(rank: int, world_size: int) -> dict[tuple[str, Order], tuple[int, list[list[Any]]]]:
     warnings.simplefilter("ignore")  # what is warned of is tested in process
-    shares = {kind.name: epochs_on_rank(kind, rank) for kind in IN_WORLD[world_size]}
+    shares = {(kind.name, order): epochs_on_rank(kind, order, rank) for kind, order in ways(world_size)}
     for batch in InStep(patch_dataloader_to_ddp(loader(drop_last=True)), rank):
         assert len(batch) == 4
     return shares
@@ -84,16 +91,15 @@ def every_kind(rank: int, world_size: int) -> dict[str, tuple[int, list[list[Any
 @pytest.mark.filterwarnings("ignore::ddp_patch.errors.StreamLengthWarning")
 def test_every_kind_is_shared_exactly(world_size: int) -> None:
     ranks = run_ranks(every_kind, world_size)
-    for kind in IN_WORLD[world_size]:
-        seeds = {rank[kind.name][0] for rank in ranks}
-        assert len(seeds) == 1
+    for kind, order in ways(world_size):
+        found = [rank[kind.name, order] for rank in ranks]
+        (seed,) = {seed for seed, _ in found}
         seed_ambient(SEED)
-        alone = patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=1, seed=seeds.pop())
-        streams = [units(kind, alone, STEPS * world_size) for _ in range(min(EPOCHS, kind.epochs))]
-        for epoch, stream in enumerate(streams):
-            for rank in range(world_size):
-                share = kind.of_rank(stream, Plan(rank, world_size))
-                assert ranks[rank][kind.name][1][epoch] == share, (kind.name, epoch, rank)
+        alone = patch_dataloader_to_ddp(kind.make(), rank=0, num_replicas=1, seed=seed)
+        for epoch in range(len(found[0][1])):
+            stream = units(kind, alone, STEPS * world_size)
+            for rank, (_, epochs) in enumerate(found):
+                assert epochs[epoch] == kind.of_rank(stream, Plan(rank, world_size)), (kind.name, order, epoch, rank)
 
 
 def in_two_groups(rank: int, world_size: int) -> Any:
@@ -135,26 +141,18 @@ def several(rank: int) -> list[DataLoader[Any]]:
     ]
 
 
-def drawn(rank: int, world_size: int, patch: Callable[[list[Any]], list[Any]]) -> tuple[list[Any], int]:
+def drawn(rank: int, world_size: int, at_once: bool) -> tuple[list[Any], int]:
     """What all loaders give in two epochs, and how often the ranks met to patch."""
     seed_ambient(100 + rank)
     given = several(rank)
     before = meetings()
-    patched = patch(given)
+    patched = patch_dataloader_to_ddp(given) if at_once else [patch_dataloader_to_ddp(one) for one in given]
     met = meetings() - before
     return [[list(one) for one in patched] for _ in range(2)], met
 
 
-def in_turn(given: list[Any]) -> list[Any]:
-    return [patch_dataloader_to_ddp(one) for one in given]
-
-
-def in_one_call(given: list[Any]) -> list[Any]:
-    return patch_dataloader_to_ddp(given)
-
-
 def test_in_one_call_each_gives_what_it_gives_in_turn() -> None:
-    schedule, calls = (run_ranks(drawn, 2, patch) for patch in (in_turn, in_one_call))
-    for (epochs, met), (expected, met_in_turn) in zip(calls, schedule, strict=True):
+    in_turn, calls = (run_ranks(drawn, 2, at_once) for at_once in (False, True))
+    for (epochs, met), (expected, met_in_turn) in zip(calls, in_turn, strict=True):
         assert epochs == expected
         assert (met, met_in_turn) == (1, 9)

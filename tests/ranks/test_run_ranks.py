@@ -21,8 +21,6 @@ from ddp_patch.errors import RanksFailedError
 from ddp_patch.testing import run_ranks
 from ddp_patch.testing.ranks import _kill
 
-START_METHODS: list[Any] = [soaked("spawn"), "forkserver"]
-
 
 def note_pid(folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
@@ -52,12 +50,6 @@ def add_up(rank: int, world_size: int, offset: int) -> tuple[torch.Tensor, str, 
     total = torch.tensor(rank + offset)
     dist.all_reduce(total)
     return total, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
-
-
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_every_ranks_return_value_comes_back(start_method: Any) -> None:
-    results = run_ranks(add_up, 3, 10, start_method=start_method)
-    assert results == [(torch.tensor(33), str(rank), "3") for rank in range(3)]
 
 
 def start_workers(folder: str) -> Any:
@@ -101,8 +93,12 @@ def in_an_environment(rank: int, world_size: int) -> str | None:
     return os.environ.get("SET_BEFORE_THE_CALL")
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_ranks_have_the_environment_of_the_call(start_method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start_method", [soaked("spawn"), "forkserver"])
+def test_every_ranks_return_value_comes_back_and_it_has_the_environment_of_the_call(
+    start_method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = run_ranks(add_up, 3, 10, start_method=start_method)
+    assert results == [(torch.tensor(33), str(rank), "3") for rank in range(3)]
     assert run_ranks(in_an_environment, 1, start_method=start_method) == [None]
     monkeypatch.setenv("SET_BEFORE_THE_CALL", "yes")
     assert run_ranks(in_an_environment, 1, start_method=start_method) == ["yes"]

@@ -1,19 +1,15 @@
 """Loaders without ``seed=`` on real ranks: each has a seed of its own, and a job that starts again resumes."""
 
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
-from messages import assert_tells
 from quick import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, RandomSampler
 from zoo import Indices, N, as_it_is, seed_ambient
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
-from ddp_patch.errors import RankMismatchError
 
 
 def shuffled(n: int = N, **options: Any) -> DataLoader[Any]:
@@ -77,28 +73,3 @@ def test_groups_that_cannot_ask_each_other_draw_alike_and_each_loader_its_own() 
     assert seeds[4:] == [0, 0]  # in a world given by hand, as torch's DistributedSampler
     for (_, mine), (_, other) in zip(ranks[0], ranks[2], strict=True):
         assert set(mine + other) == set(range(N))
-
-
-def given_a_generator(rank: int, world_size: int) -> str:
-    """A sampler gets a generator after the ranks agreed; a leader draws for all, whatever the others have."""
-    sampler, led = RandomSampler(Indices()), RandomSampler(Indices())
-    shared: Any = patch_dataloader_to_ddp(DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is))
-    by_leader = patch_dataloader_to_ddp(
-        DataLoader(Indices(), 3, sampler=led, collate_fn=as_it_is), order="leader", uneven="drop"
-    )
-    sampler.generator = led.generator = torch.Generator().manual_seed(rank)
-    everyones: list[Any] = [None] * world_size
-    dist.all_gather_object(everyones, samples(by_leader))
-    assert len(set(chain(*everyones))) == N - N % world_size
-    again = patch_dataloader_to_ddp(DataLoader(Indices(), 3, sampler=sampler, collate_fn=as_it_is), uneven="drop")
-    dist.all_gather_object(everyones, samples(again))
-    assert len(set(chain(*everyones))) == N - N % world_size
-    sampler.generator = torch.Generator().manual_seed(rank)
-    with pytest.raises(RankMismatchError) as caught:
-        list(chain.from_iterable(repeat(shared, 100)))
-    return str(caught.value)
-
-
-def test_generators_that_the_ranks_did_not_agree_on_are_told() -> None:
-    for message in run_ranks(given_a_generator, 2):
-        assert_tells(message, ("RandomSampler", "gave each its own"), ("seed what it draws from", "'leader'"))

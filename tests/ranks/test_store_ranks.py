@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import pytest
@@ -33,14 +32,6 @@ def by_hand(rank: int) -> Any:
     return patch_dataloader_to_ddp(given(), rank=rank, num_replicas=dist.get_world_size())
 
 
-LENGTHS = count(48)
-
-
-def grown(rank: int) -> Any:
-    """Patch a loader of a dataset that grows."""
-    return patch_dataloader_to_ddp(given(next(LENGTHS)), rank=rank, num_replicas=dist.get_world_size())
-
-
 def refused(rank: int, at: int | None = None) -> None:
     """On one rank or on every one; who refuses does not come to the meeting."""
     with pytest.raises(DDPPatchError):
@@ -51,16 +42,12 @@ def refused(rank: int, at: int | None = None) -> None:
 MADE: dict[str, Callable[[int], object]] = {
     "patched": lambda rank: patch_dataloader_to_ddp(given()),
     "read": lambda rank: whole(patch_dataloader_to_ddp(given())),
-    "stream": lambda rank: whole(patch_dataloader_to_ddp(stream())),
     "several": lambda rank: patch_dataloader_to_ddp({"train": given(), "val": given(20)}),
     "wrapper": lambda rank: whole(DDPSamplerWrapper(list(range(20)))),
     "leader": lambda rank: whole(patch_dataloader_to_ddp(given(), order="leader")),
     "by worker": lambda rank: whole(patch_dataloader_to_ddp(stream(), share="by_worker")),
     "by hand": lambda rank: whole(by_hand(rank)),
-    "by hand, grown": lambda rank: whole(grown(rank)),
-    "half of a world by hand": lambda rank: whole(patch_dataloader_to_ddp(given(), rank=0, num_replicas=1)),
     "refused": refused,
-    "refused by the first": lambda rank: refused(rank, 0),
     "refused by the last": lambda rank: refused(rank, 1),
 }
 

@@ -3,17 +3,18 @@
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import users
-from jobs import Job, Programs, Run
-from quick import run_ranks, soaked
+from jobs import Job, Programs
+from quick import soaked
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     DistributedSampler,
+    RandomSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -21,7 +22,7 @@ from torch.utils.data import (
 from users import ITEMS, SHUFFLERS, SIZE, N, loader
 from zoo import Bare
 
-program = Programs()
+program = Programs(__name__)
 Make = Callable[..., DataLoader[Any]]
 LONG = 480  # more than the first items that are compared
 WORKERS = {"no workers": 0, "workers": 1}
@@ -139,6 +140,14 @@ def each_rank_seeds_a_generator_of_pythons_anew(job: Job) -> None:
     job.train(train)
     sampler.rng.seed(job.rank)
     job.train(train)
+
+
+@program("error", tells=("RandomSampler gave each its own", "seed what it draws from", "'leader'"))
+def each_rank_gives_its_sampler_a_generator_later(job: Job) -> None:
+    sampler = RandomSampler(range(N))
+    train = job.patch(loader(sampler=sampler))
+    sampler.generator = torch.Generator().manual_seed(job.rank)
+    job.train(train, epochs=2)
 
 
 @program("error")
@@ -287,37 +296,30 @@ def one_rank_ends_its_last_epoch(job: Job, after: int) -> None:
     job.train(job.patch(loader(Stops(N if job.rank == 0 else after), shuffle=True)))
 
 
-class Reading(NamedTuple):
-    """How rank 1 reads a stream otherwise than the others: in how many epochs, and with how many workers."""
-
-    how: dict[str, Any]
-    epochs: int = 1
-    workers: int = 0
-
-
-READINGS = {
-    "skips an item": Reading({"skips": (301,)}),
-    "skips an item, workers": Reading({"skips": (301,)}, workers=2),
-    "skips items of each epoch": Reading({"skips": (5, 300)}, epochs=2, workers=1),
-    "takes a lost connection for the end": Reading({"ends": 300}, epochs=2),
-    "takes a lost connection for the end, workers": Reading({"ends": 300}, epochs=2, workers=2),
-    "takes a lost connection for the end of the last epoch": Reading({"ends": 300}),
-    "gets an item twice": Reading({"repeats": 300}),
-    "skips one item and gets another twice": Reading({"skips": (290,), "repeats": 350}),
-    "shuffles the end": Reading({"shuffled_from": 300}),
+# How rank 1 reads a stream otherwise than the others; in how many epochs, and with how many workers.
+READINGS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "skips an item": ({"skips": (301,)}, 1, 0),
+    "skips an item, workers": ({"skips": (301,)}, 1, 2),
+    "skips items of each epoch": ({"skips": (5, 300)}, 2, 1),
+    "takes a lost connection for the end": ({"ends": 300}, 2, 0),
+    "takes a lost connection for the end, workers": ({"ends": 300}, 2, 2),
+    "takes a lost connection for the end of the last epoch": ({"ends": 300}, 1, 0),
+    "gets an item twice": ({"repeats": 300}, 1, 0),
+    "skips one item and gets another twice": ({"skips": (290,), "repeats": 350}, 1, 0),
+    "shuffles the end": ({"shuffled_from": 300}, 1, 0),
 }
 
 
 @program("error", each=READINGS)
-def one_rank_reads_a_stream_otherwise(job: Job, reading: Reading) -> None:
-    stream = users.Stream(LONG)
-    train = job.patch(loader(stream, num_workers=reading.workers))
+def one_rank_reads_a_stream_otherwise(job: Job, reading: tuple[dict[str, Any], int, int]) -> None:
+    (how, epochs, workers), stream = reading, users.Stream(LONG)
+    train = job.patch(loader(stream, num_workers=workers))
     if job.rank == 1:
-        vars(stream).update(reading.how)
-    job.train(train, range(LONG), epochs=reading.epochs)
+        vars(stream).update(how)
+    job.train(train, range(LONG), epochs=epochs)
 
 
-OF_A_STREAM = ("Stream", "lost", "seed", "same on every rank", "random.Random(epoch)", "set_epoch()")
+OF_A_STREAM = ("Stream", "lost", "seed", "same on every rank", "detshuffle=True, seed=0")
 
 
 def shuffled(made: Callable[[int], Any] = int, *, splits: bool = True, **how: Any) -> Any:
@@ -363,28 +365,18 @@ def each_rank_sets_another_epoch_of_a_stream(job: Job, workers: int) -> None:
 FOR_ITS_RANK: dict[str, Make] = {
     "it asks the group": lambda: loader(users.ShardsItself(users.rank_of_group)),
     "it asks the environment": lambda: loader(users.ShardsItself(users.rank_of_environment)),
-    "it asks the environment, in a worker": lambda: loader(
-        users.ShardsItself(users.rank_of_environment), num_workers=1
-    ),
-    "it is made for its rank in workers": lambda: loader(
+    "it asks in a worker": lambda: loader(users.ShardsItself(users.rank_of_environment), num_workers=1),
+    "it was made for its rank": lambda: loader(users.MadeForItsRank()),
+    "it was made for its rank, a worker": lambda: loader(users.MadeForItsRank(), num_workers=1),
+    "workers make it for their rank": lambda: loader(
         users.MadeInWorkers(), num_workers=2, worker_init_fn=users.make_for_its_rank
     ),
 }
 
 
-@program("error", each=FOR_ITS_RANK)
+@program("error", each=FOR_ITS_RANK, tells=("is_ddp_aware = True", *OF_A_STREAM[1:]))
 def a_stream_shards_itself(job: Job, make: Make) -> None:
     job.train(job.patch(make()))
-
-
-@program("error", tells=("ShardsItself", "is_ddp_aware = True", *OF_A_STREAM[1:]))
-def a_stream_asks_for_its_rank(job: Job) -> None:
-    a_stream_shards_itself(job, FOR_ITS_RANK["it asks the environment"])
-
-
-@program("error", each=WORKERS, tells=("MadeForItsRank", "is_ddp_aware = True", *OF_A_STREAM[1:]))
-def a_stream_was_made_for_its_rank(job: Job, workers: int) -> None:
-    job.train(job.patch(loader(users.MadeForItsRank(), num_workers=workers)))
 
 
 @program("error", all_reduce="each epoch")
@@ -394,8 +386,4 @@ def parts_of_other_lengths(job: Job) -> None:
 
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_what_differs_between_ranks_is_an_error_within_the_epoch(world_size: int) -> None:
-    assert program.unexpected(run_ranks(program_on_rank, world_size)) == {}
-
-
-def program_on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return program.run(rank, world_size)
+    assert program.unexpected(world_size) == {}

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import users
-from jobs import Job, Programs, Run
-from quick import run_ranks, soaked
+from jobs import Job, Programs
+from quick import soaked
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
 from users import REMEDIED, SHUFFLERS, SIZE, UNHELD, N, loader
 from zoo import Source
@@ -18,7 +18,7 @@ from zoo import Source
 from ddp_patch import loader_state, restore_loader
 from ddp_patch.samplers import ScalableRandomSampler
 
-program = Programs()
+program = Programs(__name__)
 Make = Callable[[], DataLoader[Any]]
 WORKERS = {"no workers": {}, "workers": {"num_workers": 1}}
 
@@ -276,10 +276,6 @@ def a_worker_dies_and_all_begin_the_next_epoch(job: Job, how: tuple[bool, int]) 
             epoch.take(batch)
 
 
-def on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return program.run(rank, world_size)
-
-
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_what_others_draw_look_at_list_or_set_loses_nothing(world_size: int) -> None:
-    assert program.unexpected(run_ranks(on_rank, world_size)) == {}
+    assert program.unexpected(world_size) == {}

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 import users
 from iterables import ShardPerWorker
-from jobs import Job, Programs, Run
-from quick import run_ranks, soaked
+from jobs import Job, Programs
+from quick import soaked
 from repeaters import Infinite
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Subset
 from users import AUGMENTED, ITEMS, REMEDIED, SHUFFLERS, SIZE, N, loader
 
 from ddp_patch import loader_state
 
-program = Programs()
+program = Programs(__name__)
 Make = Callable[[], DataLoader[Any]]
 WORKERS = {
     "no workers": {},
@@ -124,9 +124,17 @@ def rows_that_name_samples_are_shuffled_alike(job: Job, how: Any) -> None:
         dataset.arrange(random.Random(epoch).sample(range(N), N))
 
 
-@program("complete")
-def each_rank_begins_with_a_generator_of_its_own(job: Job) -> None:
-    job.train(job.patch(loader(shuffle=True, generator=torch.Generator().manual_seed(job.rank))), epochs=3)
+OF_EACH_RANK: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "generator=": lambda rank: loader(shuffle=True, generator=torch.Generator().manual_seed(rank)),
+    "numpy Generator": lambda rank: loader(sampler=users.Shuffles(np.random.default_rng())),
+    "numpy RandomState": lambda rank: loader(sampler=users.Shuffles(np.random.RandomState(rank))),
+    "random.Random": lambda rank: loader(sampler=users.Shuffles(random.Random(rank))),
+}
+
+
+@program("complete", each=OF_EACH_RANK)
+def each_rank_begins_with_a_generator_of_its_own(job: Job, make: Callable[[int], DataLoader[Any]]) -> None:
+    job.train(job.patch(make(job.rank)), epochs=3)
 
 
 @program("complete")
@@ -382,10 +390,6 @@ def parts_of_other_lengths_are_on_purpose(job: Job) -> None:
     job.train(train, is_uneven=True, epochs=2)
 
 
-def on_rank(rank: int, world_size: int) -> dict[str, Run]:
-    return program.run(rank, world_size)
-
-
 @pytest.mark.parametrize("world_size", [soaked(2), 3])
 def test_nothing_is_raised_where_nothing_is_lost(world_size: int) -> None:
-    assert program.unexpected(run_ranks(on_rank, world_size)) == {}
+    assert program.unexpected(world_size) == {}

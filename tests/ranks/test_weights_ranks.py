@@ -1,7 +1,5 @@
 """Real gloo ranks that divide batches, sum what their samples count, and gather their outputs in order."""
 
-import random
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -10,23 +8,12 @@ import torch.distributed as dist
 from iterables import ShardPerWorker
 from messages import assert_tells
 from quick import run_each, run_ranks, said
-from torch.utils.data import DataLoader, Sampler
-from zoo import Source, as_it_is, loader, seed_ambient
+from torch.utils.data import DataLoader
+from zoo import Source, Unequal, as_it_is, loader, seed_ambient
 
 from ddp_patch import gather_in_order, iter_with_weights, patch_dataloader_to_ddp
 
 N = 53
-
-
-class Unequal(Sampler[list[int]]):
-    """Batches of 1 to 9 samples, drawn anew in each epoch."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = torch.randperm(N).tolist()
-        while indices:
-            size = random.randint(1, 9)
-            yield indices[:size]
-            indices = indices[size:]
 
 
 def tokens(batch: list[int]) -> list[int]:
@@ -44,8 +31,8 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
         return patch_dataloader_to_ddp(given, seed=3, timeout=60, **options)
 
     return {
-        "whole batches, drawn": steps(patched(loader(batch_sampler=Unequal()))),
-        "whole batches, led": steps(patched(loader(batch_sampler=Unequal()), order="leader")),
+        "whole batches, drawn": steps(patched(loader(batch_sampler=Unequal(N)))),
+        "whole batches, led": steps(patched(loader(batch_sampler=Unequal(N)), order="leader")),
         "whole batches, some ranks have one more": steps(
             patched(loader(batch_sampler=[[1, 2], [3]] * 2 + [[4]]), uneven="keep", order="leader")
         ),
@@ -53,7 +40,9 @@ def weighing(rank: int, world_size: int) -> dict[str, Any]:
         "parts of workers, some ranks have one more": steps(
             patched(DataLoader(ShardPerWorker((1, 4)), 1, num_workers=2, collate_fn=as_it_is), uneven="keep")
         ),
-        "divided batches, led": steps(patched(loader(batch_sampler=Unequal()), share="within_batches", order="leader")),
+        "divided batches, led": steps(
+            patched(loader(batch_sampler=Unequal(N)), share="within_batches", order="leader")
+        ),
         "tokens": steps(patched(loader(5)), weight_of=tokens),
         "tokens of divided batches": steps(patched(loader(5), share="within_batches"), weight_of=tokens),
         "tokens, some ranks have one more": steps(patched(loader(5), uneven="keep"), weight_of=tokens),
@@ -125,7 +114,7 @@ def gathering(rank: int, world_size: int) -> list[Any]:
     found: list[Any] = []
     for uneven in ("pad", "keep"):
         for given in (
-            loader(batch_sampler=Unequal()),
+            loader(batch_sampler=Unequal(N)),
             loader(5, shuffle=True),
             DataLoader(Source(N, splits=True), 5, num_workers=2, collate_fn=as_it_is),
         ):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from zoo import Indices as Numbers
+from zoo import N
 
 from ddp_patch import patch_dataloader_to_ddp
 
 __all__ = ["HELD", "Batch", "Case", "Fate", "N", "Numbers", "World", "drawn_by", "files", "held_patched", "tars"]
-
-N = 23  # a prime: no world size but 1 divides it
 
 _FOLDER = "THIRD_PARTY_FILES"
 
@@ -75,19 +75,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.package}: {self.name}"
-
-
-class Numbers(Dataset[int]):
-    """Item i is i."""
-
-    def __init__(self, n: int = N) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def drawn_by(sampler: Any = None, n: int = N, batch_size: int = 4, **options: Any) -> DataLoader[int]:

@@ -17,14 +17,10 @@ class Verdict:
     """What happened to a loader in one world.
 
     Attributes:
-        fate: What patching did on rank 0.
-        steps: How many steps each rank made in the first epoch.
         complete: Whether the ranks together got what one process gets, but for what fills up the last round.
         problems: What should not have happened.
     """
 
-    fate: Fate | None
-    steps: Sequence[int]
     complete: bool
     problems: list[str]
 
@@ -64,14 +60,14 @@ def judge(case: Case, alone: OneProcess, ranks: Sequence[Seen]) -> Verdict:
     """Compare what the ranks got with what one process gets, and what was done with what was expected."""
     failed = [f"rank {rank}: {seen.message}" for rank, seen in enumerate(ranks) if seen.fate is None]
     if failed:
-        return Verdict(None, [], False, failed)
+        return Verdict(False, failed)
     incomplete = [problem for epoch in range(EPOCHS) for problem in _incompleteness(case, alone, ranks, epoch)]
     problems = [*_other_fates(case, ranks), *([] if case.repeats else incomplete)]
     if case.fate is Fate.AS_IT_IS:
         problems += _same_on_all_ranks(ranks) if case.repeats else []
     else:
         problems += _unequal_steps(ranks) + _lost_abilities(alone, ranks)
-    return Verdict(ranks[0].fate, [len(seen.epochs[0]) for seen in ranks], not incomplete, problems)
+    return Verdict(not incomplete, problems)
 
 
 def _other_fates(case: Case, ranks: Sequence[Seen]) -> list[str]:

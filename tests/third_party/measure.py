@@ -8,6 +8,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 from zoo import seed_ambient
 
 from ddp_patch import check_loaders_is_patched, patch_dataloader_to_ddp
@@ -95,12 +96,19 @@ def used_patched(case: Case, world: World, options: dict[str, Any], seen: Seen) 
         # What is sharded already may come back as a copy, whose passes are compared.
         is_same = patched.sampler is loader.sampler and patched.dataset is loader.dataset
         seen.fate = Fate.AS_IT_IS if is_same else Fate.SHARED
-        return used(case, patched, seen, steps)
+        used(case, patched, seen, steps)
     except (NotALoaderError, RankMismatchError, UnsupportedLoaderError) as error:
         if case.remedy is None:
             raise
-        seen.fate, seen.message, seen.epochs = Fate.REFUSED, str(error), []
-        return used(case, case.remedy(loader, options), seen, steps)
+        seen.message = str(error)
+    messages = [seen.message]
+    if dist.is_initialized() and case.remedy is not None:  # a rank may have come to its end before another is told
+        messages *= dist.get_world_size()
+        dist.all_gather_object(messages, seen.message)
+    if case.remedy is not None and any(messages):
+        seen.fate, seen.message, seen.epochs = Fate.REFUSED, max(messages), []
+        used(case, case.remedy(loader, options), seen, steps)
+    return seen
 
 
 def used(case: Case, loader: Any, seen: Seen, steps: int | None) -> Seen:

@@ -164,13 +164,3 @@ def test_a_batch_needs_a_quorum(lighthouse: str) -> None:
     for error in on_replicas(lighthouse, act):
         assert isinstance(error, InvalidOptionError)
         assert "Call manager.start_quorum() in each step." in str(error)
-
-
-def test_padding_weighs_nothing(lighthouse: str) -> None:
-    def act(manager: Manager, replica: int, rank: int) -> Any:
-        shares: QuorumLoader[Any] = QuorumLoader(manager, loader_of(range(5), 3), share="within_batches")
-        manager.start_quorum()
-        return shares.next_batch()[1]
-
-    found = sorted(weights.tolist() for weights in on_replicas(lighthouse, act))
-    assert found == [pytest.approx([2 / 3, 0]), pytest.approx([2 / 3, 2 / 3])]  # one of the two is padding

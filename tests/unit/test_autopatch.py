@@ -27,8 +27,8 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
 )
 from ddp_patch.options import Options
-from ddp_patch.running.context import EachRank, running
-from ddp_patch.running.loader_reports import Patterns
+from ddp_patch.running.context import running
+from ddp_patch.running.loader_reports import EachRank, Patterns
 
 N = 10
 
@@ -420,7 +420,7 @@ def test_a_summary_tells_of_each_loader_which_is_logged_once(caplog: pytest.LogC
 
 def test_a_dry_run_patches_nothing() -> None:
     places, where = (Patterns("--only"), Patterns("--except")), {"rank": 1, "num_replicas": 2}
-    with running(EachRank(where, Options(order="leader"), *places, dry_run=True)) as summary:
+    with running(EachRank(where, Options(), *places, dry_run=True)) as summary:
         loader, other = made(), Computed(Indices(N))
         assert len(items(loader)) == N
         assert len(items(other)) == N

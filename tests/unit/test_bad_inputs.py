@@ -199,5 +199,5 @@ def test_a_group_or_mesh_that_is_none() -> None:
     with raises(InvalidOptionError, ("device_mesh=3", "int", "DeviceMesh"), "init_device_mesh()"):
         alone(device_mesh=3)
     group: Any = torch.distributed.ProcessGroup.__new__(torch.distributed.ProcessGroup)
-    with raises(WorldError, ("process_group", "none was made"), "torch.distributed.init_process_group()"):
+    with raises(WorldError, ("process_group", "none is initialised"), "torch.distributed.init_process_group()"):
         alone(process_group=group)

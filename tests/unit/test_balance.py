@@ -14,7 +14,20 @@ from messages import raises
 from resumed import as_saved
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from trying import over_in_turn
-from zoo import ALL_KINDS, STEPS, Indices, Kind, N, Source, as_it_is, comparable, loader, seed_ambient, units
+from zoo import (
+    ALL_KINDS,
+    STEPS,
+    Indices,
+    Kind,
+    N,
+    Source,
+    as_it_is,
+    comparable,
+    loader,
+    seed_ambient,
+    seeded_generator,
+    units,
+)
 
 from ddp_patch import Cost, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, StateError
@@ -163,6 +176,22 @@ def test_in_other_worlds_each_sample_comes_once(worlds: tuple[int, ...], whole: 
         assert is_last or len({str(loader_state(one, batches_done=len(batches))) for one, batches in ranks}) == 1
         state = as_saved(loader_state(ranks[0][0], batches_done=len(ranks[0][1]))) if not is_last else None
     assert seen == Counter(range(n))
+
+
+def test_in_another_world_single_items_of_a_generator_that_the_loader_shares_come_once() -> None:
+    """The loader draws a number from it for each iterator, before its sampler draws."""
+    n = 9
+
+    def start(rank: int, ranks: int) -> Any:
+        return balanced(
+            DataLoader(Indices(n), batch_size=None, shuffle=True, generator=seeded_generator()), ranks, rank
+        )
+
+    begun = [start(rank, 2) for rank in range(2)]
+    given = [next(iter(each)) for each in begun]
+    rest = start(0, 1)
+    restore_loader(rest, loader_state(begun[0]))
+    assert sorted([*given, *rest]) == [*range(n)]
 
 
 @pytest.mark.parametrize("options", [{"cost": [2.0] * N}, {"window": 3}, {"cost": None}, {"of": "padded"}])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.device_mesh
-import torch.utils.data._utils.pin_memory
 import torch.utils.data._utils.worker
 from messages import raises
 from torch.distributed.device_mesh import DeviceMesh

@@ -213,6 +213,22 @@ def test_an_epoch_that_is_chosen_has_one_order_however_often_somebody_looked(
     assert orders[0][0] != orders[0][1]
 
 
+@pytest.mark.parametrize("share", ["samples", "batches"])
+def test_an_epoch_may_be_chosen_before_its_iterator_is_made_or_after(share: Any) -> None:
+    orders = []
+    for is_late in (False, True):
+        raw, _ = loader_of("torch's own")
+        loader: Any = patch_dataloader_to_ddp(raw, share=share)
+        next(iter(loader))
+        if not is_late:
+            loader.set_epoch(2)
+        batches = iter(loader)
+        if is_late:
+            loader.set_epoch(2)
+        orders.append(list(batches))
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.parametrize("later", ["auto", "leader", "seeded"])
 @pytest.mark.parametrize("sooner", ["auto", "leader", "seeded"])
 def test_a_pass_is_resumed_whoever_draws_it(sooner: Any, later: Any) -> None:
@@ -355,3 +371,17 @@ def test_the_loaders_own_draw_belongs_to_its_pass(workers: int) -> None:
                 list(val)
             orders.append(list(loader))
     assert orders[:3] == orders[3:]
+
+
+def test_persistent_workers_make_the_loader_draw_once_in_a_run_that_goes_on_too() -> None:
+    def start() -> Any:
+        generator = torch.Generator().manual_seed(3)
+        rows: Any = range(N)
+        options: Any = {"num_workers": 1, "persistent_workers": True, "collate_fn": list}
+        return DataLoader(rows, 4, shuffle=True, generator=generator, **options)
+
+    raw, stopped, again = start(), patch_dataloader_to_ddp(start()), patch_dataloader_to_ddp(start())
+    one_process = [list(raw) for _ in range(3)]
+    first = list(stopped)
+    restore_loader(again, loader_state(stopped))
+    assert [first, list(again), list(again)] == one_process

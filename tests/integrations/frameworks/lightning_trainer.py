@@ -7,21 +7,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from ddp_patch import patch_dataloader_to_ddp
 from frameworks.base import Epochs, Framework
-from frameworks.kinds import Batch, features, tiny_model
+from frameworks.kinds import Batch, tiny_model
 
-__all__ = ["FRAMEWORK", "quiet_trainer"]
+__all__ = ["FRAMEWORK", "Trained", "every_step", "quiet_trainer"]
 
 
-class Module(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+class Trained(LightningModule):  # type: ignore[misc]  # it is not there where types are checked
+    """Trains a tiny model on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_model()
+
+    def loss_of(self, numbers: Any) -> Any:
+        return self.model(torch.as_tensor(numbers, dtype=torch.float32)[:, None]).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.000001)
+
+
+class Module(Trained):
     """A module that makes its loader in ``train_dataloader``, where the process group exists."""
 
     def __init__(self, loader: Any, patched: bool, epochs: Sequence[int | None]) -> None:
         super().__init__()
-        self.model = tiny_model()
         self.loader, self.patched, self.epochs = loader, patched, epochs
         self.seen: Epochs = []
 
@@ -34,13 +47,9 @@ class Module(LightningModule):  # type: ignore[misc]  # it is not there where ty
             self.trainer.train_dataloader.sampler.set_epoch(epoch)
         self.seen.append([])
 
-    def training_step(self, batch: Batch) -> torch.Tensor:
+    def training_step(self, batch: Batch) -> Any:
         self.seen[-1].append(batch)
-        loss: torch.Tensor = self.model(features(batch)).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.001)
+        return self.loss_of(batch.numbers)
 
 
 def quiet_trainer(*callbacks: Any, **options: Any) -> Trainer:
@@ -54,6 +63,11 @@ def quiet_trainer(*callbacks: Any, **options: Any) -> Trainer:
         enable_model_summary=False,
         **options,
     )
+
+
+def every_step(folder: Any) -> ModelCheckpoint:
+    """Return a callback that keeps a checkpoint after each step."""
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False)
 
 
 def passes(loader: Any, patched: bool, epochs: Sequence[int | None]) -> Epochs:
