@@ -224,11 +224,11 @@ def _reduction(node: Any, name: str, part: int) -> str:
     """Return what an operation makes of the samples; nothing if it does not reduce these."""
     sizes, kind = _size_of(node), _SAVED.get(getattr(node, "_saved_reduction", 0), "")
     if name.startswith("NllLoss") and kind:
-        rows = node._saved_target.numel()
-        if kind == MEAN and node._saved_weight is not None:
+        weight, total, target = (getattr(node, f"_saved_{of}", None) for of in ("weight", "total_weight", "target"))
+        rows = 0 if target is None else target.numel()
+        are_some_left_out = total is not None and total.device.type == "cpu" and bool(total != rows)
+        if kind == MEAN and (weight is not None or are_some_left_out):
             return WEIGHED
-        if kind == MEAN and node._saved_total_weight.device.type == "cpu" and node._saved_total_weight != rows:
-            return WEIGHED  # some do not count
         return kind if rows % part == 0 else UNKNOWN
     if kind:
         return kind if _has_rows(sizes, part) else UNKNOWN
