@@ -289,6 +289,104 @@ SCRIPTS: Mapping[str, str] = {
             optimizer.step()
             history[0] += loss.item()
     """,
+    "losses that are read in other ways, sums by the batch size, gradients of inputs": """
+        from torch.amp import GradScaler
+
+        model, scaler, read = net(), GradScaler("cpu", init_scale=8.0), torch.zeros(())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for a, b in DataLoader(data, 10, shuffle=True):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(a), b, reduction="sum") / 10  # of 9 samples, too
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            read += loss.detach() + loss.data
+            history += [loss.tolist(), float(loss.detach().numpy()), loss.data.item()]
+        history.append(read.item())
+        for a, b in DataLoader(data, 11, shuffle=True):
+            given = a.clone().requires_grad_()
+            F.mse_loss(model(given), b).backward()
+            optimizer.zero_grad()
+            F.mse_loss(model(a + 5 * given.grad), b).backward()
+            optimizer.step()
+    """,
+    "losses that are neither a mean nor a sum over samples": """
+        class Summed(torch.autograd.Function):
+            forward = staticmethod(lambda context, part: part.sum())
+            backward = staticmethod(lambda context, slope: slope.expand(CHOSEN, 1))
+
+        def ignoring(out, b):
+            classes = torch.where(b > 0.2, -100, (b > -0.5).long()).flatten()
+            return F.cross_entropy(torch.cat([out, -out], 1), classes)
+
+        def masked(out, b):
+            return ((out - b).pow(2) * (b > 0)).sum() / (b > 0).sum().clamp(min=1)
+
+        def vector(out, b):
+            return (out - b).pow(2).flatten()
+
+        losses = [
+            ignoring,
+            masked,
+            vector,
+            lambda out, b: Summed.apply((out - b).pow(2)),
+            lambda out, b: sum(F.mse_loss(one, other) for one, other in zip(out, b)),
+            lambda out, b: torch.dot((out - b).flatten(), (out - b).flatten()),
+            lambda out, b: (F.mse_loss(out, b) - 0.3).abs() + 0.3,
+            lambda out, b: F.mse_loss(out, b) + (out - b).abs().sum(),
+            lambda out, b: F.mse_loss(out, b) * len(b),
+            lambda out, b: (out - b).pow(2).flatten().topk(5).values.mean(),
+            lambda out, b: (out - b)[b > 0].pow(2).mean(),
+        ]
+        model, CHOSEN = net(), 8
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
+        for of in losses:
+            for a, b in DataLoader(data, CHOSEN, shuffle=True, drop_last=True):
+                optimizer.zero_grad()
+                loss = of(model(a), b)
+                loss.backward(torch.ones_like(loss))
+                optimizer.step()
+                history.append(loss.sum().item())
+    """,
+    "what a model keeps of its batches": """
+        class Keeping(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.at = net(), 0
+                self.register_buffer("queue", torch.zeros(16, 6))
+
+            def forward(self, a):
+                out = self.inner(a) + self.inner(self.queue).mean()
+                for row in a:
+                    self.queue.data[self.at % 16] = row
+                    self.at += 1
+                return out
+
+        model = Keeping()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fit(DataLoader(data, 8, shuffle=True))
+    """,
+    "two loaders in one step, and one that a thread reads": """
+        from queue import Queue
+        from threading import Thread
+
+        class Ahead(DataLoader):
+            def __iter__(self):
+                given = Queue(1)
+                Thread(target=lambda of: [*map(given.put, of), given.put(None)], args=(super().__iter__(),)).start()
+                return iter(given.get, None)
+
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for size in (12, 8):  # parts of other sizes, and on two and four ranks of equal ones
+            pairs = DataLoader(data, size, shuffle=True, drop_last=True), DataLoader(x[:76], size, drop_last=size == 8)
+            for _ in range(2):
+                for (a, b), other in zip(*pairs):
+                    optimizer.zero_grad()
+                    (F.mse_loss(model(a), b) + model(other).pow(2).mean()).backward()
+                    optimizer.step()
+        fit(Ahead(data, 7, shuffle=True))
+    """,
     "a compiled step": """
         model = net()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

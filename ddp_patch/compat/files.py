@@ -1,4 +1,4 @@
-"""Where Python's own modules, numpy and torch open, find, save and remove files, each by a name of its own."""
+"""Where Python's own modules and numpy open, find, save and remove files, each by a name of its own."""
 
 import bz2
 import glob
@@ -12,21 +12,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 __all__ = ["files_opened_by"]
 
 
 @contextmanager
-def files_opened_by(
-    open_file: Callable[..., Any], save: Callable[..., None], load: Callable[..., Any]
-) -> Iterator[None]:
+def files_opened_by(open_file: Callable[..., Any]) -> Iterator[None]:
     """Let files be opened by a function while entered; and found and removed by what ``os`` has now.
 
     Args:
         open_file: Stands in the place of ``open``.
-        save: Takes what ``torch.save`` takes, which opens files in C.
-        load: Takes what ``torch.load`` takes.
     """
     openers: Any = importlib.import_module("numpy.lib._datasource")._file_openers
     openers.keys()  # which numpy fills in at the first use
@@ -37,8 +31,6 @@ def files_opened_by(
         stack.enter_context(patch.object(tarfile, "bltn_open", open_file))
         stack.enter_context(patch.object(bz2, "_builtin_open", open_file))
         stack.enter_context(patch.dict(openers._file_openers, {None: open_file}))
-        stack.enter_context(patch.object(torch, "save", save))
-        stack.enter_context(patch.object(torch, "load", load))
         # rmtree by open folders would go past what is in the place of os.unlink.
         stack.enter_context(patch.object(shutil, "_use_fd_functions", False))
         # As of Python 3.13, pathlib looks by functions that glob took from os when it was imported.

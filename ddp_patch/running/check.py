@@ -42,6 +42,7 @@ __all__ = ["RECORDING", "check", "recorded"]
 # The environment's name of the folder where the ranks of a run record what they do; its own name ends in the precision.
 RECORDING = "DDP_PATCH_RECORDING"
 
+_READS = re.compile(r"^ddp_patch: (What is read at .*)", re.MULTILINE)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _CLOSE_TEXT = 1e-3  # of a number that is printed, and rounded for that
 _CLOSE = {True: 1e-8, False: 1e-3}  # how far apart steps may be, in double precision and in single
@@ -225,6 +226,7 @@ class _Ran:
         code: The exit code.
         lines: What it printed, by the line's number.
         errors: The end of what it wrote to stderr.
+        reads: What it said there of a number that its ranks do not read alike; empty if nothing.
         steps: What each rank recorded of each step.
         files: What the first rank wrote, by its path.
         off: What was switched off.
@@ -233,6 +235,7 @@ class _Ran:
     code: int
     lines: dict[int, str]
     errors: list[str]
+    reads: str
     steps: list[list[dict[str, Any]]]
     files: dict[str, str]
     off: list[str]
@@ -281,7 +284,8 @@ def _ran(folder: Path, ranks: int, arguments: Sequence[str]) -> _Ran:
     found = {str(each): _text_of(path) for path in paths if _is_result(each := path.relative_to(home))}
     off = sorted(each.name.removeprefix("off ") for each in folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
-    return _Ran(done.returncode, lines, done.stderr.splitlines()[-_LAST_LINES:], steps, found, off)
+    errors, reads = done.stderr.splitlines(), _READS.search(done.stderr)
+    return _Ran(done.returncode, lines, errors[-_LAST_LINES:], "" if reads is None else reads[1], steps, found, off)
 
 
 def _is_result(path: Path) -> bool:
@@ -338,7 +342,7 @@ def _why_not(ranks: int, differs_at: int, one: _Ran, many: _Ran, lines: object, 
         return "The losses are the same, their gradients are not: is a gradient made or changed beside backward()?"
     if lines:
         return "What it prints differs: is it a number of a part of a batch?"
-    return "It writes other files." if files else ""
+    return "It writes other files." if files else many.reads
 
 
 def _difference(one: _Ran, many: _Ran, close: float) -> tuple[int, str]:

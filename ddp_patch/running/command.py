@@ -1,6 +1,7 @@
 """The command that runs a script as it is: it starts the ranks, or takes those that a launcher has started."""
 
 import argparse
+import atexit
 import logging
 import os
 import runpy
@@ -141,7 +142,9 @@ def _begin(given: argparse.Namespace, recording: Path | None, stack: ExitStack) 
         folder, kept = shadows(), given.keep_shadows is not None or recording is not None
         hide()
         if told("WORLD_SIZE") != "1" or recording is not None:
-            stack.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
+            world = ExitStack()
+            world.enter_context(shadowed(rank, folder, keep=kept, writes=recording is None))
+            atexit.register(world.close)  # after what the script has registered, which writes, too
     seed_all(drawn_seed() if given.seed is None else given.seed)
     if recording is not None:
         stack.enter_context(recorded(recording, rank, given.steps, sync_batchnorm=given.sync_batchnorm))

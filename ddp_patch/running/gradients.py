@@ -3,7 +3,7 @@
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas
 from ddp_patch.walks import nested
 
@@ -52,6 +51,7 @@ class StepWeight:
 
     Attributes:
         samples: How many samples this rank's part of that batch has, and the whole; None where batches are whole.
+        was_divided: Whether there was a batch that is not whole.
         taken: The passes and weights of the batches that were taken since the last ``backward()``.
 
     Examples:
@@ -65,6 +65,7 @@ class StepWeight:
         self._weight = 1.0
         self._last: PassWeights | None = None
         self.samples: tuple[int, int] | None = None
+        self.was_divided: bool = False
         self.taken: list[tuple[PassWeights, float]] = []
 
     @property
@@ -81,6 +82,7 @@ class StepWeight:
             samples: How many samples this rank's part has, and the whole batch.
             batch: The batch.
         """
+        self.was_divided = True
         if not of.weights:
             tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
             of.first = next(map(weakref.ref, tensors), of.first)
@@ -134,17 +136,26 @@ class StepWeight:
 # ---- what a loss is of the samples of a batch ----
 
 MEAN, SUM, WEIGHED = "a mean", "a sum", "a mean by weights of the samples"
-# Operations that change nothing of what a loss is of its samples.
-_PASSED_ON = ("Neg", "ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Clone", "Alias", "Mul")
-_ADDED = ("Add", "Sub")
-_MOST_OPERATIONS = 32  # above the reductions: a loss is a short expression of them
+UNKNOWN = "of a form that is not known to be a mean or a sum over samples"
+COMPILED = "compiled, and taken for a mean over samples"
+# Operations of which each input is a term, that changes nothing of what it is of the samples.
+_TERMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
+_PASSED_ON = ("Neg", "ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Clone", "Alias", "NanToNum")
+_SCALED = ("Mul", "Div")
+_MOST_OPERATIONS = 300  # that a loss is made of, above what it reduces
+_MOST_OF_WEIGHTS = 64
 _SAVED = {1: MEAN, 2: SUM}  # as torch saves them
 _ROUNDING = 1e-6  # of the largest derivative: below it, one is zero
 _grad = torch.autograd.grad
+_detach, _tolist = torch.Tensor.detach, torch.Tensor.tolist
+# Methods of tensors by which a script reads numbers; those of torch and of this package that read more of them.
+_READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
+_NOT_THE_SCRIPT = ("torch.", "ddp_patch.")
+_MOST_READ = 8  # numbers of a tensor that are noted
 
 
-def reductions_of(loss: torch.Tensor, part: int, whole: int) -> set[str]:
-    """Return what the terms of a loss are of the samples of this rank's part of a batch, where that is known.
+def reductions_of(loss: torch.Tensor, part: int, whole: int, usual: int = 0, weights: Container[Any] = ()) -> set[str]:
+    """Return what the terms of a loss are of the samples of this rank's part of a batch.
 
     A sum that is divided by the number of samples is a mean; one that is divided by the number of samples of the whole
     batch is a sum. A term that is of no batch, such as a penalty of weights, does not count.
@@ -153,38 +164,117 @@ def reductions_of(loss: torch.Tensor, part: int, whole: int) -> set[str]:
         loss: The root of a ``backward()``.
         part: How many samples this rank's part has.
         whole: How many the whole batch has.
+        usual: How many most batches have, by which a script may divide all.
+        weights: What is trained.
 
     Examples:
         >>> x = torch.ones(4, requires_grad=True)
         >>> [*map(str, (*reductions_of(x.sum() / 4, 4, 8), *reductions_of(x.sum() / 8, 4, 8)))]
         ['a mean', 'a sum']
-        >>> reductions_of(x.norm(), 4, 8)
+        >>> reductions_of(x.norm(), 4, 8, weights={x})
         set()
     """
-    return {*_terms(loss.grad_fn, 1.0, part, whole, [_MOST_OPERATIONS])}
+    found, seen = set[str](), 0
+    todo: list[tuple[Any, tuple[tuple[str, float], ...]]] = [(loss.grad_fn, ())]
+    while todo and seen < _MOST_OPERATIONS:
+        node, by = todo.pop()
+        seen += 1
+        if node is None or _is_of_weights(node, weights):
+            continue
+        name, inner = _name_of(node), [each for each, _ in node.next_functions if each is not None]
+        kind = _reduction(node, name, part)
+        if kind in {MEAN, SUM}:
+            found.add(_scaled(kind, _size_of(node), by, part, whole, usual))
+        elif kind:
+            found.add(kind)
+        elif name in _SCALED and len(inner) == 1:
+            todo.append((inner[0], (*by, (name, _number(node)))))
+        elif name in (*_TERMS, *_PASSED_ON, "Mul", "Sum", "Mean"):
+            todo += [(each, by) for each in inner]
+        elif name != "AccumulateGrad":
+            found.add(COMPILED if name.startswith("Compiled") else UNKNOWN)
+    return found | ({UNKNOWN} if todo else set())
 
 
-def _terms(node: Any, by: float, part: int, whole: int, left: list[int]) -> Iterator[str]:
-    """Yield what the terms are that an operation gives, and that constants divide after it."""
-    left[0] -= 1
-    if node is None or left[0] < 0:
-        return
-    name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-    inner = [each for each, _ in node.next_functions]
-    reduction = _SAVED.get(getattr(node, "_saved_reduction", 0), MEAN if name == "Mean" else "")
-    if name == "Sum" and (*getattr(node, "_saved_self_sym_sizes", ()), 0)[0] == part:
-        reduction = SUM
-    if reduction == MEAN:
-        yield WEIGHED if getattr(node, "_saved_weight", None) is not None and name.startswith("Nll") else MEAN
-    elif reduction == SUM:
-        yield from [SUM] if math.isclose(by, 1) or math.isclose(by, whole) else [MEAN] if math.isclose(by, part) else []
-    elif name == "Div" and inner[1:] in ([], [None]):
-        divisor = getattr(node, "_saved_other", None)
-        constant = float(divisor) if isinstance(divisor, torch.Tensor) and divisor.numel() == 1 else 1.0
-        yield from _terms(inner[0], by * constant, part, whole, left)
-    elif name in _ADDED or (name in _PASSED_ON and sum(each is not None for each in inner) == 1):
-        for each in inner:
-            yield from _terms(each, by, part, whole, left)
+def _name_of(node: Any) -> str:
+    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+def _size_of(node: Any) -> Sequence[int]:
+    """Return the shape of what an operation reduces."""
+    saved = getattr(node, "_saved_self", None)
+    return tuple(saved.shape) if isinstance(saved, torch.Tensor) else getattr(node, "_saved_self_sym_sizes", ())
+
+
+def _has_rows(sizes: Sequence[int], part: int) -> bool:
+    return any(size and size % part == 0 for size in sizes)
+
+
+def _reduction(node: Any, name: str, part: int) -> str:
+    """Return what an operation makes of the samples; nothing if it does not reduce these."""
+    sizes, kind = _size_of(node), _SAVED.get(getattr(node, "_saved_reduction", 0), "")
+    if name.startswith("NllLoss") and kind:
+        weight, total, target = (getattr(node, f"_saved_{of}", None) for of in ("weight", "total_weight", "target"))
+        rows = 0 if target is None else target.numel()
+        are_some_left_out = total is not None and total.device.type == "cpu" and bool(total != rows)
+        if kind == MEAN and (weight is not None or are_some_left_out):
+            return WEIGHED
+        return kind if rows % part == 0 else UNKNOWN
+    if kind:
+        return kind if _has_rows(sizes, part) else UNKNOWN
+    if name not in {"Mean", "Sum"} or not _has_rows(sizes, part):
+        return ""
+    below = node.next_functions[0][0]
+    if below is not None and _name_of(below) in {"Mean", "Sum"} and _reduces_rows(below, part):
+        return UNKNOWN  # which of both is that of the samples
+    return MEAN if name == "Mean" else SUM
+
+
+def _reduces_rows(node: Any, part: int) -> bool:
+    sizes = _size_of(node)
+    dims = {dim if dim < len(sizes) else dim - 2**64 + len(sizes) for dim in getattr(node, "_saved_dim", ())}
+    return 0 in dims and sizes[0] % part == 0
+
+
+def _number(node: Any) -> float:
+    """Return by which number an operation multiplies or divides; none if that is not known."""
+    other = getattr(node, "_saved_other", None)
+    if isinstance(other, torch.Tensor) and other.numel() == 1 and other.device.type == "cpu":
+        return float(other)
+    return float(other) if isinstance(other, int | float) else math.nan
+
+
+def _scaled(kind: str, sizes: Sequence[int], by: Sequence[tuple[str, float]], part: int, whole: int, usual: int) -> str:
+    """Return what a mean or a sum is that was multiplied or divided by some numbers."""
+    if kind == MEAN:  # which is a sum if it is multiplied by the number of samples
+        return UNKNOWN if part > 1 and ("Mul", part) in by else MEAN
+    divisors = [*(number for name, number in by if name == "Div"), *(1 / n for name, n in by if name == "Mul" and n)]
+
+    def are(*numbers: int) -> bool:
+        return any(math.isclose(each, number) for each in divisors for number in numbers)
+
+    is_mean, is_constant = are(part, math.prod(sizes)), part != whole and are(whole, usual)
+    if is_mean or is_constant:
+        return UNKNOWN if is_mean and is_constant else MEAN if is_mean else SUM
+    return UNKNOWN if any(name == "Div" for name, _ in by) else SUM
+
+
+def _is_of_weights(node: Any, weights: Container[Any]) -> bool:
+    """Return whether a term is of nothing but what is trained."""
+    todo, seen = [node], set[Any]()
+    while todo:
+        each = todo.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if each is None or len(seen) > _MOST_OF_WEIGHTS or _name_of(each).startswith(("Embedding", "Index", "Gather")):
+            return False
+        if hasattr(each, "variable"):
+            if each.variable not in weights:
+                return False
+        else:
+            todo += [inner for inner, _ in each.next_functions]
+    return True
 
 
 def is_additive(loss: torch.Tensor, outputs: torch.Tensor, samples: int) -> bool:
@@ -238,6 +328,7 @@ class Gradients:
         # By the operation that computed a part's loss: that, and the whole batch's; of this step.
         self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._outputs: list[torch.Tensor] = []  # of the model that ran last, while its loss is looked at
+        self._is_looking = self._has_own_leaves = False
         self._samples: int | None = None
         self._lockstep, self._replicas, self._numbers, self._tell = lockstep, replicas, numbers, tell
         self._is_in_backward = backward_in_progress()
@@ -269,9 +360,14 @@ class Gradients:
             stack.enter_context(patch.object(torch.autograd, "backward", as_it_is(backward)))
             stack.enter_context(patch.object(torch.autograd, "grad", as_it_is(telling_grad)))
             if self._lockstep.ranks > 1:
-                for name in ("item", "__float__", "__format__"):
+                for name in _READS:
                     reading = as_it_is(self._reading(getattr(torch.Tensor, name)))
                     stack.enter_context(patch.object(torch.Tensor, name, reading))
+                data: Any = torch.Tensor.data
+                of_whole = as_it_is(lambda tensor: _detach(self._whole_of(tensor)))
+                stack.enter_context(patch.object(torch.Tensor, "detach", of_whole))
+                whole_data = property(lambda tensor: data.__get__(self._whole_of(tensor)), data.__set__)
+                stack.enter_context(patch.object(torch.Tensor, "data", whole_data))
             stack.callback(register_optimizer_step_pre_hook(as_it_is(self._before_step)).remove)
             stack.callback(register_optimizer_step_post_hook(as_it_is(self._after_step)).remove)
             yield
@@ -291,37 +387,67 @@ class Gradients:
         with ExitStack() as stack:
             for model in self._replicas.models() if self._lockstep.ranks > 1 else ():
                 stack.callback(model.register_forward_hook(note).remove)
-            self._samples = samples
+            self._samples, self._is_looking = samples, self._lockstep.ranks > 1
+            kept = self._replicas.kept() if self._is_looking else {}
             try:
                 yield
             finally:
-                self._outputs = []
+                self._outputs, self._is_looking = [], False
+                after = self._replicas.kept() if kept else {}
+                if changed := [name for name in after if after[name] != kept.get(name)]:
+                    self._want_whole(f"the model keeps something of its batches in {changed[0]}")
 
     def _look_at(self, loss: torch.Tensor) -> None:
         """Keep batches whole if their parts' losses would not make up the whole's."""
-        samples = self._samples or len(self._outputs[0])
-        if WEIGHED in reductions_of(loss, samples, samples):
-            self._want_whole(f"its loss is {WEIGHED}")
+        samples = self._samples or (len(self._outputs[0]) if self._outputs else 0)
+        if not samples:
+            return
+        kinds = reductions_of(loss, samples, samples, samples, {*self._replicas.parameters}) - {COMPILED}
+        if loss.numel() > 1:
+            self._want_whole("backward() is called for several numbers")
+        elif WEIGHED in kinds or UNKNOWN in kinds or len(kinds) > 1:
+            self._want_whole(f"its loss is {' and '.join(sorted(kinds))}")
         if not all(is_additive(loss, each, samples) for each in self._outputs):
             self._want_whole("its loss does not add up over samples")
+        self._has_own_leaves = self._has_own_leaves or bool(self._own_leaves([loss]))
+
+    def _own_leaves(self, roots: Iterable[Any]) -> list[torch.Tensor]:
+        """Return what gets a gradient and is no parameter, such as a batch for which the script wants one."""
+        todo, seen = [root.grad_fn for root in roots if torch.is_tensor(root)], set[Any]()
+        leaves = []
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo += [inner for inner, _ in node.next_functions]
+                leaves += [node.variable] if hasattr(node, "variable") else []
+        trained = {*self._replicas.parameters}
+        return [each for each in leaves if each not in trained and not isinstance(each, torch.nn.Parameter)]
 
     def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of tensors that reads the whole batch's loss in the place of a part's."""
+        """Return a method of tensors that reads the whole batch's loss in the place of a part's, and notes the rest."""
 
-        def reading(tensor: torch.Tensor, *args: Any) -> Any:
-            if tensor.grad_fn is None or self.weight.samples is None or tensor.numel() != 1:
-                return read(tensor, *args)
-            if (found := self._wholes.get(tensor.grad_fn)) is not None:
-                part, whole = (each.view(tensor.shape) for each in found)
-                is_root = not part or torch.equal(tensor.detach(), part)
-                return read(whole if is_root else tensor.detach() * (whole / part), *args)
-            self._tell(
-                f"What is read at {script_line(sys._getframe(1))} may be of this rank's part of a batch: only a loss "
-                "that is read after its own backward() is surely the whole batch's."
-            )
-            return read(tensor, *args)
+        def reading(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            whole = self._whole_of(tensor)
+            found = read(whole, *args, **options)
+            frame = sys._getframe(2)  # above what keeps this from being compiled
+            module = str(frame.f_globals.get("__name__"))
+            if whole is tensor and self.weight.was_divided and not module.startswith(_NOT_THE_SCRIPT):
+                numbers = [*map(float, _tolist(_detach(tensor).flatten()[:_MOST_READ].real))]
+                size = f"{tuple(tensor.shape)} " if tensor.dim() else ""
+                self._lockstep.note_read(size + ", ".join(f"{each:.6g}" for each in numbers), frame)  # but for rounding
+            return found
 
         return reading
+
+    def _whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole batch's loss for a part's, which was the root of a ``backward()``; else the tensor."""
+        node = tensor.grad_fn
+        if node is None or self.weight.samples is None or tensor.numel() != 1 or node not in self._wholes:
+            return tensor
+        part, whole = (each.view(tensor.shape) for each in self._wholes[node])
+        own = _detach(tensor)
+        return whole if not part or torch.equal(own, part) else own * (whole / part)
 
     def _want_whole(self, why: str, *, is_error: bool = False) -> None:
         """Keep batches whole because of what the script does; tell it, or refuse it, where they are divided already."""
@@ -348,33 +474,39 @@ class Gradients:
         if self.weight.samples is not None and self.weight.taken and not self._replicas.parameters:
             self._want_whole("there is no optimizer of torch.optim", is_error=True)
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        for root in roots if self._outputs and len(roots) == 1 else ():
+        for root in roots if self._is_looking and len(roots) == 1 else ():
             self._look_at(root)
         if self.weight.taken:
             self._wholes = {}
         weight = self.weight.of_backward(is_sum=self._is_sum(roots))
         with torch.enable_grad():
             weighed = [root * weight if isinstance(root, torch.Tensor) else root for root in roots]
+        leaves = self._own_leaves(roots) if self._has_own_leaves and self.weight.samples is not None else []
+        before = [0 if each.grad is None else each.grad.clone() for each in leaves]
         run(weighed)
+        for each, grad in zip(leaves, before, strict=True):  # which no average divides by the number of ranks
+            if each.grad is not None:
+                each.grad.sub_(grad).div_(self._lockstep.ranks).add_(grad)
         pairs = zip(roots, weighed, strict=True)
-        read = [(root, each.detach().clone()) for root, each in pairs if torch.is_tensor(root) and root.numel() == 1]
+        read = [(root, _detach(each).clone()) for root, each in pairs if torch.is_tensor(root) and root.numel() == 1]
         self._average([whole for _, whole in read])
         for root, whole in read:
             node: Any = root.grad_fn
             of_one = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]
             is_multiple = type(node).__name__.startswith(("Mul", "Div")) and len(of_one) == 1
             for each in [node, *of_one] if is_multiple else [node]:
-                self._wholes[each] = root.detach(), whole
+                self._wholes[each] = _detach(root), whole
 
     def _is_sum(self, roots: Iterable[Any]) -> bool:
         """Return whether a loss is a sum over the samples of a divided batch; tell the user where nobody knows."""
-        if self.weight.samples is None:
+        if self.weight.samples is None or not self.weight.samples[0]:
             return False
-        kinds = {kind for root in roots if torch.is_tensor(root) for kind in reductions_of(root, *self.weight.samples)}
-        if WEIGHED in kinds or len(kinds) > 1:
+        given, weights = (*self.weight.samples, self._samples or 0), {*self._replicas.parameters}
+        kinds = {kind for root in roots if torch.is_tensor(root) for kind in reductions_of(root, *given, weights)}
+        if kinds & {WEIGHED, UNKNOWN, COMPILED} or len(kinds) > 1:
             self._tell(
-                f"The loss is {' and '.join(sorted(kinds))}, so its gradient is not that of the whole batch: each rank "
-                "has its own sum, or sum of weights. Let the loss be a mean over samples."
+                f"The loss is {' and '.join(sorted(kinds))}, so its gradient may not be that of the whole batch, where "
+                f"ranks have parts of it. Let the loss be a mean over samples, or pass --whole {self.weight.name}."
             )
         return kinds == {SUM}
 

@@ -9,8 +9,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import groupby
+from itertools import groupby, zip_longest
 from operator import itemgetter
+from types import FrameType
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -31,6 +32,8 @@ __all__ = ["Lockstep", "RandomNumbers", "Replicas", "models_of", "seed_all"]
 
 # As many bytes are sent at once, as in DistributedDataParallel.
 _BUCKET = 25 * 2**20
+_MOST_READS = 256  # that are noted until the ranks meet
+_tolist = torch.Tensor.tolist
 # What errors say that ranks part by.
 _SAME_STEPS = (
     "let what the script decides follow from whole evaluations, not from a loss of a part of a batch, nor from random "
@@ -41,6 +44,9 @@ _SAME_STEPS = (
 class Lockstep:
     """Compares what the ranks do next, each time before they communicate. A rank is alone until it joins others.
 
+    Args:
+        tell: Tells the user something, once.
+
     Attributes:
         rank: This rank.
         ranks: How many there are.
@@ -48,7 +54,9 @@ class Lockstep:
         steps: How many steps its optimizers made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._reads: list[tuple[str, str]] | None = []  # since the ranks met: a number, and where; None after a report
         self.rank: int = 0
         self.ranks: int = 1
         self.backwards: int = 0
@@ -86,14 +94,37 @@ class Lockstep:
         """
         if self.ranks == 1:
             return True
-        numbers = [crc32(doing.encode()), self.backwards, self.steps, hash(usual) >> 2]
+        reads = crc32(repr([value for value, _ in self._reads or ()]).encode())
+        numbers = [crc32(doing.encode()), self.backwards, self.steps, hash(usual) >> 2, reads]
         own = torch.tensor(numbers, device="cpu")  # whatever is the default
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
-        *differ, is_unusual = (largest[: len(own)] != -largest[len(own) :]).tolist()
+        *differ, is_unusual, is_read_apart = _tolist(largest[: len(own)] != -largest[len(own) :])
         if any(differ):
             raise self._mismatch(doing)
+        if self._reads is not None:
+            if is_read_apart:
+                self._tell_of_reads()
+            self._reads = None if is_read_apart else []
         return not is_unusual
+
+    def note_read(self, value: str, frame: FrameType) -> None:
+        """Note what the script reads, which the ranks compare when they meet."""
+        if self._reads is not None and len(self._reads) < _MOST_READS:
+            self._reads.append((value, script_line(frame)))
+
+    def _tell_of_reads(self) -> None:
+        """Tell of the first number that the ranks have not read alike."""
+        rows = enumerate(zip_longest(*self.gathered(self._reads)))
+        at, row = next((at, row) for at, row in rows if len({read and read[0] for read in row}) > 1)
+        value, place = (self._reads or [])[at] if at < len(self._reads or ()) else ("", "another line")
+        others = sorted({read[0] for read in row if read} - {value})
+        self._tell(
+            f"What is read at {place} differs between the ranks ({value[:60]}{', and ' if others else ''}"
+            f"{others[0][:60] if others else ''}): it is of a part of a batch, or a rank's own random number. Of all "
+            "that is computed from a batch that is divided, only the loss that is read after its own backward() is of "
+            "the whole batch."
+        )
 
     def meet_alike(self, doing: str, found: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Meet, and compare how many tensors are found alive, and of how many numbers.
@@ -241,6 +272,22 @@ class Replicas:
         """Return the models' buffers, each once."""
         return list(dict.fromkeys(buffer for model in self.models() for buffer in model.buffers()))
 
+    def kept(self) -> dict[str, int]:
+        """Return checksums of what models keep of what they see: their buffers of real numbers, by name.
+
+        Batch normalisation's are not among them, which the user is told of, nor those of spectral normalisation, which
+        follow from weights.
+        """
+        named = (pair for model in self.models() for pair in model.named_modules(prefix=type(model).__name__))
+        found = {
+            f"{at}.{name}": buffer
+            for at, module in named
+            if not isinstance(module, _BATCH_NORMS) and "SpectralNorm" not in type(module).__name__
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point() and not name.endswith(("_u", "_v"))
+        }
+        return dict(zip(found, _checksums(found.values()), strict=True))
+
     @property
     def are_evaluated(self) -> bool:
         """Whether there are models, and all are in evaluation mode."""
@@ -356,6 +403,11 @@ class RandomNumbers:
     def enter(self, key: object, *, own: bool) -> None:
         """Note that a pass begins or goes on, and whether it is over a divided loader."""
         self._passes[key] = own
+        self._swap()
+
+    def end(self) -> None:
+        """Draw common numbers from now on, also when a pass is left that is alive by now."""
+        self._passes.clear()
         self._swap()
 
     def leave(self, key: object) -> None:

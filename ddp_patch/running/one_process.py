@@ -6,6 +6,7 @@ A pass begins whole, and shows by ``backward()`` after its first batch whether i
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from ddp_patch.evaluation.steps import steps_of
 from ddp_patch.loaders.copying import copy_loader
 from ddp_patch.loaders.facts import ShardedUnit
 from ddp_patch.loaders.hooks import Use, called_before
+from ddp_patch.loaders.samples import length_of
 from ddp_patch.options import Options
 from ddp_patch.orders.random_states import GlobalState, loader_seed
 from ddp_patch.ranks.exchange import digest
@@ -55,7 +58,7 @@ __all__ = ["OneProcess"]
 _OF_RANKS = {"spawn": torch.multiprocessing, "start_processes": torch.multiprocessing, "init_process_group": dist}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loader:
     """What is known of a loader of the script.
 
@@ -64,6 +67,7 @@ class _Loader:
         whole: A copy that gives every rank all of it; None if the loader is left as it is.
         seed: What its order follows from.
         is_stream: Whether its dataset is iterable, so that it cannot be read twice.
+        is_even: Whether all parts of all its batches have equally many samples, as far as that is known.
         trains: Whether ``backward()`` was called for its batches.
         weights: Those of its latest divided pass.
     """
@@ -72,6 +76,7 @@ class _Loader:
     whole: Any
     seed: int
     is_stream: bool
+    is_even: bool = False
     trains: bool = False
     weights: PassWeights | None = None
 
@@ -111,8 +116,12 @@ class OneProcess(Summary):
         self._told: set[str] = set()
         self._seed = 0
         self._has_begun = False
+        # By how often backward() was called before: which loaders gave a batch; now, and before the latest call.
+        self._given: tuple[int, WeakSet[_Loader]] = (0, WeakSet())
+        self._given_before: WeakSet[_Loader] = WeakSet()
+        self._running: list[_Loader] = []  # the loaders of passes that train
         self._world = World(0, 1)
-        self._lockstep = Lockstep()
+        self._lockstep = Lockstep(self._tell)
         self._replicas = Replicas(self._lockstep, self._tell)
         self._numbers = RandomNumbers()
         self._gradients = Gradients(self._lockstep, self._replicas, self._numbers, self._tell)
@@ -129,6 +138,7 @@ class OneProcess(Summary):
                 self._replicas.add(optimizer, sync_batchnorm=self._sync_batchnorm)
 
         with self._stack as stack, patch.object(Optimizer, "__init__", made):
+            stack.callback(self._numbers.end)
             for name, module in _OF_RANKS.items():
                 refusing = partial(self._refuse_unless_alone, name, getattr(module, name))
                 stack.enter_context(patch.object(module, name, refusing))
@@ -230,6 +240,7 @@ class OneProcess(Summary):
         timeout = self._options.timeout
         if not dist.is_initialized():
             self._stack.enter_context(group_made(backend_here(), timeout=timedelta(seconds=timeout)))
+            self._stack.enter_context(patch.object(dist, "is_initialized", _is_initialized))
         self._lockstep.join(timeout)
         self._world = find_world() or self._world
         home = "" if is_started() or self._lockstep.rank else tempfile.mkdtemp(prefix="ddp_patch-")
@@ -266,6 +277,8 @@ class OneProcess(Summary):
                 record.note = "--whole"
             elif loader.batch_size is not None and loader.batch_size < self._lockstep.ranks:
                 record.note = f"batches of {loader.batch_size} cannot be divided"
+            size, n = loader.batch_size or 1, self._lockstep.ranks
+            known.is_even = size % n == 0 and (loader.drop_last or (length_of(loader.sampler, ()) or 1) % size % n == 0)
             known.whole = self._in_world(known, copy_loader(loader), World(0, 1))
             record.note_fate("whole", known.whole, "whole on every rank,")
         self.records.append(record)
@@ -308,16 +321,18 @@ class OneProcess(Summary):
         """
         key, before, asked = object(), self._lockstep.backwards, 0
         self._numbers.enter(key, own=False)
+        self._running += [known] if is_divided or may_go_on else []
         try:
             own = iter(loader if is_divided else known.whole)
             yield own, own
             while not is_divided:
                 self._gradients.weight.take_whole()
+                self._note_given(known)
                 with self._gradients.looking(loader.batch_size) if may_go_on and not asked else nullcontext():
                     yield own, own
                 asked += 1
                 if may_go_on and not known.record.note and self._lockstep.backwards > before:
-                    why = self._gradients.why_whole if asked == 1 else "several batches before one backward()"
+                    why = self._why_whole(known) if asked == 1 else "several batches before one backward()"
                     known.record.note = why
                     if not why:
                         own, is_divided = self._go_on_divided(known, loader), True
@@ -327,7 +342,22 @@ class OneProcess(Summary):
                 yield own, parts
         finally:
             self._numbers.leave(key)
+            if is_divided or may_go_on:
+                self._running.remove(known)
             self._tell(known.record.line, logging.INFO)
+
+    def _note_given(self, known: _Loader) -> None:
+        """Note that a loader gives a batch now."""
+        if self._given[0] < self._lockstep.backwards:
+            self._given_before, self._given = self._given[1], (self._lockstep.backwards, WeakSet())
+        self._given[1].add(known)
+
+    def _why_whole(self, known: _Loader) -> str:
+        """Return why the gradients of a loader's batches cannot be averaged; nothing if they can."""
+        given, backwards = self._given[1], self._lockstep.backwards
+        others = {each for each in (given if self._given[0] < backwards else self._given_before) if each is not known}
+        are_uneven = not all(each.is_even for each in (known, *others) if others & {*self._running})
+        return self._gradients.why_whole or "batches of several loaders before one backward()" * are_uneven
 
     def _go_on_divided(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return an iterator of this rank's part of each batch but the first, which was whole."""
@@ -350,6 +380,7 @@ class OneProcess(Summary):
         known.weights = weights = PassWeights(known.record.place)
         for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
+            self._note_given(known)
             step.take(weights, ranks * part / whole, (part, whole), batch)
             yield batch
         if weights.weights and not (weights.has_trained or weights.is_over):
@@ -379,6 +410,15 @@ class OneProcess(Summary):
                 f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. "
                 f"If the script counts on the batch size, take that from the batch, or pass --whole {step.name}."
             )
+
+
+def _is_initialized() -> bool:
+    """Return whether there is a process group, to torch and this package alone.
+
+    A script of one process has none: what asks sums up the counts of several ranks, which here count the same.
+    """
+    asks = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+    return asks in {"torch", "ddp_patch"} and dist.distributed_c10d.is_initialized()
 
 
 def _go_on_after(one: DataLoader[Any], other: DataLoader[Any]) -> None:

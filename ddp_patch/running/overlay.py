@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
+from inspect import signature
 from multiprocessing.util import get_temp_dir
 from threading import get_ident
 from types import SimpleNamespace
@@ -64,7 +65,14 @@ _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "~/.cache/torch",
 }
 
-_save, _load = torch.save, torch.load
+# What opens the path that it is given in C.
+_OPENED_IN_C: list[tuple[Any, str, tuple[_How, ...]]] = [
+    (torch, "save", ("", "changed")),
+    (torch, "load", ("seen",)),
+    (torch.jit, "save", ("", "changed")),
+    (torch.jit, "load", ("seen",)),
+    (torch.jit.RecursiveScriptModule, "save", ("", "changed")),  # type: ignore[attr-defined]  # torch does not list it
+]
 # The functions themselves, before any is replaced.
 real: Any = SimpleNamespace(**{name: function for name, function in vars(os).items() if callable(function)})
 open_file: Any = io.open
@@ -401,12 +409,6 @@ def _put_over_os(past: Layer, shadow: Shadow | None, stack: ExitStack) -> None:
         how = "replaced" if flags & os.O_EXCL else "changed" if flags & _CREATES else "seen"
         return call(real.open, (how,), path, flags, *args, **options)
 
-    def save(obj: Any, f: Any, *args: Any, **options: Any) -> None:  # which opens a path in C
-        call(_save, ("", "changed"), obj, f, *args, **options)
-
-    def load(f: Any, *args: Any, **options: Any) -> Any:
-        return call(_load, ("seen",), f, *args, **options)
-
     calls, functions = {**_CHANGES}, dict[str, Callable[..., Any]](open=open_by_flags)
     if shadow is not None:
         calls |= dict.fromkeys(_LOOKS, ("seen",)) | dict.fromkeys(_TOUCHES, ("changed",))
@@ -416,7 +418,21 @@ def _put_over_os(past: Layer, shadow: Shadow | None, stack: ExitStack) -> None:
     functions |= {name: partial(call, getattr(real, name), hows) for name, hows in calls.items()}
     for name, ours in functions.items():
         stack.enter_context(patch.object(os, name, _of_paths(getattr(real, name), ours)))
-    stack.enter_context(files_opened_by(open_any, save, load))
+    stack.enter_context(files_opened_by(open_any))
+    for owner, name, hows in _OPENED_IN_C:
+        stack.enter_context(patch.object(owner, name, _bound(call, getattr(owner, name), hows)))
+
+
+def _bound(through: Callable[..., Any], function: Callable[..., Any], hows: Sequence[_How]) -> Callable[..., Any]:
+    """Return a function that goes through a world, whether its path is given by position or by name."""
+    takes = signature(function)
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        bound = takes.bind(*args, **options)
+        return through(function, hows, *bound.args, **bound.kwargs)
+
+    return call
 
 
 def _of_paths(of_os: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def launch(
 
 # tests/unit/test_shadow.py has more ways to write.
 WRITING = """
-    import json, shutil, time
+    import atexit, json, shutil, time
     from pathlib import Path
 
     time.sleep(float(rank) / 2)  # a later rank is late
@@ -58,6 +58,8 @@ WRITING = """
     shutil.rmtree("out")
     os.makedirs("out")  # raises if it is there
     os.chdir("out")
+    atexit.register(lambda: open("../log.txt", "a").write("at the end"))
+    compiled = torch.jit.script(model)
     for number in range(5):
         epoch()
         weights = sum(torch.stack([batch.sum() for batch in test]))
@@ -69,6 +71,9 @@ WRITING = """
         shutil.move("../given.txt", "there.txt") if number == 0 else None
         with open("../log.txt", "a") as log:
             log.write(f"epoch {number}\\n")
+        compiled.save("compiled.part")
+        torch.jit.load("compiled.part")
+        os.remove("compiled.part")
         if number > 2:
             os.remove(f"last-{number - 3}.pt")
     found = [str(path) for path in sorted(Path().rglob("*")) if path.is_file()]
@@ -114,14 +119,16 @@ def test_a_script_without_loader_and_optimizer_speaks_and_writes_once_and_does_n
         import os
         open("out.txt", "a").write("x")
         import torch.distributed as dist
+        torch.optim.SGD([torch.ones(1, requires_grad=True)])
+        print(dist.is_initialized())
         try:
             dist.init_process_group("gloo")
         except Exception as error:
             print(type(error).__name__, "--mode ranks" in str(error), "RANK" in os.environ)
         os.environ["RANK"]
     """
-    done = launch(tmp_path, body, before="")
-    assert (done.returncode, done.stdout) == (1, "WorldError True False\n")
+    done = launch(tmp_path, body, before="import torch")
+    assert (done.returncode, done.stdout) == (1, "False\nWorldError True False\n")
     assert (tmp_path / "out.txt").read_text() == "x"
     assert "every rank computed all of each batch" in done.stderr
     assert "KeyError: 'RANK'" in done.stderr
@@ -203,6 +210,11 @@ NORMALISED = """
             """,
             0,
             ["apart at most, in single precision", "The same, within 0.001 in single precision."],
+        ),
+        soaked(
+            "for batch in train:\n    epoch(1)\n    float(batch.sum())",
+            1,
+            ["steps: the same in 7 steps", "printed lines: the same", "What is read at train.py:", "differs between"],
         ),
         soaked("epoch()", 0, ["steps: the same in 5 steps", "printed lines: the same, 2", "\nThe same."]),
         soaked(

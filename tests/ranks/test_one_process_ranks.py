@@ -138,8 +138,9 @@ def drifting(rank: int, loader: Any, model: Any) -> None:
 
 
 def other_data(rank: int, loader: Any, model: Any) -> None:
-    _optimizer = trained(model, loader)
-    for _ in loader:
+    even = random_loader(8, 2, batch_size=2)
+    _optimizer = trained(model, even)
+    for _ in even:
         trained(model, random_loader(6, 2, batch_size=4))
 
 
@@ -257,7 +258,8 @@ def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
     assert not other["told"]
     words = [
         "The ranks were seeded differently: all go on with the seed of rank 0.",
-        "The loss is a mean by weights of the samples, so its gradient is not that of the whole batch",
+        "The loss is a mean by weights of the samples, so its gradient may not be that of the whole batch",
+        "What is read at",
         "2 ranks train as one process",
         "Batch normalisation sees this rank's part of each batch",
         "each batch divided over 2 ranks, 5 steps",

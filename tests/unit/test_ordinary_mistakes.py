@@ -1,5 +1,6 @@
 """Ordinary mistakes: each is told in at most six lines of a terminal, with a remedy that works as it is written."""
 
+import os
 import subprocess
 import sys
 import textwrap
