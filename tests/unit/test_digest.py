@@ -209,7 +209,7 @@ NAMES: dict[str, tuple[Any, bytes | None]] = {
     "a text": ("7.png", b"7.png"),
     "bytes": (b"7", b"7"),
     "a path": (PurePosixPath("a/7"), b"a/7"),
-    "a member that is a number": (Level.HIGH, b"HIGH"),
+    "a member that is a number": (Level.HIGH, b"3"),
     "a truth value": (True, b"1"),
     "a date": (date(2020, 1, 2), b"2020-01-02"),
     "a number of numpy's": (np.int32(7), b"7"),

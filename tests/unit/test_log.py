@@ -213,8 +213,11 @@ def test_junk_is_no_record(junk: bytes) -> None:
 # How long a rank waits, at the end of a pass whose end nobody knew, for others that may be given more.
 
 
-def test_it_waits_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("step_s", "waits_s"), [(0.001, 3), (10, 20), (100, 60)])
+def test_it_waits_for_steps_that_take_long_too(step_s: float, waits_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
+    times = iter([0.0, step_s, 2 * step_s, 2 * step_s])
+    monkeypatch.setattr(pass_monitor, "perf_counter", lambda: next(times))
     monkeypatch.setattr(pass_monitor, "monotonic", lambda: sum(slept))
     monkeypatch.setattr(pass_monitor, "sleep", lambda _: slept.append(0.25))
     given: Any = SimpleNamespace(
@@ -227,8 +230,10 @@ def test_it_waits_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monitor, begun = PassMonitor(given), LoggedPass(0, "0", lambda: Progress(0, 0))
     given.is_open = True
+    for batches in (1, 2, 3):
+        monitor.give_step(begun, batches)
     monitor.end_steps(begun, 3)
-    assert 3 <= sum(slept) <= 3.5
+    assert waits_s <= sum(slept) <= waits_s + 0.5
 
 
 # What a pass took.

@@ -98,7 +98,7 @@ def run_command(folder: Path, *arguments: str, **environment: str) -> tuple[int,
 def test_a_seed_or_a_folder_that_is_none_is_told_before_the_script_begins(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     wrong: list[tuple[str, list[str], dict[str, str]]] = [
-        ("argument --seed: '-1' is no number of 1 to 19 digits", ["--seed", "-1"], {}),
+        ("argument --seed: '-1' is no whole number", ["--seed", "-1"], {}),
         ("unset DDP_PATCH_SEED", [], {"DDP_PATCH_SEED": "1.5"}),
         ("unset DDP_PATCH_SEED", ["-n", "2"], {"DDP_PATCH_SEED": "1" * 10**4}),
         ("taken/logs'. Pass the path of a folder.", ["-n", "2", "--keep-shadows", "taken/logs"], {}),
