@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_patch.compat.packages import held_loaders
+from ddp_patch.compat.private_packages import held_loaders
 from ddp_patch.compat.private_torch import (
     LOADED_STATE,
     MAKE_ITERATOR,

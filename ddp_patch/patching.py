@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
-from ddp_patch.compat.packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
+from ddp_patch.compat.private_packages import ACCELERATE_PREPARED, gather_in_accelerate, repeats_over_ranks
 from ddp_patch.compat.private_torch import BatchesOf, has_own_iteration, has_own_iterators
 from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
@@ -451,7 +451,7 @@ def _even_steps(facts: LoaderFacts[Any], sharded: Any) -> BatchesOf | None:
     is_split = facts.unit is ShardedUnit.ITERABLE and options.by_worker
     if not is_split or world.share_of_rank is None or world.num_replicas == 1:
         return None
-    from ddp_patch.streams.by_worker import even_batches  # most loaders do not need it
+    from ddp_patch.streams.even_steps import even_batches  # most loaders do not need it
 
     return partial(even_batches, sharded.rank_passes, facts.num_workers, type(facts.loader).__name__)
 

@@ -21,7 +21,7 @@ from ddp_patch.errors import message_of
 R = TypeVar("R")
 
 # What a loader imports when it is patched, read and evaluated; and datasets' workers, when they begin.
-OF_LOADERS = [f"ddp_patch.{room}" for room in ("evaluation.gather", "streams.by_worker")]
+OF_LOADERS = [f"ddp_patch.{room}" for room in ("evaluation.gather", "streams.even_steps")]
 OF_DATASETS = ["zoo", "ddp_patch.streams.dataset"]
 # The two of torch are what DistributedDataParallel imports when it is first used; scikit-learn has what is trained on.
 OF_TRAINING = ["torch._dynamo", "torch.nn.parallel", "sklearn.datasets"]

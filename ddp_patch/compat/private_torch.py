@@ -20,7 +20,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, get_worker_info
 
-from ddp_patch.compat.packages import full_name
+from ddp_patch.compat.private_packages import full_name
 from ddp_patch.errors import StreamLengthError, TorchVersionError
 
 if TYPE_CHECKING:

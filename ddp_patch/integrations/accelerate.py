@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import ACCELERATE_NON_BLOCKING, ACCELERATE_UNCUT, AccelerateLeavesAlone
+from ddp_patch.compat.private_packages import ACCELERATE_NON_BLOCKING, ACCELERATE_UNCUT, AccelerateLeavesAlone
 from ddp_patch.evaluation.gather import gather_this_step
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.resume import loader_state, resume_loader

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.packages import (
+from ddp_patch.compat.private_packages import (
     LIGHTNING_TAKES_LOADERS,
     keep_lightning_states,
     lightning_fetcher,

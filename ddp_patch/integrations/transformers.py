@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import get_last_checkpoint, has_length
 
-from ddp_patch.compat.packages import (
+from ddp_patch.compat.private_packages import (
     TRAINER_BEGINS,
     TRAINER_RUNS_EPOCH,
     TRAINER_SHARES_ITSELF,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from ddp_patch.compat.packages import is_hugging_face_table, is_table, rows_at
+from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, rows_at
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.orders.digest import fingerprint

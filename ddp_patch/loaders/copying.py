@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.packages import LIGHTNING_ARGUMENTS
+from ddp_patch.compat.private_packages import LIGHTNING_ARGUMENTS
 from ddp_patch.compat.private_torch import (
     MAKE_ITERATOR,
     RUNNING_ITERATOR,

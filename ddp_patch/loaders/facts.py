@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ddp_patch.compat.packages import ITERATORS_KEPT_FOR_STATES, repeats_over_ranks
+from ddp_patch.compat.private_packages import ITERATORS_KEPT_FOR_STATES, repeats_over_ranks
 from ddp_patch.compat.private_torch import (
     RUNNING_ITERATOR,
     RunningLoader,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from ddp_patch.compat.packages import (
+from ddp_patch.compat.private_packages import (
     LISTED_LOADERS,
     READERS,
     WORLD_NAMES,

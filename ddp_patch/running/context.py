@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
+from ddp_patch.compat.private_packages import ACCELERATE_TAKES_LOADERS, TAKE_LOADERS
 from ddp_patch.compat.private_torch import imported_fsdp
 from ddp_patch.errors import InvalidOptionError
 from ddp_patch.loaders.facts import ShardedUnit, look_at

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, get_worker_info
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_patch.compat.packages import accelerate_is_on, shards_in_accelerate
+from ddp_patch.compat.private_packages import accelerate_is_on, shards_in_accelerate
 from ddp_patch.compat.private_torch import RunningLoader, imported_fsdp
 from ddp_patch.errors import AlreadyPatchedError, DDPPatchError, InvalidOptionError, RankMismatchError, message_of
 from ddp_patch.loaders.copying import change_loader, copy_loader

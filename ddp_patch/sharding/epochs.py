@@ -175,6 +175,10 @@ class Passes(Generic[T]):
     def _finish_latest(self) -> None:
         """Let the latest pass count as drawn to its end, where that makes a difference; see ``SamplerStates``."""
 
+    def _note_begun(self, current: Pass[T]) -> None:
+        """Record a pass that begins; it takes the position that was loaded."""
+        self.latest, self.position = current, None
+
     def note_running(self, current: Pass[T]) -> None:
         """Record that the training loop is in a pass, because it was given a batch of it after a ``set_epoch``.
 

@@ -33,7 +33,7 @@ class ItemSource(Generic[T]):
         states_after: What the samplers held after the pass, as the rank that draws for all reported it; else None.
         sizes: How many samples each item of the pass has, for all ranks' items in order and as far as they were drawn;
             None if this rank does not see them, or nobody needs that.
-        rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/by_worker.py``); None
+        rounds: The rounds in which ranks send each other batches (``BalancedRounds``, ``streams/even_steps.py``); None
             if each gives its own.
         is_open_ended: Whether a rank may find the end later than another.
         is_endless: Whether more is given than there is: workers find the end.

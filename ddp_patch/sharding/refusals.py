@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_patch.compat.packages import (
+from ddp_patch.compat.private_packages import (
     arranges_neighbours,
     asks_for_its_own_dataset,
     is_of_energon,

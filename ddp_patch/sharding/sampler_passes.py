@@ -199,7 +199,8 @@ class SamplerPasses(Passes[T]):
         if start.is_ended:
             current.end()
         self.epochs.begin(number)
-        self.latest, self.position, self._was_chosen = current, None, False
+        self._note_begun(current)
+        self._was_chosen = False
         return current
 
     def _finish_latest(self) -> None:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_patch.compat.packages import loses_items_when_loaded
+from ddp_patch.compat.private_packages import loses_items_when_loaded
 from ddp_patch.compat.private_torch import (
     WorkerInfo,
     noted_worker_info,

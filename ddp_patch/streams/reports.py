@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from ddp_patch.compat.packages import SAMPLE_KEY
+from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.orders.digest import END, Digest, mark_counts
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, StreamStart
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.data import DataLoader
 
-from ddp_patch.compat.packages import SAMPLE_KEY
+from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.errors import RankMismatchError, StateError, StreamOrderWarning
 from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.positions_and_padding import Consumed, Part, Schedule
@@ -36,7 +36,7 @@ from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, PassReports
 from ddp_patch.validation import counted
 
 if TYPE_CHECKING:
-    from ddp_patch.streams.by_worker import BalancedRounds
+    from ddp_patch.streams.even_steps import BalancedRounds
 
 __all__ = ["StreamPasses", "StreamSampler", "StreamSource"]
 
@@ -214,7 +214,7 @@ class StreamPasses(Passes[None]):
         self.worker.shared.begin(number, epoch)
         if self.position is None:
             self.worker.forget()
-        self.latest, self.position = current, None
+        self._note_begun(current)
         # Told here too. Where the epoch lies in memory shared with the workers (as in Hugging Face's datasets), theirs
         # then only confirm it: two workers that change it at once could leave it wrong.
         tell_epoch(self.worker.dataset, epoch)

@@ -9,7 +9,7 @@ from itertools import chain, islice, repeat
 from time import perf_counter
 from typing import Any, Generic, TypeVar, cast
 
-from ddp_patch.compat.packages import forget_loaded_state
+from ddp_patch.compat.private_packages import forget_loaded_state
 from ddp_patch.compat.private_torch import rank_noted, worker_info_told
 from ddp_patch.errors import StateError, UnsupportedLoaderError
 from ddp_patch.loaders.recognition import may_ask_rank

@@ -24,7 +24,7 @@ from ddp_patch import (
     patch_dataloader_to_ddp,
     restore_loader,
 )
-from ddp_patch.compat.packages import loses_items_when_loaded
+from ddp_patch.compat.private_packages import loses_items_when_loaded
 from ddp_patch.loaders.contents import chosen_samples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when datasets is imported: nothing here is downloaded
