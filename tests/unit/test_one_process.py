@@ -322,6 +322,8 @@ def test_one_rank_runs_without_a_process_group() -> None:
         assert torch.autograd.backward is backward
 
 
+# What dynamo says of some versions of Python.
+@pytest.mark.filterwarnings("ignore:Guards may run slower")
 def test_a_compiled_model_trains_on_divided_batches() -> None:
     model: Any = torch.compile(nn.Linear(1, 1), backend="aot_eager", fullgraph=True)
     with autopatch(as_one_process=True) as summary:
