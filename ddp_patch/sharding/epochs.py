@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch.utils.data import DataLoader
@@ -134,12 +135,12 @@ class Passes(Generic[T]):
         given = loader.generator
         # Under a leader ranks wait for each other meanwhile, perhaps for one whose other thread waits for this.
         is_alone = given is None and self.agreed.leader is None
-        loader.generator = torch.Generator() if self.sampler_states.holds(given) else given
-        try:
-            with one_at_a_time() if is_alone else nullcontext():
-                yield
-        finally:
-            loader.generator = given
+        is_shared = self.sampler_states.holds(given)
+        with (
+            one_at_a_time() if is_alone else nullcontext(),
+            patch.object(loader, "generator", torch.Generator()) if is_shared else nullcontext(),
+        ):
+            yield
 
     def require_no_failure(self) -> None:
         """Raise StateError if the latest pass ended by an error, so that this rank alone would leave out its rest."""

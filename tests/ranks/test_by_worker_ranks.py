@@ -199,8 +199,25 @@ def handed_over(rank: int, world_size: int) -> list[Any]:
         return [each[0] for each in came if each]
 
 
+def borrowing(rank: int, world_size: int) -> list[str]:
+    """The groups of four passes, the second and fourth of which have another within them."""
+    used = []
+    for nested in (False, True, False, True):
+        with opened(range(world_size), "Testing", "to borrow", {}, 60) as channel:
+            used.append(channel._group.name)
+            if nested:
+                with opened(range(world_size), "Testing", "to borrow", {}, 60) as inner:
+                    used.append(inner._group.name)
+                    assert inner.gathered([rank]) == [[0], [1]]
+            assert channel.gathered([-rank]) == [[0], [-1]]
+    return used
+
+
 def test_values_of_any_size_are_handed_over() -> None:
-    _, got = run_ranks(handed_over, 2)
+    (_, got), borrowed = run_each(2, handed_over, borrowing)
+    assert borrowed[0] == borrowed[1]
+    first, second, within, third, fourth, within_again = borrowed[0]
+    assert first == second == third == fourth != within == within_again
     for given, *values in zip(VALUES.values(), got[: len(VALUES)], got[len(VALUES) :], strict=True):
         for value in values:
             assert_same(value, given)
