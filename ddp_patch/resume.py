@@ -8,9 +8,10 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.compat.private_torch import forget_iterator
 from ddp_patch.errors import InvalidOptionError, StateError
+from ddp_patch.loaders.facts import LoaderFacts
 from ddp_patch.orders.digest import fingerprint
 from ddp_patch.ranks.agreement import failures_broadcast
-from ddp_patch.sharding.batches import Batches, batches_delivered, batches_of, patched_sampler
+from ddp_patch.sharding.batches import batches_delivered, passes_of, patched_facts, patched_sampler
 from ddp_patch.sharding.saved_state import Position, position_in, state_after
 from ddp_patch.streams.dataset import ShardedIterable
 from ddp_patch.validation import as_index
@@ -58,8 +59,8 @@ def loader_state(loader: DataLoader[Any], *, batches_done: SupportsIndex | None 
         (4, [[4, 5], [6, 7], [8, 9], [10, 11]])
     """
     done = None if batches_done is None else _checked(batches_done)
-    batches = _resumable(loader)
-    return state_after(batches.passes, batches_delivered(loader, batches) if done is None else done, batches)
+    facts = _resumable(loader)
+    return state_after(passes_of(facts), batches_delivered(facts) if done is None else done, facts.batching)
 
 
 def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, Any]:
@@ -74,8 +75,8 @@ def state_on_this_rank(loader: DataLoader[Any], *, ahead: int = 0) -> dict[str, 
     Raises:
         StateError: The position is not known; see ``loader_state`` for other errors.
     """
-    batches = _resumable(loader)
-    return state_after(batches.passes, batches_delivered(loader, batches) - ahead, batches, on_this_rank=True)
+    facts = _resumable(loader)
+    return state_after(passes_of(facts), batches_delivered(facts) - ahead, facts.batching, on_this_rank=True)
 
 
 def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int:
@@ -86,22 +87,22 @@ def batches_as_here(loader: DataLoader[Any], state: dict[str, Any]) -> int:
     Raises:
         StateError: The state is not of this loader.
     """
-    batches = batches_of("restore_loader", loader)
-    passes, position = batches.passes, position_in(batches.passes, state).or_next_epoch()
+    facts = patched_facts("restore_loader", loader)
+    passes, batching = passes_of(facts), facts.batching
+    position = position_in(passes, state).or_next_epoch()
     left, whole = (passes.items_left(place) for place in (position, Position(position.epoch)))
     if left is not None and whole is not None:
-        return batches.count(whole) - batches.count(left)
+        return batching.count(whole) - batching.count(left)
     items = sum(ranks * taken for ranks, taken in position.consumed)
-    return items // passes.agreed.world.num_replicas // batches.size
+    return items // passes.agreed.world.num_replicas // batching.size
 
 
-def _resumable(loader: DataLoader[Any]) -> Batches:
-    """Return how a loader makes batches of its share; raise if the loader's position cannot be saved."""
-    batches = batches_of("loader_state", loader)
-    dataset = loader.dataset
+def _resumable(loader: DataLoader[Any]) -> LoaderFacts[Any]:
+    """Return what is known of a patched loader; raise if its position cannot be saved."""
+    facts, dataset = patched_facts("loader_state", loader), loader.dataset
     if isinstance(dataset, ShardedIterable) and loader.persistent_workers:
         dataset.require_no_generator()
-    return batches
+    return facts
 
 
 def _checked(batches_done: SupportsIndex) -> int:
@@ -158,7 +159,7 @@ def resume_loader(loader: DataLoader[Any], state: dict[str, Any], *, counts_rest
     with failures_broadcast(passes.agreed.world, _RESTORING):
         position = position_in(passes, state).or_next_epoch()
         left = passes.items_left(position) if passes.has_one_iterator and position.is_within_pass else None
-        if left is not None and batches_of("restore_loader", loader).count(left) < 1:
+        if left is not None and patched_facts("restore_loader", loader).batching.count(left) < 1:
             raise StateError(
                 f"The loader cannot resume from the state: rank {passes.agreed.world.rank} has no batch left in epoch "
                 f"{position.epoch}, and a loader with one iterator for all epochs would never find its end. Restore it "

@@ -14,7 +14,7 @@ from ddp_patch import patch_dataloader_to_ddp
 from ddp_patch.evaluation.gather import OwnOutputs, are_alike
 from ddp_patch.evaluation.outputs import judge_outputs
 from ddp_patch.evaluation.shares import share_of_pass, share_of_step
-from ddp_patch.evaluation.steps import shared_batches
+from ddp_patch.evaluation.steps import shared_facts
 
 __all__ = ["assert_same", "outputs_for", "shares", "together"]
 
@@ -31,9 +31,9 @@ def together(outputs: list[Any], loaders: Sequence[DataLoader[Any]], *, in_step:
     """As each rank would have it."""
     operation, given = "gather_step" if in_step else "gather_in_order", []
     for own, shared in zip(outputs, loaders, strict=True):
-        batches = shared_batches(operation, shared)
-        assert batches is not None
-        share_of = partial(share_of_step, shared, batches) if in_step else partial(share_of_pass, batches)
+        facts = shared_facts(operation, shared)
+        assert facts is not None
+        share_of = partial(share_of_step if in_step else share_of_pass, facts)
         given.append(OwnOutputs(own, share_of))
     headers = np.stack([own.header for own in given])
     judge_outputs(operation, {rank: own.said() for rank, own in enumerate(given)})

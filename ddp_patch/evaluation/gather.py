@@ -25,12 +25,13 @@ from ddp_patch.evaluation.outputs import (
     row_bytes,
 )
 from ddp_patch.evaluation.shares import Array, Misfit, RankShare, places_of, share_of_pass, share_of_step
-from ddp_patch.evaluation.steps import shared_batches
+from ddp_patch.evaluation.steps import shared_facts
 from ddp_patch.loaders.recognition import sharded_by
 from ddp_patch.ranks.exchange import digest, exchange
 from ddp_patch.ranks.group import Group, kept_groups, made_group
 from ddp_patch.ranks.log import State
 from ddp_patch.ranks.packing import bytes_of, packed, unpacked
+from ddp_patch.sharding.batches import passes_of
 from ddp_patch.sharding.sampler import EpochSampler
 
 __all__ = ["OwnOutputs", "are_alike", "gather_in_order", "gather_step", "gather_this_step", "is_in_a_step"]
@@ -132,9 +133,9 @@ def gather_this_step(outputs: Outputs, loader: DataLoader[Any], step: int) -> Ou
 
 def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int | None = None) -> Any:
     """Compare the outputs with the other ranks', and return all ranks'; see ``gather_in_order``."""
-    if (batches := shared_batches(operation, loader)) is None:
+    if (facts := shared_facts(operation, loader)) is None:
         return outputs
-    agreed = batches.passes.agreed
+    agreed = passes_of(facts).agreed
     changes = (
         "cost=" if agreed.options.costs is not None else "layout='contiguous'" if agreed.options.gives_runs else ""
     )
@@ -145,7 +146,7 @@ def _gathered(operation: str, outputs: Any, loader: DataLoader[Any], step: int |
             "gather_step() in the loop."
         )
     in_step = operation == "gather_step"
-    share_of = partial(share_of_step, loader, batches, step) if in_step else partial(share_of_pass, batches)
+    share_of = partial(share_of_step, facts, step) if in_step else partial(share_of_pass, facts)
     own, judge = OwnOutputs(outputs, share_of), partial(judge_outputs, operation)
     if agreed.world.num_replicas == 1:
         rank = 0 if agreed.world.share_of_rank is None else dist.get_rank()

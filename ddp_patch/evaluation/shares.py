@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-from torch.utils.data import DataLoader
 
-from ddp_patch.loaders.facts import ShardedUnit
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit
 from ddp_patch.positions_and_padding import Schedule
 from ddp_patch.ranks.log import State
-from ddp_patch.sharding.batches import Batches, batches_delivered
+from ddp_patch.sharding.batches import batches_delivered, passes_of
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.validation import counted
 
@@ -73,48 +72,48 @@ class RankShare:
         return sizes
 
 
-def share_of_pass(batches: Batches) -> RankShare:
-    """Return what this rank got in the latest pass.
+def share_of_pass(facts: LoaderFacts[Any]) -> RankShare:
+    """Return what this rank got in the latest pass over a patched loader.
 
     Raises:
         Misfit: There is none, or it is not over.
     """
-    current, at = _latest_pass("gather_in_order", batches)
-    schedule = current.whole_schedule(batches)
-    if schedule is None or batches.passes.batches_into_pass:
+    current, at = _latest_pass("gather_in_order", facts)
+    schedule = current.whole_schedule(facts.batching)
+    if schedule is None or passes_of(facts).batches_into_pass:
         raise Misfit(f"stopped in the middle of epoch {current.epoch}; gather_step() gathers a step")
-    return _share(f"{at}, of {counted(schedule.length, 'item')}", batches, schedule)
+    return _share(f"{at}, of {counted(schedule.length, 'item')}", facts, schedule)
 
 
-def share_of_step(loader: DataLoader[Any], batches: Batches, step: int | None = None) -> RankShare:
+def share_of_step(facts: LoaderFacts[Any], step: int | None = None) -> RankShare:
     """Return what this rank got in the step that its loop is in.
 
     Args:
-        loader: The loader.
-        batches: How the loader makes batches.
+        facts: The patched loader.
         step: Which step of the pass that is, from 0; None for the latest that the loader has given.
 
     Raises:
         Misfit: That is not known, or other ranks may make no such step.
     """
-    current, at = _latest_pass("gather_step", batches)
-    number = batches_delivered(loader, batches) - 1 if step is None else step
+    current, at = _latest_pass("gather_step", facts)
+    number = batches_delivered(facts) - 1 if step is None else step
     if number < 0:
         raise Misfit("got no batch of the loader yet")
     if current.state is State.ENDED and step is None:
         raise Misfit(f"called it after the loop: epoch {current.epoch} is over")
-    schedule = current.schedule(batches)
+    schedule = current.schedule(facts.batching)
     if schedule.plan.uneven == "keep" and schedule.plan.num_replicas > 1:
         raise Misfit(
             "cannot gather step by step with uneven='keep', by which some ranks may have a step less and would not "
             "come; use gather_in_order() after the loop, or uneven='pad'"
         )
-    return _share(f"{at}, in step {number + 1}", batches, schedule, number)
+    return _share(f"{at}, in step {number + 1}", facts, schedule, number)
 
 
-def _latest_pass(operation: str, batches: Batches) -> tuple[Pass[Any], str]:
+def _latest_pass(operation: str, facts: LoaderFacts[Any]) -> tuple[Pass[Any], str]:
     """Return the latest pass, and what is called for it; refuse one whose batches are not known."""
-    current = batches.passes.latest
+    passes = passes_of(facts)
+    current = passes.latest
     if current is None:
         raise Misfit("made no pass over the loader, and got no batch of it")
     if current.is_interleaved:
@@ -123,17 +122,17 @@ def _latest_pass(operation: str, batches: Batches) -> tuple[Pass[Any], str]:
             "one before the next begins"
         )
     begins = "" if current.begins_at == "0" else f" from {current.begins_at} on"
-    return current, f"{operation}() of patched loader {batches.passes.agreed.number} for epoch {current.epoch}{begins}"
+    return current, f"{operation}() of patched loader {passes.agreed.number} for epoch {current.epoch}{begins}"
 
 
-def _share(at: str, batches: Batches, schedule: Schedule, step: int | None = None) -> RankShare:
+def _share(at: str, facts: LoaderFacts[Any], schedule: Schedule, step: int | None = None) -> RankShare:
     """Return what a rank got in a step; without one, in the pass."""
     records = [*schedule.records()] if step is None else [schedule.record(step)]
-    is_whole = batches.unit is ShardedUnit.BATCH and schedule.batch_plan is None
-    sample = "item" if batches.unit is ShardedUnit.UNBATCHED else "sample"
+    is_whole = facts.unit is ShardedUnit.BATCH and schedule.batch_plan is None
+    sample = "item" if facts.unit is ShardedUnit.UNBATCHED else "sample"
     sizes = np.array([record.samples for record in records], np.int64)
     # Batches of one sample are the samples. Of an empty batch, no row would tell where it was.
-    takes_lists = step is None and sample == "sample" and (bool(sizes.all()) if is_whole else batches.size > 1)
+    takes_lists = step is None and sample == "sample" and (bool(sizes.all()) if is_whole else facts.batching.size > 1)
     # Each part's padding comes at its own end, in the midst of what other workers give.
     own, row = np.array([one.real_samples for one in records], np.int64), _row_in_batch(sizes)
     real = np.flatnonzero(row < np.repeat(own, sizes))

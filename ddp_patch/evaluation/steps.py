@@ -14,20 +14,20 @@ from torch.utils.data import DataLoader
 
 from ddp_patch.errors import InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.copying import copy_loader
-from ddp_patch.loaders.facts import ShardedUnit, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.positions_and_padding import BatchRecord
 from ddp_patch.ranks.group import Channel, closed_at_exit, opened
-from ddp_patch.sharding.batches import Batches, batches_of
+from ddp_patch.sharding.batches import passes_of, patched_facts
 from ddp_patch.sharding.passes import Pass
 from ddp_patch.validation import counted
 from ddp_patch.walks import elements
 
-__all__ = ["Steps", "iter_with_mask", "iter_with_weights", "shared_batches", "steps_of"]
+__all__ = ["Steps", "iter_with_mask", "iter_with_weights", "shared_facts", "steps_of"]
 
 
-def shared_batches(operation: str, loader: DataLoader[Any]) -> Batches | None:
-    """Return how a loader makes batches of its share; None if it is unpatched and this process the only one.
+def shared_facts(operation: str, loader: DataLoader[Any]) -> LoaderFacts[Any] | None:
+    """Return what is known of a patched loader; None if it is unpatched and this process the only one.
 
     Raises:
         NotPatchedError: There are several processes, and the loader is not patched.
@@ -36,43 +36,42 @@ def shared_batches(operation: str, loader: DataLoader[Any]) -> Batches | None:
     require_loader(operation, loader)
     if sharded_by(loader) is None and (not dist.is_initialized() or dist.get_world_size() == 1):
         return None
-    batches = batches_of(operation, loader)
-    if batches.passes.agreed.options.by_worker and batches.unit is ShardedUnit.ITERABLE:
+    facts = patched_facts(operation, loader)
+    if passes_of(facts).agreed.options.by_worker and facts.unit is ShardedUnit.ITERABLE:
         raise UnsupportedLoaderError(
             f"{operation} was given a loader with share='by_worker': its dataset decides what each worker "
             "reads, so there is no common order and no padding. Leave share out."
         )
-    return batches
+    return facts
 
 
 # Each batch with its record.
 Steps = Iterator[tuple[Any, BatchRecord]]
 
 
-def steps_of(operation: str, loader: DataLoader[Any], batches: Batches, iterator: Iterator[Any] | None = None) -> Steps:
+def steps_of(operation: str, facts: LoaderFacts[Any], iterator: Iterator[Any] | None = None) -> Steps:
     """Yield each batch of a pass over a patched loader.
 
     Args:
         operation: What the user called, for errors.
-        loader: The loader.
-        batches: How it makes batches.
+        facts: The loader.
         iterator: The loader's iterator of the pass; None to make one.
 
     Raises:
         UnsupportedLoaderError: The loader would continue a pass that has begun.
     """
-    passes = batches.passes
+    passes, loader = passes_of(facts), facts.loader
     if passes.batches_into_pass:
         raise UnsupportedLoaderError(
             f"{operation} was given a {type(loader).__name__} in the middle of epoch {passes.epochs.current}, after "
             f"{counted(passes.batches_into_pass, 'batch')}: it has one iterator for all epochs, and continues after a "
             f"break. Call set_epoch({passes.epochs.current}) first, to start the epoch again."
         )
-    with passes.keeping_sizes() if batches.unit is ShardedUnit.BATCH else nullcontext():
+    with passes.keeping_sizes() if facts.unit is ShardedUnit.BATCH else nullcontext():
         for number, batch in enumerate(loader if iterator is None else iterator):
             if number == 0:
                 current = cast("Pass[Any]", passes.latest)
-            yield batch, current.schedule(batches).record(number)
+            yield batch, current.schedule(facts.batching).record(number)
 
 
 def _steps_alone(operation: str, loader: DataLoader[Any]) -> Steps:
@@ -97,10 +96,10 @@ def _counted(collate_fn: Callable[[Any], Any], samples: Any) -> tuple[int, Any]:
     return len(samples), collate_fn(samples)
 
 
-def _steps(operation: str, loader: DataLoader[Any]) -> tuple[Steps, Batches | None]:
-    """Return the batches of a pass, and how a patched loader makes them."""
-    batches = shared_batches(operation, loader)
-    return _steps_alone(operation, loader) if batches is None else steps_of(operation, loader, batches), batches
+def _steps(operation: str, loader: DataLoader[Any]) -> tuple[Steps, LoaderFacts[Any] | None]:
+    """Return the batches of a pass, and what is known of a patched loader."""
+    facts = shared_facts(operation, loader)
+    return _steps_alone(operation, loader) if facts is None else steps_of(operation, facts), facts
 
 
 def iter_with_mask(loader: DataLoader[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -219,27 +218,27 @@ def iter_with_weights(
         raise InvalidOptionError(
             f"weight_of={weight_of!r} is no function. Pass one that takes a batch and returns a number per sample."
         )
-    steps, batches = _steps("iter_with_weights", loader)
-    weighed = closed_at_exit(_weighed(steps, batches, dtype, weight_of))
+    steps, facts = _steps("iter_with_weights", loader)
+    weighed = closed_at_exit(_weighed(steps, facts, dtype, weight_of))
     if loader.batch_sampler is not None:
         return weighed
     return ((item, weights.reshape(())) for item, weights in weighed)
 
 
 def _weighed(
-    steps: Steps, batches: Batches | None, dtype: torch.dtype, weight_of: WeightOf | None
+    steps: Steps, facts: LoaderFacts[Any] | None, dtype: torch.dtype, weight_of: WeightOf | None
 ) -> Generator[tuple[Any, torch.Tensor]]:
     """Yield batches with their weights."""
-    ranks = 1 if batches is None else batches.passes.agreed.world.num_replicas
+    ranks = 1 if facts is None else passes_of(facts).agreed.world.num_replicas
     channel: Channel | None = None  # where ranks communicate
     with closing(cast("Generator[Any]", steps)), ExitStack() as stack:
         # What a rank can know is known once its pass has begun.
         first = [step for step in [next(steps, None)] if step is not None]
-        if batches is not None and ranks > 1 and (weight_of is not None or not _knows_totals(batches)):
-            agreed, facts = batches.passes.agreed, {"epoch": batches.passes.epochs.current}
+        if facts is not None and ranks > 1 and (weight_of is not None or not _knows_totals(facts)):
+            agreed, epoch = passes_of(facts).agreed, {"epoch": passes_of(facts).epochs.current}
             members = agreed.world.peer_ranks("iter_with_weights")
             carried = f"weights of number {agreed.number}"
-            channel = stack.enter_context(opened(members, "Weighing samples", carried, facts, agreed.options.timeout))
+            channel = stack.enter_context(opened(members, "Weighing samples", carried, epoch, agreed.options.timeout))
         for batch, record in chain(first, steps):
             own = record.real_samples if weight_of is None else _counts(batch, record, weight_of)
             total = own if ranks == 1 else record.samples_of_all
@@ -253,10 +252,10 @@ def _weighed(
             pass  # others have more steps
 
 
-def _knows_totals(batches: Batches) -> bool:
+def _knows_totals(facts: LoaderFacts[Any]) -> bool:
     """Return whether this rank alone knows how many samples each step of its latest pass has."""
-    current = batches.passes.latest
-    return current is None or current.schedule(batches).knows_totals
+    current = passes_of(facts).latest
+    return current is None or current.schedule(facts.batching).knows_totals
 
 
 def _counts(batch: Any, record: BatchRecord, weight_of: WeightOf) -> float:

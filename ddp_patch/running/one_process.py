@@ -48,7 +48,7 @@ from ddp_patch.running.loader_reports import (
 )
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas, seed_all
 from ddp_patch.running.overlay import shadowed
-from ddp_patch.sharding.batches import batches_of, patched_sampler
+from ddp_patch.sharding.batches import patched_facts, patched_sampler
 from ddp_patch.validation import counted
 
 __all__ = ["OneProcess"]
@@ -378,7 +378,7 @@ class OneProcess(Summary):
         if known.weights is not None:
             known.weights.is_over = True  # some loops take as many batches as there are, and never ask for the end
         known.weights = weights = PassWeights(known.record.place)
-        for batch, record in steps_of("autopatch", loader, batches_of("autopatch", loader), iterator):
+        for batch, record in steps_of("autopatch", patched_facts("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
             self._note_given(known)
             step.take(weights, ranks * part / whole, (part, whole), batch)

@@ -2,10 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,11 +17,10 @@ from ddp_patch.errors import (
     UnsupportedLoaderError,
 )
 from ddp_patch.loaders.copying import OWN_METHODS
-from ddp_patch.loaders.facts import ShardedUnit, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
-from ddp_patch.positions_and_padding import Batching
 from ddp_patch.ranks.packing import bytes_of
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.sharding.epochs import Passes
@@ -33,13 +31,13 @@ from ddp_patch.sharding.saved_state import NotedBatch
 from ddp_patch.walks import SCALARS, elements, plain_tensors
 
 __all__ = [
-    "Batches",
     "CountedIterator",
     "RepeatedPasses",
     "WatchedIterator",
     "batches_delivered",
-    "batches_of",
     "by_value",
+    "passes_of",
+    "patched_facts",
     "patched_sampler",
     "with_notes",
 ]
@@ -122,27 +120,15 @@ def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return values.view(dtype).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Batches(Batching):
-    """How a loader makes batches of a rank's share.
-
-    Attributes:
-        passes: The passes over the loader.
-        unit: Which part of the loader is sharded.
-    """
-
-    passes: Passes[Any]
-    unit: ShardedUnit
-
-
-def batches_delivered(loader: DataLoader[Any], batches: Batches) -> int:
+def batches_delivered(facts: LoaderFacts[Any]) -> int:
     """Return how many batches of the latest pass a patched loader has given, as its ``CountedIterator`` counts.
 
     Raises:
         StateError: Nobody counted them.
     """
-    passes, current = batches.passes, batches.passes.current
-    if current is None or not current.batches(batches):
+    passes, loader = passes_of(facts), facts.loader
+    current = passes.current
+    if current is None or not current.batches(facts.batching):
         return 0
     if current.batches_delivered is not None and (passes.has_one_iterator or not has_own_iteration(type(loader))):
         return current.batches_delivered
@@ -171,8 +157,13 @@ def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
     return found
 
 
-def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
-    """Return how a patched loader makes batches of its share; raise if it does not make them in order."""
+def passes_of(facts: LoaderFacts[Any]) -> Passes[Any]:
+    """Return the passes over a patched loader."""
+    return cast("EpochSampler[Any]", facts.sharded_by).rank_passes
+
+
+def patched_facts(operation: str, loader: DataLoader[Any]) -> LoaderFacts[Any]:
+    """Return what is known of a patched loader; raise if it does not make batches of its share in order."""
     require_loader(operation, loader)
     about_to_use(loader)
     facts = look_at(loader)
@@ -188,7 +179,7 @@ def batches_of(operation: str, loader: DataLoader[Any]) -> Batches:
             "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "
             "the loader of the original samplers to patch_dataloader_to_ddp()."
         )
-    return Batches(facts.batching.size, facts.batching.drop_last, sampler.rank_passes, facts.unit)
+    return facts
 
 
 # ---- the iterators, which stand around torch's ----

@@ -21,7 +21,7 @@ from ddp_patch.compat.private_packages import SAMPLE_KEY
 from ddp_patch.orders.digest import END, Digest, mark_counts
 from ddp_patch.sharding.saved_state import RECOGNISED_BY, StreamStart
 
-__all__ = ["BEGUN", "ENDED", "LARGEST", "PARTS", "STREAM", "PassReports", "SharedWorkerState", "marked", "name_of"]
+__all__ = ["BEGUN", "ENDED", "LARGEST", "PARTS", "STREAM", "ItemNames", "PassReports", "SharedWorkerState", "marked"]
 
 T = TypeVar("T")
 
@@ -243,6 +243,7 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
         (['a', 'b'], 2)
     """
     number, digest, names, are_named, wanted = report["number"], Digest(), list[bytes](), False, 1
+    name_of = ItemNames().of
     report["marks"] = 0
     # Numbers count, too, from where so many items all have one name, which tells none apart; and those of these items.
     with_numbers, numbered, first = False, list[bytes](), None
@@ -285,84 +286,107 @@ _WHOLE: Final = (int, np.integer, np.bool_)
 _TIMES: Final = (date, time, timedelta, np.datetime64, np.timedelta64)
 
 
-def name_of(item: Any, *, with_numbers: bool = False) -> bytes | None:
-    """Return an item's name; None if it has none, as tensors and floats alone.
+class ItemNames:
+    """Names the items of one stream. An item's name says which sample it is, the same in every process.
 
     That is all strings, bytes and paths in it: in mappings, lists, tuples and dataclasses, too. Whole
     numbers, truth values and times count only where it has none of these, because augmentation makes numbers: it may
     tell where it cut an image. A mapping with the key ``__key__`` counts by that key alone.
 
     Args:
-        item: The item.
-        with_numbers: Whether whole numbers count in any case, as where all items have the same texts.
+        may_move: Whether the files may lie elsewhere another time, as in the folder of a job: paths from the root on
+            then count as they are seen from the folder of the first one. Of two ranks, each may have files of its own.
 
     Examples:
-        >>> name_of({"x": torch.rand(3), "file": "7.png", "cut at": 3}), name_of((torch.rand(3), 7))
+        >>> names = ItemNames(may_move=True)
+        >>> names.of({"x": torch.rand(3), "file": "7.png", "cut at": 3}), names.of((torch.rand(3), 7))
         (b'7.png', b'7')
-        >>> name_of(torch.rand(3)), name_of([])
+        >>> names.of(torch.rand(3)), names.of([])
         (None, b'')
+        >>> names.of("/job-1/cats/1.png"), names.of("/job-1/dogs/1.png")
+        (b'1.png', b'../dogs/1.png')
     """
-    kind = type(item)
-    if kind is int:
-        return b"%d" % item
-    if item is None or (kind in _EMPTY and not item):
-        return b""
-    names: list[bytes] = []
-    numbers: list[bytes] = []
-    try:
-        if kind is str and len(item) < _PIECE:
+
+    def __init__(self, *, may_move: bool = False) -> None:
+        self._may_move = may_move
+        self._folder = ""  # of the first path
+
+    def of(self, item: Any, *, with_numbers: bool = False) -> bytes | None:
+        """Return an item's name; None if it has none, as tensors and floats alone.
+
+        Args:
+            item: The item.
+            with_numbers: Whether whole numbers count in any case, as where all items have the same texts.
+        """
+        kind = type(item)
+        if kind is int:
+            return b"%d" % item
+        if item is None or (kind in _EMPTY and not item):
+            return b""
+        if kind is str and len(item) < _PIECE and not self._may_move:
             return item.encode("utf-8", "surrogatepass")  # type: ignore[no-any-return]  # a str is no other type
-        _find(item, names, numbers)
-    except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
-        return None
-    parts = names + numbers if with_numbers else names or numbers
-    return b"\0".join(parts) if parts else None
+        names: list[bytes] = []
+        numbers: list[bytes] = []
+        try:
+            self._find(item, names, numbers)
+        except Exception:  # noqa: BLE001 - an object of the user's, which nothing else may ever look into
+            return None
+        parts = names + numbers if with_numbers else names or numbers
+        return b"\0".join(parts) if parts else None
 
-
-def _find(value: Any, names: list[bytes], numbers: list[bytes]) -> None:  # noqa: C901 - one flat table of types
-    """Add the names and numbers in a value, in an order that is the same in every process: frequent types first."""
-    kind = type(value)
-    if kind is float or value is None or (kind is torch.Tensor and value.ndim):
-        return
-    if kind is str and len(value) < _PIECE:
-        names.append(value.encode("utf-8", "surrogatepass"))
-    elif kind is int:
-        numbers.append(b"%d" % value)
-    elif kind is dict or isinstance(value, Mapping):
-        # In an order of their own: a mapping's may depend on the process, as that of a set does.
-        for key in [SAMPLE_KEY] if SAMPLE_KEY in value else sorted(value, key=str):
-            _find(value[key], names, numbers)
-    elif kind is tuple or isinstance(value, list | tuple):
-        _find_in_list(value, names, numbers)
-    elif isinstance(value, str):
-        names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
-    elif isinstance(value, bytes | bytearray):
-        names.append(bytes(_pieces(value)))
-    elif isinstance(value, os.PathLike):
-        names.append(os.fsencode(value))
-    elif isinstance(value, _WHOLE):
-        numbers.append(b"%d" % int(value))
-    elif isinstance(value, _TIMES):
-        numbers.append(str(value).encode())
-    elif isinstance(value, torch.Tensor):  # as Hugging Face's datasets make of whole numbers
-        if not value.ndim and value.device.type == "cpu" and not (value.is_floating_point() or value.is_complex()):
+    def _find(self, value: Any, names: list[bytes], numbers: list[bytes]) -> None:  # noqa: C901 - one flat table of types
+        """Add the names and numbers in a value, in an order that is the same in every process: frequent types first."""
+        kind = type(value)
+        if kind is float or value is None or (kind is torch.Tensor and value.ndim):
+            return
+        if kind is str and len(value) < _PIECE:
+            names.append(self._beside_first(value).encode("utf-8", "surrogatepass"))
+        elif kind is int:
+            numbers.append(b"%d" % value)
+        elif kind is dict or isinstance(value, Mapping):
+            # In an order of their own: a mapping's may depend on the process, as that of a set does.
+            for key in [SAMPLE_KEY] if SAMPLE_KEY in value else sorted(value, key=str):
+                self._find(value[key], names, numbers)
+        elif kind is tuple or isinstance(value, list | tuple):
+            self._find_in_list(value, names, numbers)
+        elif isinstance(value, str):
+            names.append(_pieces(str.__str__(value)).encode("utf-8", "surrogatepass"))
+        elif isinstance(value, bytes | bytearray):
+            names.append(bytes(_pieces(value)))
+        elif isinstance(value, os.PathLike):
+            names.append(os.fsencode(self._beside_first(os.fsdecode(value))))
+        elif isinstance(value, _WHOLE):
             numbers.append(b"%d" % int(value))
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            _find(getattr(value, field.name), names, numbers)
+        elif isinstance(value, _TIMES):
+            numbers.append(str(value).encode())
+        elif isinstance(value, torch.Tensor):  # as Hugging Face's datasets make of whole numbers
+            if not value.ndim and value.device.type == "cpu" and not (value.is_floating_point() or value.is_complex()):
+                numbers.append(b"%d" % int(value))
+        elif is_dataclass(value) and not isinstance(value, type):
+            for field in fields(value):
+                self._find(getattr(value, field.name), names, numbers)
 
+    def _find_in_list(self, value: Sequence[Any], names: list[bytes], numbers: list[bytes]) -> None:
+        """Find what is in a list; only evenly spread elements of a long one, which counts by its length then, too."""
+        length = len(value)
+        some = value[:: -(-length // _ELEMENTS)] if length > _ELEMENTS else value
+        if length and {int}.issuperset(map(type, some)):  # as tokens are
+            numbers.append(repr((length, *some)).encode())
+            return
+        if length > _ELEMENTS and type(some[0]) is str:
+            names.append(b"%d" % length)
+        for each in some:
+            self._find(each, names, numbers)
 
-def _find_in_list(value: Sequence[Any], names: list[bytes], numbers: list[bytes]) -> None:
-    """Find what is in a list; only evenly spread elements of a long one, which counts by its length then, too."""
-    length = len(value)
-    some = value[:: -(-length // _ELEMENTS)] if length > _ELEMENTS else value
-    if length and {int}.issuperset(map(type, some)):  # as tokens are
-        numbers.append(repr((length, *some)).encode())
-        return
-    if length > _ELEMENTS and type(some[0]) is str:
-        names.append(b"%d" % length)
-    for each in some:
-        _find(each, names, numbers)
+    def _beside_first(self, path: str) -> str:
+        """Return a path as it is seen from the folder of the first one, if files may move; any other text as it is."""
+        if not (self._may_move and path.startswith(os.sep)):
+            return path
+        folder = self._folder = self._folder or path[: path.rfind(os.sep) + 1]
+        ups = 0
+        while not path.startswith(folder):
+            folder, ups = folder[: folder.rfind(os.sep, 0, -1) + 1], ups + 1
+        return "../" * ups + path[len(folder) :]
 
 
 def _pieces(text: Any) -> Any:

@@ -231,8 +231,8 @@ class StreamPasses(Passes[None]):
         return (
             f"Each rank keeps its shard of what should be one stream of {self.worker.name}, so samples are lost. Set "
             "is_ddp_aware = True in its class if it is sharded already. Or let it give every rank everything. If it "
-            f"only shuffles: {by_worker}{_SEED}. Skip unreadable items on every rank or none. If only augmentation "
-            f"differs, give items a string {SAMPLE_KEY!r}."
+            f"only shuffles: {by_worker}{_SEED}. Skip unreadable items on every rank or none. If only augmentation, "
+            f"or the folder of the files, differs, give items a string {SAMPLE_KEY!r}."
         )
 
     def resume_at(self, position: Position, *, counts_rest: bool) -> None:

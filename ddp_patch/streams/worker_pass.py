@@ -27,7 +27,7 @@ from ddp_patch.sharding.saved_state import (
     split_consumed,
 )
 from ddp_patch.streams.dataset import StreamWorker, begun_anew, begun_at, is_again, tell_epoch, this_worker
-from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, PassReports, marked, name_of
+from ddp_patch.streams.reports import BEGUN, ENDED, PARTS, STREAM, ItemNames, PassReports, marked
 from ddp_patch.validation import counted
 
 __all__ = ["WorkerPass"]
@@ -297,10 +297,11 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             StateError: It does.
         """
         seen: list[tuple[bytes | None, int]] = []
+        names = ItemNames(may_move=True)
         known = self._known.first
         items = self._read(self._begun_anew)
         for item in items:
-            seen.append((name_of(item), number_or_zero(item)))
+            seen.append((names.of(item), number_or_zero(item)))
             first = _start_of(seen)
             self._report["starts"][first.seen - 1] = [-1 if part is None else part for part in first[1:]]
             self._report["seen"] = first.seen

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from ddp_patch.loaders.overlap import row_hashes
 from ddp_patch.orders.digest import END, Digest, fingerprint, mark_counts, next_mark
 from ddp_patch.ranks.pass_monitor import are_no_chance, common_items
-from ddp_patch.streams.reports import name_of
+from ddp_patch.streams.reports import ItemNames
 
 
 def digest_of(items: Sequence[Any], *parts: int) -> Digest:
@@ -59,6 +59,10 @@ KINDS: dict[str, list[Any]] = {
     "sets": [{"b", "a"}, {"c"}],
     "nothing": [None, None],
 }
+
+
+def name_of(item: Any) -> bytes | None:
+    return ItemNames().of(item)
 
 
 def told() -> dict[str, object]:
@@ -243,6 +247,22 @@ NAMES: dict[str, tuple[Any, bytes | None]] = {
 def test_a_name_is_the_texts_and_only_without_them_the_numbers(case: str) -> None:
     item, name = NAMES[case]
     assert name_of(item) == name
+
+
+@pytest.mark.parametrize("kind", [str, PurePosixPath])
+def test_paths_of_files_that_move_count_as_they_lie_beside_the_first_one(kind: type) -> None:
+    def names(folder: str, *paths: str, may_move: bool = True) -> list[bytes | None]:
+        of = ItemNames(may_move=may_move).of
+        return [of({"file": kind(f"{folder}/{path}"), "x": PICTURE}) for path in paths]
+
+    paths = ("a/1.png", "a/2.png", "b/1.png", "c.png")
+    here = names("/data", *paths)
+    assert here == [b"1.png", b"2.png", b"../b/1.png", b"../c.png"]
+    assert names("/scratch/job-7/data", *paths) == here
+    assert names("/data", *reversed(paths)) != here[::-1]
+    assert names("/data", "b/1.png", "a/2.png", "a/1.png", "c.png") != here
+    assert names("", "1", "a/1") == [b"1", b"a/1"]
+    assert names("/data", "1", may_move=False) == [b"/data/1"]
 
 
 def test_the_order_of_a_mapping_does_not_count() -> None:

@@ -224,6 +224,31 @@ def test_a_stream_that_begins_with_other_items_is_refused(workers: int) -> None:
         list(Job(Other, workers=workers).start(state)[0])
 
 
+class Pictures(IterableDataset[dict[str, Any]]):
+    """Files of a folder, augmented: no seed."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        chance = random.Random()
+        for number in range(20):
+            yield {"file": f"{self.folder}/{number % 2}/{number}.png", "x": chance.random()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_files_may_lie_elsewhere_after_a_restart(workers: int) -> None:
+    def made(folder: str) -> Any:
+        given = DataLoader(Pictures(folder), 2, num_workers=workers, collate_fn=as_it_is)
+        return patch_dataloader_to_ddp(given, rank=1, num_replicas=2)
+
+    before, after = made("/scratch/job-1"), made("/scratch/job-2/data")
+    begun = list(islice(before, 2))
+    restore_loader(after, loader_state(before, batches_done=2))
+    files = [item["file"].rpartition("/")[2] for batch in [*begun, *after] for item in batch]
+    assert files == [f"{number}.png" for number in range(1, 20, 2)]
+
+
 class Huge(Stateful):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"ballast": "x" * 10**6}
