@@ -28,6 +28,7 @@ from ddp_patch.errors import (
 )
 from ddp_patch.loaders.copying import COPY, METHODS, OWN_METHODS, copies_plainly
 from ddp_patch.loaders.hooks import about_to_use
+from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.recognition import is_loader, sharded_by
 from ddp_patch.loaders.samples import steps_of
 from ddp_patch.ranks.log import State
@@ -115,6 +116,7 @@ class OwnMethods:
         repeated: Its one iterator for all epochs, if it has such.
         batches_of: Makes of an iterator of its class the batches of a pass. Default: they are those of that iterator.
         monitor: Compares the passes over a loader that is sharded already; None if ``passes`` has one, or nobody does.
+        data: Names the data, if a sampler shards them: its indices are compared, and not what batches hold.
     """
 
     def __init__(
@@ -125,9 +127,10 @@ class OwnMethods:
         repeated: RepeatedPasses | None = None,
         batches_of: BatchesOf | None = None,
         monitor: PassMonitor | None = None,
+        data: str = "",
     ) -> None:
         self._loader = weakref.ref(loader)
-        self._passes, self._monitor = passes, monitor
+        self._passes, self._monitor, self._data = passes, monitor, data
         self._repeated, self._batches_of = repeated, batches_of
         kind = type(loader)
         # A loader that is copied in its own way is not counted here.
@@ -176,7 +179,7 @@ class OwnMethods:
         with nullcontext() if passes is None else passes.iterator_context(loader):
             if self._repeated is not None:
                 return self._repeated.begin_anew(loader)
-            with self._collating(loader):
+            with self._collating(loader), self._noting(loader) as noted:
                 # The class's method, because the loader's own attribute of that name is this one.
                 iterator = getattr(self._kind, MAKE_ITERATOR)(loader)
         is_torchs = isinstance(iterator, RunningLoader)
@@ -186,7 +189,7 @@ class OwnMethods:
             ahead = loader.num_workers > 0
             return CountedIterator(iterator, passes, self._batches_of, begins_ahead=ahead, reaches_loop=self._counts)
         if self._monitor is not None:
-            return WatchedIterator(iterator, self._monitor, is_open_ended=steps_of(loader) is None)
+            return WatchedIterator(iterator, self._monitor, noted, is_open_ended=steps_of(loader) is None)
         return iterator
 
     @contextmanager
@@ -202,6 +205,21 @@ class OwnMethods:
             yield
         finally:
             loader.collate_fn = collate_fn
+
+    @contextmanager
+    def _noting(self, loader: DataLoader[Any]) -> Iterator[NotedIndices | None]:
+        """While entered, a new iterator's indices are noted, if a sampler shards them; yield what does."""
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        if not self._data or name not in vars(loader):
+            yield None
+            return
+        sampler = vars(loader)[name]
+        noted = NotedIndices(sampler, gives_batches=name == "batch_sampler", data=self._data)
+        vars(loader)[name] = noted
+        try:
+            yield noted
+        finally:
+            vars(loader)[name] = sampler
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position, or why it is not known: the checkpoint may never be restored."""

@@ -20,9 +20,15 @@ from ddp_patch.costs import Cost, CostValues
 from ddp_patch.errors import NotDistributedWarning, StreamLengthWarning, UnsupportedLoaderError
 from ddp_patch.loader import OwnMethods, PatchedLoader
 from ddp_patch.loaders.copying import METHODS, copy_loader
-from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, held_for_workers, look_at
+from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, claim_of, data_of, held_for_workers, look_at
 from ddp_patch.loaders.hooks import script_line
-from ddp_patch.loaders.recognition import error_context, require_loader, streams_in, tell_if_assumed
+from ddp_patch.loaders.recognition import (
+    error_context,
+    require_loader,
+    samplers_within,
+    streams_in,
+    tell_if_assumed,
+)
 from ddp_patch.loaders.samples import iterated_by, length_of
 from ddp_patch.options import Layout, Options, Order, Share, Uneven
 from ddp_patch.orders.random_states import WorkerSeeding
@@ -251,9 +257,8 @@ def patch_each(
                 looked[place] = facts = unit_shared(look_at(loader), options.share)
                 require_shareable(facts, options, world)
                 subjects.append(_subject(place, facts, options, world))
-    for facts, subject in zip(looked.values(), subjects, strict=True):
-        in_vain = subject.claim is not None and subject.claim.get("first", ()) is None
-        tell_if_assumed(facts.sharded_by, in_vain=in_vain, stacklevel=4)
+    for facts in looked.values():
+        tell_if_assumed(facts.sharded_by, stacklevel=4)
     agreed = agree(world, options, subjects, nest)
     line = script_line(sys._getframe(1))
     patched = []
@@ -298,7 +303,7 @@ def _subject(place: str, facts: LoaderFacts[Any], options: Options, world: World
     if facts.sharded_by is not None:
         # Ranks of an explicit world compare nothing, and of a patched loader they have compared all.
         is_believed = world.share_of_rank is None or isinstance(facts.sharded_by, EpochSampler)
-        claim = None if is_believed else claim_of(facts, world.num_replicas)
+        claim = None if is_believed else claim_of(facts)
         return Subject(facts.described, None, facts.made_for, place, claim)
     compared = {**facts.described, **costs_compared(options)}
     splits_itself = facts.unit is ShardedUnit.ITERABLE and options.by_worker and world.share_of_rank is not None
@@ -395,13 +400,15 @@ def watched(facts: LoaderFacts[L], agreed: Agreed, place: Callable[..., L] = cop
     monitor = PassMonitor(agreed.mailbox)
     monitor.has_own_lengths = agreed.options.uneven == "keep"
     monitor.only_warns_of_lengths = getattr(by, "is_ddp_aware", None) is True
-    monitor.log.has_one_order = True
+    monitor.log.forgets_looks = True
+    monitor.replicas = agreed.world.replicas
     monitor.name_loader(f"{kind.__name__} {agreed.place}", 1)
     monitor.why_orders_differ = partial(_why_parts_are_uneven, type(by).__name__)
     if not any(repeats_over_ranks(type(sampler)) for sampler in facts.samplers):
         monitor.why_in_common = partial(_why_parts_overlap, type(by).__name__)
+    monitor.knows_all = any(sampler is by for sampler in samplers_within(facts.iterated))
     clone = place(loader)
-    OwnMethods(clone, None, monitor=monitor)
+    OwnMethods(clone, None, monitor=monitor, data=data_of(facts.dataset) if monitor.knows_all else "")
     return clone
 
 
@@ -423,9 +430,9 @@ def _why_samples_are_the_same(part: object, attribute: str) -> str:
 
 def _why_parts_overlap(name: str) -> str:
     return (
-        f"The loader counts as sharded already by {name}. If {name} gives every rank the same, say is_ddp_aware = "
-        "False in its class, and this package shards it. Else give it this rank, the number of ranks, and the same "
-        "seed on every rank."
+        f"The loader counts as sharded already by {name}. Give it this rank, the number of ranks, and the same seed "
+        f"and epoch on every rank. If {name} gives every rank the same, say is_ddp_aware = False in its class, and "
+        "this package shards it."
     )
 
 

@@ -348,6 +348,17 @@ SCRIPTS: Mapping[str, str] = {
                 optimizer.step()
                 history.append(loss.sum().item())
     """,
+    "random numbers where batches stay whole": """
+        model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.3), nn.Linear(9, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for loader in (DataLoader(data, 16, shuffle=True), DataLoader(TensorDataset(x[:9], y[:9]), 1)):
+            for epoch in range(2):
+                for a, b in loader:
+                    optimizer.zero_grad()
+                    F.mse_loss(model(a + 0.1 * torch.randn(a.shape)), b).sqrt().backward()
+                    optimizer.step()
+                history += torch.rand(2).tolist()
+    """,
     "what a model keeps of its batches": """
         class Keeping(nn.Module):
             def __init__(self):

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ddp_patch.compat.private_packages import ITERATORS_KEPT_FOR_STATES, repeats_over_ranks
+from ddp_patch.compat.private_packages import ITERATORS_KEPT_FOR_STATES
 from ddp_patch.compat.private_torch import (
     RUNNING_ITERATOR,
     RunningLoader,
@@ -20,12 +20,10 @@ from ddp_patch.compat.private_torch import (
 )
 from ddp_patch.loaders.contents import Content, HeldData, chosen_samples, held_by
 from ddp_patch.loaders.copying import repeated_in, repeater_in, with_repeated
-from ddp_patch.loaders.overlap import first_samples
 from ddp_patch.loaders.recognition import (
     HeldWorld,
     may_ask_rank,
     samplers_in_use,
-    samplers_within,
     sharded_by,
     world_of,
 )
@@ -35,7 +33,7 @@ from ddp_patch.orders.random_states import RandomGenerator, random_generators
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching
 from ddp_patch.walks import first_parts
 
-__all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "held_for_workers", "look_at"]
+__all__ = ["Claim", "LoaderFacts", "ShardedUnit", "StreamFacts", "claim_of", "data_of", "held_for_workers", "look_at"]
 
 
 L = TypeVar("L", bound=DataLoader[Any])
@@ -290,45 +288,37 @@ def _other_loader(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-def claim_of(facts: LoaderFacts[Any], ranks: int) -> Claim:
-    """Return what the ranks compare of a loader that is sharded already.
+def claim_of(facts: LoaderFacts[Any]) -> Claim:
+    """Return what the ranks compare of a loader that is sharded already, before they compare its passes.
 
     torch's ``DistributedSampler`` counts by its settings, and by the samples of its dataset, which must be the same on
-    all ranks. Other samplers count by the first samples that a copy gives,
-    as many as are one rank's share. It draws from the random states as they are, as the loader will.
-
-    Args:
-        facts: The loader.
-        ranks: How many ranks share its samples.
+    all ranks.
 
     Examples:
         >>> sampler = DistributedSampler(range(10), num_replicas=2, rank=1, seed=7)
-        >>> claim = claim_of(look_at(DataLoader(range(10), batch_size=2, sampler=sampler)), 2)
+        >>> claim = claim_of(look_at(DataLoader(range(10), batch_size=2, sampler=sampler)))
         >>> claim["steps"], claim["settings"]["seed"]
         (3, 7)
     """
     holder, dataset = facts.sharded_by, facts.dataset
-    samples = chosen_samples(dataset)
     claim: dict[str, Any] = {
         "name": type(holder).__name__,
         "steps": steps_of(facts.loader),
         "settings": {},
-        "data": fingerprint([(one.name, one.fingerprint) for one in samples]),
         "samples": [],
     }
     if isinstance(holder, DistributedSampler):
-        claim["samples"] = samples
+        claim["samples"] = chosen_samples(dataset)
         # Without a shuffle, the seed is of no account.
         names = ("seed", "shuffle", "drop_last")[1 if getattr(holder, "shuffle", None) is False else 0 :]
         claim["settings"] = {name: getattr(holder, name, None) for name in names}
         claim["settings"]["number of samples"] = length_of(getattr(holder, "dataset", None), ())
-    samplers = [*samplers_within(facts.iterated)]
-    is_known = any(repeats_over_ranks(type(sampler)) for sampler in samplers) or (
-        isinstance(holder, DistributedSampler) and type(holder).__iter__ is DistributedSampler.__iter__
-    )
-    if not is_known and any(sampler is holder for sampler in samplers):
-        claim["first"] = first_samples(facts.stream.source, dataset, facts.dataset_length, ranks)
     return claim
+
+
+def data_of(dataset: object) -> str:
+    """Return a name for the samples that a dataset holds, as far as they can be told: 32 hexadecimal digits."""
+    return fingerprint([(one.name, one.fingerprint) for one in chosen_samples(dataset)])
 
 
 def held_for_workers(facts: LoaderFacts[Any]) -> Mapping[str, str]:

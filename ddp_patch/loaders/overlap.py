@@ -1,121 +1,152 @@
-"""The first samples of ranks' streams, by hashes of their indices or of what batches hold: what they have in common."""
+"""What two ranks' parts of a pass have in common: sketches of the indices or samples that each was given."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
+from heapq import heappush, heappushpop
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from ddp_patch.loaders.samples import copy_to_draw
+from ddp_patch.loaders.samples import epochs_in
+from ddp_patch.orders.digest import number_or_zero
 
-__all__ = ["FirstSamples", "first_samples", "more_in_common_than_chance", "row_hashes"]
+__all__ = ["NotedIndices", "Sketch", "are_no_chance", "common_items", "row_hashes"]
 
-# Looking stops here, because a sampler may be endless; and earlier, where the dataset has no length.
-_MOST_SAMPLES, _OF_UNKNOWN = 2**16, 256
-# How many hashes a rank sends at most, of so many bytes: the smallest, which are of the same samples on every rank.
-_MOST_HASHES, _BYTES = 512, 6
+
 # So many bytes of a sample's array are looked at, evenly spread.
 _LOOKED_AT = 1024
-# So many samples in common are chance where only a part of each rank's samples is known.
-_BY_CHANCE = 16
-# A sampler that draws with replacement from few samples draws each more often.
-_OFTEN = 4
+
 _SCALARS = (str, bytes, int, float, bool, np.generic)
 
-
-class FirstSamples(NamedTuple):
-    """The first samples of a rank's stream, in no order: plain data, as it travels.
-
-    Attributes:
-        hashes: The smallest hashes of their indices or names, each once, in ascending order.
-        drawn: How many there are.
-        distinct: How many of them differ.
-        sizes: How many are in an item, each number once: 1 where items are samples, and others where they are batches.
-    """
-
-    hashes: Sequence[int]
-    drawn: int
-    distinct: int
-    sizes: Sequence[int]
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether more samples differ than there are hashes."""
-        return self.distinct > len(self.hashes)
+# Hashes have 32 bits. Products with an odd number leave different indices different.
+_ODD, _MASK = 0x9E3779B1, 2**32 - 1
+# An item that is drawn more often counts so often.
+_OFTEN = 3
 
 
-def first_samples(sampler: Any, dataset: object, n: int | None, ranks: int) -> FirstSamples | None:
-    """Return which samples a stream begins with, at most one rank's share of the dataset; None if that is unknown.
+class Sketch:
+    """The smallest hashes of what a rank was given so far in a pass: those of the same samples on every rank.
+
+    What came last is left out: it may be padding, an item or a whole batch.
 
     Args:
-        sampler: What the stream comes from. A copy of it draws what the sampler would draw next.
-        dataset: What the samples come from. It is not copied.
-        n: How many samples the dataset has.
-        ranks: How many ranks share them.
+        most: How many hashes are kept.
+
+    Examples:
+        >>> sketch = Sketch(most=2)
+        >>> for batch in [[7, 3], [9, 1], [3, 0]]:
+        ...     sketch.add(batch)
+        >>> sketch.hashes
+        [1, 3]
+
+    Source:
+        Cohen and Kaplan, Summarizing Data Using Bottom-k Sketches (2007).
     """
-    wanted = min(-(-n // ranks), _MOST_SAMPLES) if n else _OF_UNKNOWN
-    samples: list[Any] = []
-    sizes = set[int]()
-    try:
-        with copy_to_draw(sampler, dataset) as drawn:
-            for item in islice(drawn, wanted):  # a batch may be empty
-                batch = _samples_in(item)
-                if len(samples) + len(batch) > wanted:
-                    break  # it may be padded
-                samples += batch
-                sizes.add(len(batch))
-    except Exception:  # noqa: BLE001 - the user's code, run for a better message
-        return None
-    hashes = sorted(set(map(_hashed, samples)))
-    return FirstSamples(hashes[:_MOST_HASHES], len(samples), len(hashes), sorted(sizes))
+
+    def __init__(self, most: int = 256) -> None:
+        self.seen: int = 0
+        self._most = most
+        self._counts: dict[int, int] = {}
+        self._largest_first: list[int] = []  # the same, negative, as a heap
+        self._last: Sequence[int] = ()
+
+    def add(self, hashes: Sequence[int]) -> None:
+        """Add what comes next: a batch, or an item."""
+        counts, heap = self._counts, self._largest_first
+        for one in self._last:
+            if one in counts:
+                counts[one] += 1
+            elif len(counts) < self._most:
+                counts[one] = 1
+                heappush(heap, -one)
+            elif one < -heap[0]:
+                counts[one] = 1
+                del counts[-heappushpop(heap, -one)]
+        self.seen += len(self._last)
+        self._last = hashes
+
+    @property
+    def hashes(self) -> list[int]:
+        """The hashes in order, each as often as it came, but at most three times."""
+        return sorted(one for one, times in self._counts.items() for _ in range(min(times, _OFTEN)))
 
 
-def _samples_in(item: Any) -> list[Any]:
-    """Return the indices or names that an item of a stream is, or is a list of."""
-    listed = item.tolist() if isinstance(item, torch.Tensor | np.ndarray | np.generic) else item
-    found = listed if isinstance(listed, list) else [listed]
-    parts = (part for sample in found for part in (sample if type(sample) is tuple else (sample,)))
-    if not all(isinstance(part, int | str | bytes | np.integer) for part in parts):
-        raise TypeError("neither indices nor names")
-    return found
+class NotedIndices:
+    """A loader's sampler or batch sampler that notes what it gives. In all else it is as that one.
 
+    Args:
+        wrapped: The sampler.
+        gives_batches: Whether each item is a batch of indices.
+        data: Names the data. Indices of other data mean other samples.
 
-def _hashed(sample: Any) -> int:
-    return int.from_bytes(blake2b(str(sample).encode("utf-8", "surrogatepass"), digest_size=_BYTES).digest(), "big")
-
-
-def more_in_common_than_chance(parties: Mapping[int, FirstSamples]) -> tuple[int, int, int, int] | None:
-    """Return two parties, by number, whose samples are the same, how many of these, and how many the first one has.
-
-    None if parties have no more samples in common than padding, and than they repeat within themselves.
+    Attributes:
+        sketch: What the latest pass was given.
+        epoch: Which epoch the samplers were told that it is over; 0 if they take none.
     """
-    most = 256**_BYTES - 1
-    last = min((party.hashes[-1] for party in parties.values() if party.is_cut), default=most)  # that all have sent
-    held = {place: [one for one in party.hashes if one <= last] for place, party in parties.items()}
-    owner: dict[int, int] = {}  # the first one that has it
-    pairs = Counter(
-        (who, place) for place, own in held.items() for one in own if (who := owner.setdefault(one, place)) != place
-    )
-    # Of batches of one size, the last would be padded, and is not looked at.
-    is_even = all(len(party.sizes) < 2 for party in parties.values())
-    largest = max((size for party in parties.values() for size in party.sizes), default=1)
-    padding = len(parties) - 1 if is_even else len(parties) * largest
-    # Samplers that draw with replacement give two ranks as many in common as either repeats within itself, or twice.
-    repeated = sum(party.drawn - party.distinct for party in parties.values())
-    # But all the same samples are no chance, unless they are just the few that a sampler often draws.
-    if len({tuple(party.hashes) for party in parties.values()}) == 1 and all(
-        party.distinct > padding and party.drawn < _OFTEN * party.distinct for party in parties.values()
-    ):
-        repeated = 0
-    chance = _BY_CHANCE if last < most else 0
-    if pairs.total() <= padding + chance + 3 * (len(parties) - 1) * repeated:
-        return None
-    ((who, other), shared) = pairs.most_common(1)[0]
-    return who, other, shared, len(held[who])
+
+    def __init__(self, wrapped: Any, *, gives_batches: bool, data: str) -> None:
+        self.sketch: Sketch = Sketch()
+        self.epoch: int = 0
+        self._wrapped, self._gives_batches, self._data = wrapped, gives_batches, int(data, 16)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sketch, self.epoch = sketch, _ = Sketch(), next(iter(epochs_in(self._wrapped)), 0)
+        return self._noted(iter(self._wrapped), sketch)
+
+    def _noted(self, items: Iterator[Any], sketch: Sketch) -> Iterator[Any]:
+        for item in items:
+            given: Any = list(item) if isinstance(item, Iterator) else item
+            sketch.add([self._hash_of(one) for one in (given if self._gives_batches else (given,))])
+            yield given
+
+    def _hash_of(self, index: Any) -> int:
+        """Return a hash of an index or a key, the same in every process."""
+        number = index if type(index) is int else number_or_zero(index)
+        return number * _ODD + self._data & _MASK
+
+    def __len__(self) -> int:
+        return len(self._wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def common_items(mine: Sequence[int], theirs: Sequence[int]) -> tuple[int, int]:
+    """Return how many items two ranks have in common, and how many of either are repeated within its own part.
+
+    Args:
+        mine: Hashes of one rank's.
+        theirs: Hashes of the other's.
+
+    Examples:
+        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1]), common_items([1, 2, 2, 4], [3, 4, 1, 4])
+        ((1, 0), (2, 2))
+    """
+    ours, others = set(mine), set(theirs)
+    return len(ours & others), len(mine) - len(ours) + len(theirs) - len(others)
+
+
+def are_no_chance(common: int, repeats: int, of: int = 0) -> bool:
+    """Return whether so many items are hardly the same by chance, nor by padding.
+
+    Of parts that are drawn with replacement, or from data with duplicates, two items that are the same are as likely
+    within one rank's part as on two ranks.
+
+    Args:
+        common: How many are the same.
+        repeats: How many of either rank are repeated within its own part.
+        of: How many all are, if these show all of a part: one in 16 may be padding, as of each length of a sampler's.
+
+    Examples:
+        >>> are_no_chance(12, 0), are_no_chance(9, 0), are_no_chance(29, 10), are_no_chance(220, 60)
+        (True, False, False, True)
+        >>> are_no_chance(26, 0, of=256), are_no_chance(27, 0, of=256)
+        (False, True)
+    """
+    return common > 10 + 2 * repeats + of // 16
 
 
 def row_hashes(batch: Any, most: int) -> list[int]:

@@ -179,14 +179,13 @@ def may_ask_rank(dataset: object) -> bool:
     return False in said or any(type(part).__module__.startswith("webdataset.") for part in nested_datasets(dataset))
 
 
-def tell_if_assumed(holder: object, *, in_vain: bool = False, stacklevel: int = 3) -> None:
+def tell_if_assumed(holder: object, *, stacklevel: int = 3) -> None:
     """Report that it counts as sharded only because it stores a rank and a number of ranks.
 
     For a map-style dataset it is a warning: its sampler chooses what is read, so it may store them for another reason.
 
     Args:
         holder: What counts as sharded.
-        in_vain: Whether it is a sampler whose samples the ranks tried to compare, and could not: then it is one, too.
         stacklevel: Where the warning points.
     """
     if _says(holder) is not None or (world := world_of(holder)) is None:
@@ -196,7 +195,7 @@ def tell_if_assumed(holder: object, *, in_vain: bool = False, stacklevel: int = 
         "its loader is left as it is. Say is_ddp_aware = False in its class if it gives every rank the same, or True "
         "if it shards."
     )
-    if in_vain or (isinstance(holder, Dataset) and not isinstance(holder, IterableDataset)):
+    if isinstance(holder, Dataset) and not isinstance(holder, IterableDataset):
         warnings.warn(text, AssumedShardedWarning, stacklevel=stacklevel)
     else:
         logger.info(text)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from ddp_patch.errors import InvalidOptionError, LeaderError, RankMismatchError
 from ddp_patch.loaders.contents import Content
 from ddp_patch.loaders.facts import Claim, StreamFacts
-from ddp_patch.loaders.overlap import FirstSamples, more_in_common_than_chance
 from ddp_patch.loaders.recognition import HeldWorld, error_context
 from ddp_patch.options import Options
 from ddp_patch.orders.digest import fingerprint
@@ -294,8 +293,7 @@ def _require_that_fit(shares: Mapping[int, int], common: Report, of_ranks: Mappi
         require_all_shares({rank: (shares[rank], (*loader["made_for"],)) for rank, loader in of_ranks.items()})
     claims: dict[int, Claim] = {rank: loader["claim"] for rank, loader in of_ranks.items() if loader["claim"]}
     if len(claims) == len(of_ranks):
-        of_shares = {rank: (shares[rank], claim) for rank, claim in claims.items()}
-        require_apart(of_shares, even=common["uneven"] != "keep")
+        require_alike(claims, even=common["uneven"] != "keep")
 
 
 def _decide(first: Report, of_ranks: Mapping[int, Report]) -> Report:
@@ -368,45 +366,21 @@ def require_same_samples(reported: Mapping[int, Sequence[Content]]) -> None:
     )
 
 
-def require_apart(claims: Mapping[int, tuple[int, Claim]], *, even: bool = True) -> None:
-    """Raise unless ranks that are sharded already make equally many steps, of samples that no other share has.
-
-    Ranks with one share replicate each other, so only shares are compared.
+def require_alike(claims: Mapping[int, Claim], *, even: bool = True) -> None:
+    """Raise unless ranks that are sharded already make equally many steps, by the same settings.
 
     Args:
-        claims: What each rank's share is, and what it shows.
+        claims: What each rank shows.
         even: Whether ranks have to make equally many steps.
 
     Raises:
-        RankMismatchError: They do not, or settings differ, or shares have samples in common.
+        RankMismatchError: They do not, or settings differ.
     """
-    by_rank = {rank: claim for rank, (_, claim) in claims.items()}
-    name = next(iter(by_rank.values()))["name"]
+    name = next(iter(claims.values()))["name"]
     facts = {
         rank: {f"{setting} of its {name}": value for setting, value in claim["settings"].items()}
         | ({f"batches of its {name} (uneven='keep' lets them differ)": claim["steps"]} if even else {})
-        for rank, claim in by_rank.items()
+        for rank, claim in claims.items()
     }
     unknown = {fact for told in facts.values() for fact, value in told.items() if value is None}
     require_same(AGREEING, {rank: {fact: told[fact] for fact in told.keys() - unknown} for rank, told in facts.items()})
-    firsts = [ranks[0] for ranks in by_value({rank: share for rank, (share, _) in claims.items()}).values()]
-    if len(firsts) > 1:
-        _require_nothing_in_common(name, {rank: by_rank[rank] for rank in firsts})
-
-
-def _require_nothing_in_common(name: str, claims: Mapping[int, Claim]) -> None:
-    """Raise if shares have samples in common."""
-    if any(claim.get("first") is None for claim in claims.values()) or len({c["data"] for c in claims.values()}) > 1:
-        return  # indices of other data mean other samples
-    firsts = {rank: FirstSamples(*claim["first"]) for rank, claim in claims.items()}
-    if (found := more_in_common_than_chance(firsts)) is None:
-        return
-    rank, other, shared, looked_at = found
-    raise RankMismatchError(
-        f"{AGREEING}: the loaders are said to be sharded already by a {name}, but {shared} of the first "
-        f"{looked_at} samples of rank {rank} that were looked at are also rank {other}'s, so ranks train "
-        "on the same samples, and others may be lost. A class that only stores its rank, as for a log, shards nothing; "
-        "and slices of orders that each rank shuffles with another seed overlap. Pass the same seed on every rank; or "
-        "a loader that one process would use, without what shards it, and it is sharded here. If "
-        f"{name} gives every rank the same, say is_ddp_aware = False in its class, and it is sharded, too."
-    )

@@ -9,7 +9,7 @@ pass can only grow. Two ranks' logs contradict each other by five rules; ``n`` i
     (a) Pass n has one epoch and one beginning on all ranks.
     (b) Where two ranks have come as far in pass n, they have the same digest.
     (c) A pass that one rank has left, or that has ended there, is not longer on another.
-    (d) Looks, of at most one batch, do not count if an epoch is chosen after them, or if all epochs have one order.
+    (d) Looks, of at most one batch, do not count if an epoch is chosen after them, or if they move no order.
     (e) When pass n began, all ranks had made equally many passes over their other loaders.
 """
 
@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.orders.digest import END
 from ddp_patch.ranks.exchange import ranks_text
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 # The version of what ranks leave each other.
-VERSION = 6
+VERSION = 7
 
 # So many passes before the latest one are kept.
 _KEPT = 16
@@ -67,7 +68,7 @@ class Entry(NamedTuple):
     is_own: bool
     held: str = ""
     mark: tuple[int, int] | None = None  # the last one, and where it was made
-    first: tuple[int, ...] = ()
+    sketch: tuple[int, ...] = ()
 
 
 # What a rank tells the others of its log: the last passes that are more than looks, the latest at the end.
@@ -84,8 +85,8 @@ def record_of(text: bytes | str) -> Record | None:
     try:
         version, *passes = json.loads(text)
         told = [
-            Entry._make([*name, State(state), is_own, held, mark and tuple(mark), tuple(first)])
-            for *name, state, is_own, held, mark, first in passes
+            Entry._make([*name, State(state), is_own, held, mark and tuple(mark), tuple(sketch)])
+            for *name, state, is_own, held, mark, sketch in passes
         ]
     except (ValueError, TypeError):
         return None
@@ -121,8 +122,7 @@ class LoggedPass:
 
     Attributes:
         held: A hash of what the user has changed in the dataset since the patch, as it was when the pass began.
-        first: Hashes of its first samples, where each rank has a part of the data.
-        last: Those of the batch that came last.
+        sketch: What it was given, where each rank has a part of the data.
         is_cut: Whether a restored position has cut it off.
     """
 
@@ -139,8 +139,7 @@ class LoggedPass:
         self.others: int | None = others
         self.marks: Marks = marks
         self.held: str = ""
-        self.first: list[int] = []
-        self.last: list[int] = []
+        self.sketch: Sketch = Sketch()
         self.is_told: bool = False  # whether it no longer asks
         self.is_cut: bool = False
         self._is_left = False
@@ -179,18 +178,20 @@ class Log:
 
     Attributes:
         has_one_order: Whether all epochs have one order, so that it does not matter which one a pass is over.
+        forgets_looks: Whether looks are struck where the next pass begins.
         settled: How many passes are more than looks, or come before one that is.
     """
 
     def __init__(self) -> None:
         self.has_one_order: bool = False
+        self.forgets_looks: bool = False
         self.settled: int = 0
         self._first = 0
         self._passes: list[LoggedPass] = []  # from number ``_first`` on
 
     def begin(self, begun: LoggedPass) -> None:
         """Add a pass."""
-        if self.has_one_order:
+        if self.forgets_looks:
             self.strike_looks()
         for made in self._passes[self.settled - self._first - 1 :] if self._passes else ():
             made.tell(made.progress)
@@ -199,7 +200,7 @@ class Log:
     def goes_on(self, begun: LoggedPass) -> None:
         """Add a pass again that was struck, and that goes on all the same."""
         if not any(known is begun for known in self._passes):
-            if self.has_one_order:  # a look within it had struck it
+            if self.forgets_looks:  # a look within it had struck it
                 self.strike_looks()
             self._passes.append(begun)
 
@@ -234,7 +235,9 @@ class Log:
         given = made.progress
         batches = given.least if given.state is State.RUNNING else given.most
         name, mark = (number, made.epoch, made.begins_at, made.others), next(reversed(made.marks().items()), None)
-        return Entry(*name, batches, given.state, given.is_own or made.is_cut, made.held, mark, tuple(made.first))
+        return Entry(
+            *name, batches, given.state, given.is_own or made.is_cut, made.held, mark, tuple(made.sketch.hashes)
+        )
 
     def made(self, number: int) -> LoggedPass:
         """Return a pass that is kept."""
@@ -246,10 +249,10 @@ class Log:
         return next(found, -1)
 
     def record(self) -> Record:
-        """Return what the others are told; no first samples but those of the latest two passes."""
+        """Return what the others are told; no sketches but those of the latest two passes."""
         numbers = range(max(0, self.settled - 1 - _TOLD), self.settled)
         told = [entry for number in numbers if (entry := self.entry(number)) is not None]
-        return [*(entry._replace(first=()) for entry in told[:-2]), *told[-2:]]
+        return [*(entry._replace(sketch=()) for entry in told[:-2]), *told[-2:]]
 
 
 # ---- what contradicts what ----

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from threading import get_ident
 from time import monotonic, perf_counter, sleep
 from typing import Any
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import RankMismatchError, StreamLengthWarning
 from ddp_patch.loaders.contents import HeldData
-from ddp_patch.loaders.overlap import row_hashes
+from ddp_patch.loaders.overlap import Sketch, are_no_chance, common_items, row_hashes
 from ddp_patch.ranks.exchange import digest, ranks_text
 from ddp_patch.ranks.log import (
     Difference,
@@ -31,7 +31,7 @@ from ddp_patch.ranks.log import (
 from ddp_patch.ranks.mailbox import Mailbox
 from ddp_patch.validation import counted
 
-__all__ = ["PassMonitor", "are_no_chance", "common_items"]
+__all__ = ["PassMonitor"]
 
 
 # The first comparisons, this many, are made whenever they are due, to find early mistakes at once. All later ones may
@@ -42,7 +42,7 @@ _TIMES_AT_AN_END = 20
 # Ranks compare when 2, 4, 8, ... batches were given, and then whenever so many more were.
 _LARGEST_GAP = 32
 
-# Where each rank has a part of the data, so many first samples of each pass are compared.
+# Where each rank has a part of the data, and no sampler says of which samples, so many first ones are looked at.
 _SAMPLES = 256
 
 # The first steps of a pass whose end nobody knows are all told. Later ones may take one part in so many of the time.
@@ -72,7 +72,9 @@ class PassMonitor:
         only_warns_of_lengths: Whether the user says that the loader is sharded: parts of unequal length are a warning.
         why_orders_differ: Says what differs, and what to do, where the ranks draw different orders.
         why_in_common: Says why samples may be the same, and what to do, where each rank has a part of the data, so that
-            the ranks' first samples are compared; None where they are not.
+            the ranks' samples are compared; None where they are not.
+        knows_all: Whether it is known of all samples that a rank was given, not of the first ones alone.
+        replicas: The ranks that have the same part as this one.
         held: What the user may change in the dataset; None if nobody compares that.
     """
 
@@ -94,6 +96,8 @@ class PassMonitor:
         self._has_warned = False
         self.why_orders_differ: Callable[[], str] = lambda: ""
         self.why_in_common: Callable[[], str] | None = None
+        self.knows_all: bool = False
+        self.replicas: Collection[int] = ()
         # How many items were in common, and how many repeated, by pass and rank.
         self._in_common: dict[tuple[int, int], tuple[int, int]] = {}
         # Passes whose end nobody knows before: how many ended, when the first step came, and when the next is told.
@@ -114,15 +118,13 @@ class PassMonitor:
     def note_batch(self, batch: Any, begun: LoggedPass | None = None) -> None:
         """Record a batch of this rank's part of the data, in a pass; in the latest one by default."""
         made = self._latest if begun is None else begun
-        if self.compares_samples and made is not None and len(made.first) < _SAMPLES:
-            # What comes last in a pass is no first item: it may be padding, an item or a whole batch.
-            made.first += made.last
-            made.last = row_hashes(batch, _SAMPLES - len(made.first))
+        if self.compares_samples and made is not None and made.sketch.seen < _SAMPLES:
+            made.sketch.add(row_hashes(batch, _SAMPLES - made.sketch.seen))
 
     @property
     def compares_samples(self) -> bool:
-        """Whether ranks compare the first samples of each pass."""
-        return self.is_on and self.why_in_common is not None
+        """Whether ranks compare the samples that each was given; of several explicit worlds, nobody knows whose."""
+        return self.mailbox is not None and self.mailbox.read_one_stream and self.why_in_common is not None
 
     def note_read(self, begun: LoggedPass) -> None:
         """Record that samples were read in a pass: what that has changed in the dataset is no change of the user's."""
@@ -138,6 +140,7 @@ class PassMonitor:
         begins_at: str,
         progress: Callable[[], Progress],
         marks: Marks = dict,
+        sketch: Sketch | None = None,
     ) -> LoggedPass | None:
         """Log that a pass begins; return None if there is nobody to compare with.
 
@@ -146,6 +149,7 @@ class PassMonitor:
             begins_at: Where in the epoch it begins.
             progress: Tells how far it has come.
             marks: Tells the digests of what it draws; none if nobody compares that.
+            sketch: What its sampler notes of it, if that does.
         """
         if self.mailbox is None:
             return None
@@ -155,6 +159,7 @@ class PassMonitor:
         made = self._made_by_all
         others = None if is_own or made is None else made[self.mailbox.group] - self._made - self._made_before
         begun = LoggedPass(epoch, begins_at, told, marks, others)
+        begun.sketch = begun.sketch if sketch is None else sketch
         self.log.begin(begun)
         self._latest = begun
         if self.held is not None:
@@ -204,8 +209,8 @@ class PassMonitor:
                 continue
             if (found := difference(self.log, record, self._slack)) is not None:
                 self._tell(mailbox, rank, found)
-            if self.why_in_common is not None:
-                self._compare_samples(mailbox, rank, record, self.why_in_common)
+            if self.compares_samples and rank not in self.replicas:
+                self._compare_samples(mailbox, rank, record)
 
     def _tell(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise a mismatch, and leave it for all."""
@@ -215,18 +220,22 @@ class PassMonitor:
         is_unequal = found.rule == "length" and shorter(found).state is State.ENDED
         self._raise(mailbox, mismatch_text(self._name, (mailbox.rank, rank), found, why), is_length=is_unequal)
 
-    def _compare_samples(self, mailbox: Mailbox, rank: int, record: Record, why: Callable[[], str]) -> None:
+    def _compare_samples(self, mailbox: Mailbox, rank: int, record: Record) -> None:
         """Raise RankMismatchError if another rank's part of the data has more in common with this one's than chance."""
         for theirs in record:
             mine = self.log.entry(theirs.number)
-            if mine is None or not theirs.first or not any(found := common_items(mine.first, theirs.first)):
+            if mine is None or not theirs.sketch or not any(found := common_items(mine.sketch, theirs.sketch)):
                 continue
-            self._in_common[mine.number, rank] = found
-            if found[0] and are_no_chance(*map(sum, zip(*self._in_common.values(), strict=True))):
+            if self.knows_all:
+                are_same = are_no_chance(*found, of=len(mine.sketch))
+            else:  # each pass shows little
+                self._in_common[mine.number, rank] = found
+                are_same = are_no_chance(*map(sum, zip(*self._in_common.values(), strict=True)))
+            if found[0] and are_same and self.why_in_common is not None:
                 text = (
-                    f"Iterating the {self._name}: {found[0]} of the first {len(mine.first)} items of "
-                    f"{ranks_text([mailbox.rank])} are also {ranks_text([rank])}'s, though each rank should have a "
-                    f"part of its own. {why()}"
+                    f"Iterating the {self._name}: of {len({*mine.sketch})} samples of {ranks_text([mailbox.rank])} "
+                    f"that were looked at, {found[0]} are also {ranks_text([rank])}'s, though each rank should have a "
+                    f"part of its own. {self.why_in_common()}"
                 )
                 self._raise(mailbox, text, is_length=False)
 
@@ -292,34 +301,3 @@ class PassMonitor:
     def _step(self, begun: LoggedPass, batches: int) -> str:
         """Return the same text for a step of a pass on every rank."""
         return f"{self.log.number_of(begun)}.{begun.epoch} from {begun.begins_at} {batches}"
-
-
-# ---- what two ranks' parts have in common ----
-
-
-def common_items(mine: Sequence[int], theirs: Sequence[int]) -> tuple[int, int]:
-    """Return how many items two ranks have in common, and how many of either are repeated within its own part.
-
-    Args:
-        mine: Hashes of one rank's.
-        theirs: Hashes of the other's.
-
-    Examples:
-        >>> common_items([1, 2, 3, 4], [5, 6, 7, 1]), common_items([1, 2, 2, 4], [3, 4, 1, 4])
-        ((1, 0), (2, 2))
-    """
-    ours, others = set(mine), set(theirs)
-    return len(ours & others), len(mine) - len(ours) + len(theirs) - len(others)
-
-
-def are_no_chance(common: int, repeats: int) -> bool:
-    """Return whether so many items are hardly the same by chance.
-
-    Of parts that are drawn with replacement, or from data with duplicates, two items that are the same are as likely
-    within one rank's part as on two ranks.
-
-    Examples:
-        >>> are_no_chance(12, 0), are_no_chance(9, 0), are_no_chance(29, 10), are_no_chance(220, 60)
-        (True, False, False, True)
-    """
-    return common > 10 + 2 * repeats

@@ -52,6 +52,11 @@ class World:
     def __post_init__(self) -> None:
         check_rank(self.rank, self.num_replicas)
 
+    @property
+    def replicas(self) -> list[int]:
+        """The global ranks that take the same share as this one."""
+        return [rank for rank, share in (self.share_of_rank or {}).items() if share == self.rank]
+
     def peer_ranks(self, operation: str) -> list[int]:
         """Return the ranks, one for each share in order, that this one exchanges data with.
 

@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ddp_patch.compat.private_torch import items_changed
 from ddp_patch.orders.random_states import GlobalState
 from ddp_patch.running.launch import ALONE, made_equal
+from ddp_patch.running.loader_reports import NOT_DIVIDED
 from ddp_patch.running.lockstep import models_of
 from ddp_patch.running.overlay import open_file
 from ddp_patch.validation import counted
@@ -227,6 +228,7 @@ class _Ran:
         lines: What it printed, by the line's number.
         errors: The end of what it wrote to stderr.
         reads: What it said there of a number that its ranks do not read alike; empty if nothing.
+        is_divided: Whether a loader's batches were divided.
         steps: What each rank recorded of each step.
         files: What the first rank wrote, by its path.
         off: What was switched off.
@@ -236,6 +238,7 @@ class _Ran:
     lines: dict[int, str]
     errors: list[str]
     reads: str
+    is_divided: bool
     steps: list[list[dict[str, Any]]]
     files: dict[str, str]
     off: list[str]
@@ -285,7 +288,8 @@ def _ran(folder: Path, ranks: int, arguments: Sequence[str]) -> _Ran:
     off = sorted(each.name.removeprefix("off ") for each in folder.glob("off *"))
     lines = dict(enumerate(done.stdout.splitlines()))
     errors, reads = done.stderr.splitlines(), _READS.search(done.stderr)
-    return _Ran(done.returncode, lines, errors[-_LAST_LINES:], "" if reads is None else reads[1], steps, found, off)
+    told = "" if reads is None else reads[1], NOT_DIVIDED not in done.stderr
+    return _Ran(done.returncode, lines, errors[-_LAST_LINES:], *told, steps, found, off)
 
 
 def _is_result(path: Path) -> bool:
@@ -316,7 +320,7 @@ def _judged(ranks: int, one: _Ran, again: _Ran, many: _Ran) -> int:
         f"files: {written}{'' if files else ' in these steps'}",
     ]
     why = _why_not(ranks, differs_at, one, many, lines, files)
-    if not why and _BATCH_NORM in off:
+    if not why and _BATCH_NORM in off and many.is_divided:
         why = "Batch normalisation sees a part of each batch. --sync-batchnorm helps on accelerators."
     within = "" if double else f", within {_CLOSE[double]:g} in single precision"
     same = f"The same{' but for ' if off else ''}{', '.join(off)}{within}."

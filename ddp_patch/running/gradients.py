@@ -430,9 +430,10 @@ class Gradients:
         def reading(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
             whole = self._whole_of(tensor)
             found = read(whole, *args, **options)
+            if whole is not tensor or not self.weight.was_divided or not self._lockstep.notes_reads:
+                return found
             frame = sys._getframe(2)  # above what keeps this from being compiled
-            module = str(frame.f_globals.get("__name__"))
-            if whole is tensor and self.weight.was_divided and not module.startswith(_NOT_THE_SCRIPT):
+            if not str(frame.f_globals.get("__name__")).startswith(_NOT_THE_SCRIPT):
                 numbers = [*map(float, _tolist(_detach(tensor).flatten()[:_MOST_READ].real))]
                 size = f"{tuple(tensor.shape)} " if tensor.dim() else ""
                 self._lockstep.note_read(size + ", ".join(f"{each:.6g}" for each in numbers), frame)  # but for rounding

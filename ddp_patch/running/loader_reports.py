@@ -35,6 +35,7 @@ from ddp_patch.sharding.sampler import EpochSampler
 from ddp_patch.validation import counted
 
 __all__ = [
+    "NOT_DIVIDED",
     "EachRank",
     "Patterns",
     "Summary",
@@ -236,6 +237,7 @@ class UsedLoader:
 
 
 _WIDTH = 100
+NOT_DIVIDED = "No loader was divided"  # as the summary says of one process
 
 
 class Summary:

@@ -8,11 +8,12 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import groupby, zip_longest
 from operator import itemgetter
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -57,6 +58,7 @@ class Lockstep:
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell = tell
         self._reads: list[tuple[str, str]] | None = []  # since the ranks met: a number, and where; None after a report
+        self._is_fetching = False
         self.rank: int = 0
         self.ranks: int = 1
         self.backwards: int = 0
@@ -108,9 +110,23 @@ class Lockstep:
             self._reads = None if is_read_apart else []
         return not is_unusual
 
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """While entered, a batch is made, of other samples on each rank: what is read of these is no matter."""
+        before, self._is_fetching = self._is_fetching, True
+        try:
+            yield
+        finally:
+            self._is_fetching = before
+
+    @property
+    def notes_reads(self) -> bool:
+        """Whether it matters what the script reads now."""
+        return self._reads is not None and len(self._reads) < _MOST_READS and not self._is_fetching
+
     def note_read(self, value: str, frame: FrameType) -> None:
         """Note what the script reads, which the ranks compare when they meet."""
-        if self._reads is not None and len(self._reads) < _MOST_READS:
+        if self._reads is not None:
             self._reads.append((value, script_line(frame)))
 
     def _tell_of_reads(self) -> None:
@@ -225,21 +241,24 @@ class Replicas:
 
         Args:
             optimizer: The optimizer.
-            sync_batchnorm: Whether to replace batch normalisation by torch's ``SyncBatchNorm``; else the user is told.
+            sync_batchnorm: Whether to replace batch normalisation by torch's ``SyncBatchNorm``.
         """
         self._optimizers.append(weakref.ref(optimizer))
         if self._lockstep.ranks == 1:
             return
         self._lockstep.meet_alike("makes an optimizer", lambda: [*self.parameters, *self.buffers()])
-        models = self.models()
-        for model in models if sync_batchnorm else ():
+        for model in self.models() if sync_batchnorm else ():
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        if any(isinstance(module, _BATCH_NORMS) for model in models for module in model.modules()):
+        self._lockstep.broadcast([*self.parameters, *self.buffers()])
+
+    def tell_of_parts(self) -> None:
+        """Tell the user of models that see no more than a part of each batch, because a loader is divided now."""
+        modules = (module for model in self.models() for module in model.modules())
+        if self._lockstep.ranks > 1 and any(isinstance(module, _BATCH_NORMS) for module in modules):
             self._tell(
                 "Batch normalisation sees this rank's part of each batch, not all of it. On accelerators, "
                 "--sync-batchnorm puts torch's SyncBatchNorm in its place."
             )
-        self._lockstep.broadcast([*self.parameters, *self.buffers()])
 
     def has(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer was noted."""
@@ -370,6 +389,11 @@ def seed_all(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
+# Whose numbers are drawn: those of the script outside of training; those of this rank in it; and those that all ranks
+# draw alike where each trains on whole batches, as one process draws its own.
+Draws: TypeAlias = Literal["common", "own", "whole"]
+
+
 class RandomNumbers:
     """Swaps what the global generators draw: numbers that are the same on every rank, and numbers of this rank's own.
 
@@ -379,30 +403,31 @@ class RandomNumbers:
     """
 
     def __init__(self) -> None:
-        self._sequence = np.random.SeedSequence(0)
-        self._passes: dict[object, bool] = {}  # those that run, the innermost last: whether the rank draws its own
-        self._has_begun = self._draws_own = False
-        self._other: Any = None  # the states that are not drawn from
+        self._keys: dict[Draws, tuple[int, int]] = {}
+        self._passes: dict[object, Draws] = {}  # those that run, the innermost last
+        self._draws: Draws = "common"
+        self._others: dict[Draws, _States] = {}  # the states that are not drawn from, once the rank draws its own
 
     def seed(self, seed: int, rank: int) -> None:
         """Let this rank's own numbers follow from a seed and its number."""
-        self._sequence = np.random.SeedSequence([seed, rank])
+        self._keys = {"own": (seed, rank), "whole": (seed, 0)}
 
     def begin_own(self) -> None:
-        """Let passes over divided loaders draw this rank's own numbers from now on."""
-        if self._has_begun:
+        """Let passes that train draw other numbers than the common ones from now on."""
+        if self._others:
             return
         now = _of_cuda()
-        if now:
-            torch.cuda.manual_seed_all(int(self._sequence.generate_state(1)[0]))
-        self._other = GlobalState.seeded(self._sequence), _of_cuda()
+        for draws, key in self._keys.items():
+            sequence = np.random.SeedSequence(key)
+            if now:
+                torch.cuda.manual_seed_all(int(sequence.generate_state(1)[0]))
+            self._others[draws] = GlobalState.seeded(sequence), _of_cuda()
         _put_on_cuda(now)
-        self._has_begun = True
         self._swap()
 
-    def enter(self, key: object, *, own: bool) -> None:
-        """Note that a pass begins or goes on, and whether it is over a divided loader."""
-        self._passes[key] = own
+    def enter(self, key: object, draws: Draws) -> None:
+        """Note that a pass begins or goes on, and what it draws."""
+        self._passes[key] = draws
         self._swap()
 
     def end(self) -> None:
@@ -416,13 +441,13 @@ class RandomNumbers:
         self._swap()
 
     def _swap(self) -> None:
-        own = self._has_begun and next(reversed(self._passes.values()), False)
-        if own != self._draws_own:
-            now: _States = GlobalState.capture(), _of_cuda()
-            of_cpu, of_cuda = self._other
+        draws: Draws = next(reversed(self._passes.values()), "common")
+        if self._others and draws != self._draws:
+            self._others[self._draws] = GlobalState.capture(), _of_cuda()
+            of_cpu, of_cuda = self._others.pop(draws)
             of_cpu.install()
             _put_on_cuda(of_cuda)
-            self._other, self._draws_own = now, own
+            self._draws = draws
 
 
 def _of_cuda() -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ from ddp_patch.resume import loader_state, resume_loader
 from ddp_patch.running.gradients import Gradients, PassWeights
 from ddp_patch.running.launch import backend_here, group_made, is_started, told
 from ddp_patch.running.loader_reports import (
+    NOT_DIVIDED,
     Patterns,
     Summary,
     UsedLoader,
@@ -204,9 +205,9 @@ class OneProcess(Summary):
                 self._replicas.share_buffers()
                 if known.record.fate == "divided":
                     _go_on_after(loader, known.whole)
-            return _Pass(
-                self._sources(known, loader, is_divided=is_divided, may_go_on=may_train and not known.is_stream)
-            )
+            may_go_on = may_train and not known.is_stream
+            sources = self._sources(known, loader, is_divided=is_divided, may_go_on=may_go_on)
+            return _Pass(sources, self._lockstep)
 
     @property
     def _ranks(self) -> int:
@@ -219,7 +220,7 @@ class OneProcess(Summary):
         steps = counted(self._lockstep.steps, "optimizer step")
         found = [f"{counted(self._ranks, 'rank')} trained as one process: {steps}."]
         if self._ranks > 1 and not any(record.fate == "divided" for record in self.records):
-            found.append("No loader was divided: every rank computed all of each batch, and no time was saved.")
+            found.append(f"{NOT_DIVIDED}: every rank computed all of each batch, and no time was saved.")
         return [*found, *self._never.notes, *super().notes]
 
     def _begin(self) -> None:
@@ -305,6 +306,7 @@ class OneProcess(Summary):
             ranks = counted(self._lockstep.ranks, "rank")
             known.record.note_fate("divided", loader, f"each batch divided over {ranks},")
             self._tell(known.record.line, logging.INFO)
+            self._replicas.tell_of_parts()
 
     def _sources(
         self, known: _Loader, loader: DataLoader[Any], *, is_divided: bool, may_go_on: bool
@@ -320,7 +322,8 @@ class OneProcess(Summary):
             may_go_on: Whether the others are if the script calls ``backward()`` for the first.
         """
         key, before, asked = object(), self._lockstep.backwards, 0
-        self._numbers.enter(key, own=False)
+        trains_whole = known.trains and not is_divided and not self._replicas.are_evaluated and torch.is_grad_enabled()
+        self._numbers.enter(key, "whole" if trains_whole else "common")
         self._running += [known] if is_divided or may_go_on else []
         try:
             own = iter(loader if is_divided else known.whole)
@@ -331,12 +334,16 @@ class OneProcess(Summary):
                 with self._gradients.looking(loader.batch_size) if may_go_on and not asked else nullcontext():
                     yield own, own
                 asked += 1
-                if may_go_on and not known.record.note and self._lockstep.backwards > before:
-                    why = self._why_whole(known) if asked == 1 else "several batches before one backward()"
-                    known.record.note = why
-                    if not why:
-                        own, is_divided = self._go_on_divided(known, loader), True
-            self._numbers.enter(key, own=True)
+                if self._lockstep.backwards > before:
+                    known.trains = True
+                    if may_go_on and not known.record.note:
+                        why = self._why_whole(known) if asked == 1 else "several batches before one backward()"
+                        known.record.note = why
+                        if not why:
+                            own, is_divided = self._go_on_divided(known, loader), True
+                            break
+                    self._numbers.enter(key, "whole")
+            self._numbers.enter(key, "own")
             parts = own if self._lockstep.ranks == 1 else self._weighed(known, loader, own)
             while True:
                 yield own, parts
@@ -365,7 +372,6 @@ class OneProcess(Summary):
             numbers = GlobalState.capture().copied()
             state = loader_state(known.whole, batches_done=1)
             forget_iterator(known.whole)
-            known.trains = True
             self._divide(known, loader)
             resume_loader(loader, state, counts_rest=False)
             iterator = iter(loader)
@@ -433,15 +439,17 @@ class _Pass(AroundIterator):
 
     Args:
         sources: Gives the loader's own iterator, and what gives the next batch: when the pass begins, and before each.
+        lockstep: The ranks.
     """
 
-    def __init__(self, sources: Generator[tuple[Iterator[Any], Iterator[Any]]]) -> None:
-        self._sources = sources
+    def __init__(self, sources: Generator[tuple[Iterator[Any], Iterator[Any]]], lockstep: Lockstep) -> None:
+        self._sources, self._lockstep = sources, lockstep
         super().__init__(next(sources)[0])
 
     def __next__(self) -> Any:
         self.wrapped, self._batches = next(self._sources, (self.wrapped, iter(())))
-        return super().__next__()
+        with self._lockstep.fetching():
+            return super().__next__()
 
     def stop(self, reason: BaseException) -> None:
         """Leave the pass at its end."""

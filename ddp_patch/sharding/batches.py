@@ -19,6 +19,7 @@ from ddp_patch.errors import (
 from ddp_patch.loaders.copying import OWN_METHODS
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, look_at
 from ddp_patch.loaders.hooks import about_to_use
+from ddp_patch.loaders.overlap import NotedIndices
 from ddp_patch.loaders.recognition import require_loader, sharded_by
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.ranks.packing import bytes_of
@@ -278,11 +279,14 @@ class WatchedIterator(AroundIterator):
     Args:
         wrapped: The iterator that the loader's class made.
         monitor: Compares the loader's passes.
+        noted: What notes its indices; None if nobody does.
         is_open_ended: Whether nobody knows the end before it comes.
     """
 
-    def __init__(self, wrapped: Any, monitor: PassMonitor, *, is_open_ended: bool) -> None:
-        self._monitor, self._source = monitor, ItemSource[Any]()
+    def __init__(
+        self, wrapped: Any, monitor: PassMonitor, noted: NotedIndices | None = None, *, is_open_ended: bool
+    ) -> None:
+        self._monitor, self._noted, self._source = monitor, noted, ItemSource[Any]()
         self._source.is_open_ended, self._source.has_own_length = is_open_ended, monitor.has_own_lengths
         super().__init__(wrapped)
 
@@ -294,14 +298,18 @@ class WatchedIterator(AroundIterator):
     def __next__(self) -> Any:
         if self._pass is None:
             self._pass = WatchedPass(self._monitor, self._source)
-            self._pass.begin_log(0, "0")
+            if self._noted is None:
+                self._pass.begin_log(0, "0")
+            else:
+                self._pass.begin_log(self._noted.epoch, "0", self._noted.sketch)
             self._pass.begin_loop()
         return super().__next__()
 
     def count(self, given: Any) -> Any:
         """Record that a batch is given, and return it."""
         if self._pass is not None:
-            self._pass.note_samples(given)
+            if self._noted is None:
+                self._pass.note_samples(given)
             self._pass.deliver()
         return given
 

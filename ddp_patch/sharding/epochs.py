@@ -68,6 +68,7 @@ class Passes(Generic[T]):
         self.plan: Plan = agreed.plan
         self.batch_plan: Plan | None = agreed.batch_plan
         self.monitor: PassMonitor = PassMonitor(agreed.mailbox, slack=int(self.plan.uneven == "keep"))
+        self.monitor.replicas = agreed.world.replicas
         self.batches_ahead: int = 0
         self.epochs: EpochCounter = EpochCounter()
         self.latest: Pass[T] | None = None

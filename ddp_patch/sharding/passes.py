@@ -7,6 +7,7 @@ from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ddp_patch.loaders.overlap import Sketch
 from ddp_patch.orders.chunks import State
 from ddp_patch.positions_and_padding import Batching, Consumed, Part, Schedule, Sizes, require_steps, rest_of
 from ddp_patch.ranks.log import MORE_THAN_A_LOOK, LoggedPass, Progress
@@ -52,9 +53,9 @@ class WatchedPass:
         self._logged: LoggedPass | None = None
         self._next_comparison = 2
 
-    def begin_log(self, epoch: int, begins_at: str) -> None:
-        """Log that it begins: over which epoch, and where in it."""
-        self._logged = self._monitor.begin(epoch, begins_at, self.progress, self.source.marks)
+    def begin_log(self, epoch: int, begins_at: str, sketch: Sketch | None = None) -> None:
+        """Log that it begins: over which epoch, and where in it; and what its sampler notes of it, if that does."""
+        self._logged = self._monitor.begin(epoch, begins_at, self.progress, self.source.marks, sketch)
 
     def begin_loop(self) -> None:
         """Record that a loop begins to take batches, which are counted."""

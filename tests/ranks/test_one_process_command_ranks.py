@@ -217,6 +217,26 @@ NORMALISED = """
             ["steps: the same in 7 steps", "printed lines: the same", "What is read at train.py:", "differs between"],
         ),
         soaked("epoch()", 0, ["steps: the same in 5 steps", "printed lines: the same, 2", "\nThe same."]),
+        pytest.param(
+            """
+            class Labelled(torch.utils.data.Dataset):
+                def __len__(self):
+                    return len(data)
+
+                def __getitem__(self, index):
+                    return data[index], int(data[index, 0] > 0)
+
+            model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for batch, labels in DataLoader(Labelled(), batch_size=7):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch), labels).sqrt().backward()
+                optimizer.step()
+            """,
+            0,
+            ["without batch normalisation: the same in 5 steps", "The same but for batch normalisation."],
+            id="a dataset that reads its labels, and whole batches",
+        ),
         soaked(
             """
             for batch in train:

@@ -1,4 +1,4 @@
-"""Real ranks whose samplers or data are sharded already: known, or told before anything is lost."""
+"""Real ranks whose samplers or data are sharded already: known, or told."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -97,8 +97,8 @@ CASES: dict[str, tuple[Callable[[int, int], Any], list[Words]]] = {
     "stored for a log": (
         lambda rank, ranks: over(Logging(rank, ranks)),
         [
-            ("sharded already by a Logging", "are also rank 1's", "stores its rank, as for a log", "shards nothing"),
-            "is_ddp_aware = False",
+            ("sharded already by Logging", "samples of rank", "are also rank"),
+            ("same seed and epoch", "is_ddp_aware = False"),
         ],
     ),
     "a list": (
@@ -124,6 +124,7 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
             patched = patch_dataloader_to_ddp(given)
             is_same = patched.sampler is given.sampler and patched.dataset is given.dataset
             told[name] = "as it is" if is_same else "patched", check_loaders_is_patched(patched)
+            list(patched)
         except RankMismatchError as error:
             told[name] = str(error), False
     assert len(patch_dataloader_to_ddp(DataLoader(part(rank, ranks)), order="seeded")) == 25  # it is not looked at

@@ -178,6 +178,15 @@ def one_rank_leaves_each_epoch_of_what_is_sharded_already(job: Job) -> None:
 
 
 @program("error", tells=("are also rank",))
+def each_rank_seeds_anew_what_is_sharded_already(job: Job) -> None:
+    data: Any = range(LONG)
+    train = job.patch(loader(sampler=DistributedSampler(data)))
+    train.sampler.seed = job.rank
+    for _ in range(3):
+        job.train(train, range(LONG))
+
+
+@program("error", tells=("the ranks make different passes",))
 def one_rank_is_in_another_epoch_of_what_is_sharded_already(job: Job) -> None:
     data: Any = range(LONG)
     train = job.patch(loader(sampler=DistributedSampler(data)))

@@ -21,9 +21,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_patch.loaders.overlap import row_hashes
+from ddp_patch.loaders.overlap import are_no_chance, common_items, row_hashes
 from ddp_patch.orders.digest import END, Digest, fingerprint, mark_counts, next_mark
-from ddp_patch.ranks.pass_monitor import are_no_chance, common_items
 from ddp_patch.streams.reports import ItemNames
 
 

@@ -190,6 +190,8 @@ def test_models_are_found_by_their_parameters_and_evaluated_if_all_are_in_evalua
     assert not replicas.are_evaluated  # there are none
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     replicas.add(optimizer, sync_batchnorm=False)
+    assert told == []
+    replicas.tell_of_parts()
     assert told[0].startswith("Batch normalisation sees this rank's part")
     found = []
     for modes in ((True, True), (False, True), (False, False)):
@@ -227,11 +229,11 @@ def test_a_rank_draws_its_own_numbers_in_divided_passes_alone() -> None:
         seed_all(5)
         numbers = RandomNumbers()
         numbers.seed(5, rank)
-        numbers.enter("outer", own=True)
+        numbers.enter("outer", "own")
         before = drawn()
         numbers.begin_own()
         own = drawn()
-        numbers.enter("inner", own=False)
+        numbers.enter("inner", "common")
         within = drawn()
         numbers.leave("inner")
         later = drawn()

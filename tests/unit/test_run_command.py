@@ -120,12 +120,21 @@ def test_a_check_sees_what_is_no_number() -> None:
     nan, one, two = (torch.tensor([each, 1.0]) for each in (math.nan, 1.0, 2.0))
     for a, b, differs_at in ((nan, one, 2), (one, nan, 2), (nan, nan, 0)):
         ran = [
-            _Ran(0, {}, [], "", [[{"gradients": {"w": of}, "parameters": {"w": one}} for of in (one, each)]], {}, [])
+            _Ran(
+                0,
+                {},
+                [],
+                "",
+                True,
+                [[{"gradients": {"w": of}, "parameters": {"w": one}} for of in (one, each)]],
+                {},
+                [],
+            )
             for each in (a, b)
         ]
         assert _difference(ran[0], ran[1], 1e-8)[0] == differs_at
     steps = [{"gradients": {"v": each, "w": nan}, "parameters": {"w": one}} for each in (one, two)]
-    mine, other = (_Ran(0, {}, [], "", [[step]], {}, []) for step in steps)
+    mine, other = (_Ran(0, {}, [], "", True, [[step]], {}, []) for step in steps)
     assert _difference(mine, other, 1e-8)[0] == 1
 
 
