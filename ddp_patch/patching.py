@@ -420,11 +420,12 @@ def _why_parts_are_uneven(name: str) -> str:
 
 
 def _why_samples_are_the_same(part: object, attribute: str) -> str:
-    name, held = type(part).__name__, type(getattr(part, attribute)).__name__
+    name, source = type(part).__name__, "what it holds or draws"
+    if attribute:
+        source = f"a {type(getattr(part, attribute)).__name__} (attribute {attribute!r})"
     return (
-        f"{name}.__getitem__ takes what comes next from a {held} (attribute {attribute!r}), whatever its index, so all "
-        "ranks get the same. Make it an IterableDataset that yields these items, or let __getitem__ return the item of "
-        "its index."
+        f"{name}.__getitem__ takes what comes next from {source}, whatever its index, so all ranks get the same. Make "
+        "it an IterableDataset that yields these items, or let __getitem__ return the item of its index."
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import reduce
 from itertools import islice
 from operator import getitem
-from types import MemberDescriptorType
+from types import CodeType, FunctionType, MemberDescriptorType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ __all__ = [
     "SCALARS",
     "KeyPath",
     "Nest",
+    "code_run",
     "copied",
     "elements",
     "first_parts",
@@ -94,6 +95,29 @@ def walk(start: object, parts: Callable[[Any], Iterable[object]]) -> Iterator[An
             seen.add(id(found))
             yield found
             waiting += parts(found)
+
+
+def code_run(kind: type, methods: Iterable[str], without: Collection[str] = ()) -> Iterator[CodeType]:
+    """Yield the code of some methods of a class, of the methods that these name, and of the functions within.
+
+    Args:
+        kind: The class.
+        methods: The methods' names.
+        without: Those of methods that are left out.
+    """
+
+    def codes(names: Iterable[str]) -> Iterator[CodeType]:
+        for name in names:
+            for base in kind.__mro__ if name not in without else ():
+                if isinstance(method := vars(base).get(name), FunctionType):
+                    yield method.__code__
+                    if name not in method.__code__.co_names:  # else it may call its base's
+                        break
+
+    def reached(code: CodeType) -> list[CodeType]:
+        return [*codes(code.co_names), *(part for part in code.co_consts if isinstance(part, CodeType))]
+
+    return (code for start in codes(methods) for code in walk(start, reached))
 
 
 # What torch's own functions make batches of without calling any other code, and what may hold that.

@@ -3,7 +3,7 @@
 import copy
 import os
 from array import array
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -17,6 +17,7 @@ from ddp_patch.compat.private_packages import is_hugging_face_table, is_table, r
 from ddp_patch.loaders.recognition import nested_datasets
 from ddp_patch.loaders.samples import length_of
 from ddp_patch.orders.digest import fingerprint
+from ddp_patch.orders.random_states import is_users
 from ddp_patch.walks import LOOKED_AT, stored
 
 __all__ = ["Content", "HeldData", "chosen_samples", "held_by"]
@@ -26,7 +27,8 @@ _WHOLLY, _BY_NAME = 16, 1024
 # A list of fewer elements is a setting. Of an element, so many parts count.
 _FEW = 8
 # Plain data, by exact type: a subclass may read a file, or ask another rank, for an element.
-_PLAIN = (list, tuple, range, np.ndarray, torch.Tensor)
+_PLAIN = (list, tuple, range, array, np.ndarray, np.memmap, torch.Tensor)
+_DICTS = (dict, OrderedDict, defaultdict)
 
 
 class Content(NamedTuple):
@@ -250,7 +252,7 @@ def _columns(part: Any) -> Iterator[_Column]:
         for name, value, depth in _attributes(part):
             is_table_of_all = is_hugging_face_table(value)
             if (values := _sequence(value)) is not None and (not is_table_of_all or len(value) == n):
-                place = None if is_table_of_all else depth + (type(value) is dict)
+                place = None if is_table_of_all else depth + (type(value) in _DICTS)
                 yield _Column(name, values, place, "", n)
                 for field in _fields(values):
                     yield _Column(f"{name}[].{field}", values, depth + 1, field, n)
@@ -267,7 +269,7 @@ def _fields(values: Any) -> Iterator[str]:
 
 
 def _attributes(dataset: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield a dataset's attributes, by name, and what is in their dicts and short lists, within two levels."""
+    """Yield a dataset's attributes, by name, and what is in their dicts, short lists and objects, within two levels."""
     found = [(f"{type(dataset).__name__}.{name}", value) for name, value in stored(dataset).items()]
     for depth in range(3):
         yield from ((name, value, depth) for name, value in found)
@@ -275,10 +277,12 @@ def _attributes(dataset: Any) -> Iterator[tuple[str, Any, int]]:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    if type(value) is dict:
+    if type(value) in _DICTS:
         yield from ((key, part) for key, part in islice(value.items(), LOOKED_AT) if type(key) is str)
     elif type(value) in {list, tuple} and len(value) < _FEW:
         yield from enumerate(value)
+    elif is_users(value):
+        yield from islice(stored(value).items(), LOOKED_AT)
 
 
 def _sequence(value: Any) -> Any:
@@ -289,7 +293,7 @@ def _sequence(value: Any) -> Any:
         return [rows[place].to_pylist() for place in (0, len(value) - 1)] if len(value) else []
     if is_table(value):
         return value
-    if type(value) is dict:  # of samples by their numbers
+    if type(value) in _DICTS:  # of samples by their numbers
         return [*value.values()] if 0 in value else None
     is_elsewhere = isinstance(value, torch.Tensor) and value.device.type != "cpu"
     return value if type(value) in _PLAIN and getattr(value, "shape", (1,)) != () and not is_elsewhere else None

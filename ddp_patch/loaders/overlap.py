@@ -152,8 +152,10 @@ def are_no_chance(common: int, repeats: int, of: int = 0) -> bool:
 def row_hashes(batch: Any, most: int) -> list[int]:
     """Return a hash of 32 bits for each of the first samples in a batch, the same in every process.
 
-    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values. Its tensors count
-    by their bytes. Nothing is known of tensors on accelerators, nor of batches of other objects.
+    A sample is what a batch has at one place in all of its tensors, arrays and lists of plain values; a single value is
+    one, too. Where texts, or else whole numbers, tell the samples of a batch apart, these alone count: the rest may be
+    augmented. Else tensors count by their bytes. Nothing is known of tensors on accelerators, nor of batches of other
+    objects.
 
     Args:
         batch: The batch, as a loader gives it.
@@ -167,15 +169,36 @@ def row_hashes(batch: Any, most: int) -> list[int]:
         >>> row_hashes(torch.ones(0, 3), most=9)  # an empty batch
         []
     """
-    columns = [column for column in _columns(batch) if len(column)]
+    is_single = isinstance(batch, _SCALARS) or (isinstance(batch, torch.Tensor) and not batch.ndim)
+    columns = [column for column in _columns([_plain(batch)] if is_single else batch) if len(column)]
     if not columns:
         return []
     # Most of what a batch holds has one value for each sample.
     size = Counter(map(len, columns)).most_common(1)[0][0]
-    count = min(most, size)
-    bytes_of = [_bytes_of(column, count) for column in columns if len(column) == size]
-    rows = zip(*bytes_of, strict=True)
+    columns = [column for column in columns if len(column) == size]
+    names = ([column for column in columns if is_name(column)] for is_name in (_has_texts, _has_whole_numbers))
+    for tried in (*names, columns):
+        rows = [*zip(*(_bytes_of(column, min(most, size)) for column in tried), strict=True)]
+        if rows and (tried is columns or len({*rows}) == len(rows) > 1):
+            break
     return [int.from_bytes(blake2b(b"\0".join(row), digest_size=4).digest(), "little") for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _has_texts(column: Any) -> bool:
+    return isinstance(column, list | tuple) and isinstance(column[0], str | bytes)
+
+
+def _has_whole_numbers(column: Any) -> bool:
+    if isinstance(column, list | tuple):
+        return isinstance(column[0], int)
+    is_flat = column.ndim == 1
+    if isinstance(column, torch.Tensor):
+        return is_flat and not (column.is_floating_point() or column.is_complex())
+    return is_flat and column.dtype.kind in "iu"
 
 
 def _columns(value: Any) -> Iterator[Any]:

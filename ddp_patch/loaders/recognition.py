@@ -2,12 +2,12 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dis import get_instructions
 from functools import partial
-from itertools import chain, product
-from types import FunctionType
+from itertools import chain, pairwise, product
+from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,12 +26,13 @@ from ddp_patch.compat.private_packages import (
 )
 from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
 from ddp_patch.loaders.samples import inner_samplers, iterated_by, nested_samplers
-from ddp_patch.walks import held, stored, walk
+from ddp_patch.walks import code_run, held, stored, walk
 
 __all__ = [
     "HeldWorld",
     "error_context",
     "ignores_index",
+    "ignores_samplers",
     "is_loader",
     "line_for_inner",
     "may_ask_rank",
@@ -212,15 +213,17 @@ def nested_datasets(dataset: object) -> Iterator[object]:
 
 
 def streams_in(dataset: object) -> Iterator[tuple[object, str]]:
-    """Yield each map-style dataset that holds what gives items in its own order, and the attribute that does.
+    """Yield each map-style dataset that may give items in its own order, and the attribute that does.
 
-    That is an iterable dataset, a loader or an iterator. None does if what gives the items shards itself.
+    That is an iterable dataset, a loader or an iterator; it is empty of a dataset that ignores its index without such.
+    None does if what gives the items shards itself.
     """
-    parts = () if any(map(shards_itself, _in_dataset(dataset))) else nested_datasets(dataset)
+    parts = [] if any(map(shards_itself, _in_dataset(dataset))) else [*nested_datasets(dataset)]
     for part in parts:
         # An iterable dataset first: the remedy is to give the loader that one.
         for kind in () if isinstance(part, IterableDataset) else (IterableDataset, DataLoader, Iterator):
             yield from ((part, name) for name, value in stored(part).items() if isinstance(value, kind))
+    yield from ((part, "") for part in parts if ignores_index(type(part)))
 
 
 def ignores_index(kind: type) -> bool:
@@ -241,6 +244,42 @@ def ignores_index(kind: type) -> bool:
     index = method.__code__.co_varnames[1]
     named = (step.argval for step in get_instructions(method))
     return not any(index in name if isinstance(name, tuple) else name == index for name in named)
+
+
+# What a loader's iteration names if it draws from its samplers, or leaves that to another class.
+_DRAWING = frozenset(
+    {"sampler", "batch_sampler", "_index_sampler", "_get_iterator", "__iter__", "_iterator", "iterator"}
+)
+
+
+def ignores_samplers(kind: type) -> bool:
+    """Return whether the ``__iter__`` of a loader's class reads its dataset, and names no sampler.
+
+    Nothing is known of one that hands its loader on to other code.
+
+    Examples:
+        >>> class Fast(DataLoader):
+        ...     def __iter__(self):
+        ...         for start in range(0, len(self.dataset), self.batch_size):
+        ...             yield self.dataset[start : start + self.batch_size]
+        >>> ignores_samplers(Fast), ignores_samplers(DataLoader)
+        (True, False)
+    """
+    run = [*code_run(kind, ["__iter__"])]
+    names = {name for code in run for name in code.co_names}
+    itself = {code.co_varnames[0] for code in run if code.co_argcount and not code.co_name.startswith("<")}
+    return "dataset" in names and not names & _DRAWING and not any(_hands_on(itself, code) for code in run)
+
+
+def _hands_on(names: Set[str], code: CodeType) -> bool:
+    """Return whether code uses an object of one of these names for more than its attributes."""
+    for step, later in pairwise(get_instructions(code)):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two at once, as of Python 3.13
+        if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and not names.isdisjoint(loaded):
+            is_attribute = loaded[-1] in names and later.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"))
+            if not is_attribute or not names.isdisjoint(loaded[:-1]):
+                return True
+    return False
 
 
 def _is_sampler(value: object) -> bool:

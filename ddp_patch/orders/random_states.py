@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from dis import get_instructions
 from functools import lru_cache, partial
 from itertools import islice
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_patch.compat.private_packages import may_hold_a_normal
 from ddp_patch.compat.private_torch import replace_worker_seed
 from ddp_patch.errors import UnsupportedLoaderError
-from ddp_patch.walks import LOOKED_AT, elements, stored, walk
+from ddp_patch.walks import LOOKED_AT, code_run, elements, stored
 
 __all__ = [
     "EpochCounter",
@@ -43,6 +43,7 @@ __all__ = [
     "generator_state",
     "generator_states",
     "is_stateful",
+    "is_users",
     "loader_seed",
     "look",
     "one_at_a_time",
@@ -100,8 +101,12 @@ def _parts(value: Any) -> Iterable[Any]:
     """Return what a value holds: a container, a partial, or an object of the user's."""
     if isinstance(value, partial):
         return (getattr(value.func, "__self__", None), *value.args, *value.keywords.values())
-    is_users = type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, _OTHERS)
-    return stored(value).values() if is_users else elements(value)
+    return stored(value).values() if is_users(value) else elements(value)
+
+
+def is_users(value: object) -> bool:
+    """Return whether an object is of a class of the user's, and holds what it holds for itself alone."""
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, _OTHERS)
 
 
 def _is_generator(value: object) -> bool:
@@ -231,15 +236,7 @@ def set_by_iterating(kind: type[object]) -> frozenset[str]:
         >>> set_by_iterating(Advances), set_by_iterating(range)
         (frozenset({'epoch'}), frozenset())
     """
-
-    def codes(names: Iterable[str]) -> list[CodeType]:
-        methods = (vars(base).get(name) for name in names if name != "set_epoch" for base in kind.__mro__)
-        return [method.__code__ for method in methods if isinstance(method, FunctionType)]
-
-    def reached(code: CodeType) -> list[CodeType]:
-        return [*codes(code.co_names), *(part for part in code.co_consts if isinstance(part, CodeType))]
-
-    run = (code for start in codes(("__iter__", "__next__")) for code in walk(start, reached))
+    run = code_run(kind, ("__iter__", "__next__"), without=("set_epoch",))
     return frozenset(step.argval for code in run for step in get_instructions(code) if step.opname == "STORE_ATTR")
 
 

@@ -88,7 +88,7 @@ def record_of(text: bytes | str) -> Record | None:
             Entry._make([*name, State(state), is_own, held, mark and tuple(mark), tuple(sketch)])
             for *name, state, is_own, held, mark, sketch in passes
         ]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
     return told if version == VERSION else None
 

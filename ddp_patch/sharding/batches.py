@@ -149,6 +149,11 @@ def patched_sampler(operation: str, loader: object) -> EpochSampler[Any]:
 
 
 def _ours(operation: str, loader: object, found: object) -> EpochSampler[Any]:
+    if not isinstance(found, EpochSampler) and found is not None:
+        raise NotPatchedError(
+            f"{operation} was given a {type(loader).__name__} that a {type(found).__name__} shards, and not this "
+            "package, so nobody counts its batches. Patch the loader that one process would use."
+        )
     if not isinstance(found, EpochSampler):
         raise NotPatchedError(
             f"{operation} was given a {type(loader).__name__} that was not patched, so nobody counts its batches. Pass "

@@ -12,11 +12,17 @@ from ddp_patch.compat.private_packages import (
     is_split_by_node,
     webdataset_world,
 )
-from ddp_patch.compat.private_torch import has_thread_workers
+from ddp_patch.compat.private_torch import has_own_iteration, has_thread_workers
 from ddp_patch.costs import Cost
 from ddp_patch.errors import AlreadyPatchedError, InvalidOptionError, UnsupportedLoaderError
 from ddp_patch.loaders.facts import LoaderFacts, ShardedUnit, StreamFacts
-from ddp_patch.loaders.recognition import ignores_index, line_for_inner, nested_datasets, streams_in
+from ddp_patch.loaders.recognition import (
+    ignores_index,
+    ignores_samplers,
+    line_for_inner,
+    nested_datasets,
+    streams_in,
+)
 from ddp_patch.options import Options, Share
 from ddp_patch.positions_and_padding import ONE_PER_STEP, Batching, Plan, require_steps
 from ddp_patch.ranks.world import World
@@ -177,6 +183,13 @@ def _require_copyable(facts: LoaderFacts[Any]) -> None:
             "torch.utils.data.DataLoader(loader.dataset, batch_size=loader.batch_size, "
             "num_workers=loader.num_workers, collate_fn=loader.collate_fn)."
         )
+    is_listed = facts.unit is not ShardedUnit.ITERABLE
+    if is_listed and has_own_iteration(type(facts.loader)) and ignores_samplers(type(facts.loader)):
+        raise UnsupportedLoaderError(
+            f"{name} cannot be patched: its __iter__ reads {type(facts.dataset).__name__} without loader.sampler and "
+            "loader.batch_sampler, so every rank would get all of it. Let it draw from one of these, or from "
+            "super().__iter__(); or use a DataLoader."
+        )
     if facts.other_loader_in is not None:
         raise UnsupportedLoaderError(
             f"{name} cannot be patched: its __iter__ may take batches from another loader (attribute "
@@ -212,8 +225,8 @@ def require_index(facts: LoaderFacts[Any]) -> None:
         UnsupportedLoaderError: It does.
     """
     parts = () if facts.unit is ShardedUnit.ITERABLE else streams_in(facts.dataset)
-    if (found := next((each for each in parts if ignores_index(type(each[0]))), None)) is None:
-        return
+    if (found := next((each for each in parts if each[1] and ignores_index(type(each[0]))), None)) is None:
+        return  # or nobody knows: some datasets draw their samples, and each rank others
     part, attribute = found
     name, held = type(part).__name__, getattr(part, attribute)
     if isinstance(held, IterableDataset):

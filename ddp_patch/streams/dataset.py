@@ -53,8 +53,9 @@ __all__ = [
 
 T = TypeVar("T")
 
-# What a dataset asks of the worker info that differs between workers.
+# What a dataset asks of the worker info that differs between workers; and that by which it can split itself.
 _TELLING = frozenset({"id", "num_workers", "seed"})
+_SPLITTING = frozenset({"id", "num_workers"})
 # The latest iterator of each dataset in this process: a dataset may give the same one again, which continues.
 _LATEST_ITERATORS: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
 
@@ -146,6 +147,7 @@ class StreamWorker(Generic[T]):
         is_compared: As given.
         shared: What the main process and the workers tell each other.
         has_asked: Whether the dataset has asked which worker it is in. It may remember the answer, so that stays true.
+        may_split: Whether it has asked for its number, or how many there are; and not for its seed alone.
         has_asked_rank: Whether it asked which rank this is, by its first item, or was made another one by a function
             that did.
         is_underway: Whether the dataset was read, and not to its end, here or in the process of which this is a copy.
@@ -169,6 +171,7 @@ class StreamWorker(Generic[T]):
         self.resumed: tuple[int, Position] | None = None
         self.consumed: tuple[Consumed, int] = ((), 0)
         self.has_asked: bool = False
+        self.may_split: bool = False
         self.has_asked_rank: bool = False
         self.is_underway: bool = False
         self.chosen_epoch: int | None = None
@@ -259,6 +262,7 @@ class StreamWorker(Generic[T]):
 
     def _note_asked(self, name: str) -> None:
         self.has_asked |= name in _TELLING
+        self.may_split |= name in _SPLITTING
 
     def note_rank(self) -> None:
         """Record that somebody asks which rank this is."""
@@ -280,7 +284,8 @@ class StreamWorker(Generic[T]):
         after = getattr(self.dataset, "__dict__", {})
         is_changed = before.keys() != after.keys() or any(after[name] is not value for name, value in before.items())
         if is_changed or "dataset" in asked:
-            self.has_asked, self.has_asked_rank, self._made_for = True, "rank" in asked, part
+            self.has_asked = self.may_split = True
+            self.has_asked_rank, self._made_for = "rank" in asked, part
 
     def begin(self) -> tuple[int, int]:
         """Begin a pass when its first item is asked for; return its number, and which epoch it is over.

@@ -54,7 +54,7 @@ _REPORT = np.dtype(
         ("seen", np.int64),  # how many of its first items are described
         ("starts", np.int64, (RECOGNISED_BY, 2)),  # the first one, the first two, ...: the hashes of a StreamStart
         ("state_sizes", np.int64, (2,)),  # in bytes: of the dataset's own state when it began, and at the end
-        ("has_names", np.int64),  # whether one of the items that the ranks compare had a name
+        ("has_names", np.int64),  # 1 if one of the items that the ranks compare had a name, 2 if names told them apart
         ("marks", np.int64),  # how many marks it has made of them
         ("values", np.int64, (len(_COUNTS),)),  # these: the digests at the first counts
         ("read", np.int64),  # how many items it has read in all
@@ -217,7 +217,12 @@ class PassReports:
     @property
     def are_unnamed(self) -> bool:
         """Whether none of the items that were read so far has a name: then no more than their number is compared."""
-        return max(self.of("marks")) > 0 and 1 not in self.of("has_names")
+        return bool(max(self.of("marks")) > 0 and max(self.of("has_names")) < 1)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all items of the pass, which is over, have the same name."""
+        return bool(max(self.of("read")) > 1 and max(self.of("has_names")) == 1)
 
     def workers_differ(self) -> tuple[int, int] | None:
         """Return where workers that read one stream differ: the count, and which one has others than worker 0."""
@@ -242,7 +247,8 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
         >>> list(marked(iter("ab"), report)), int(report["read"])
         (['a', 'b'], 2)
     """
-    number, digest, names, are_named, wanted = report["number"], Digest(), list[bytes](), False, 1
+    number, digest, names, wanted = report["number"], Digest(), list[bytes](), 1
+    are_named = are_apart = False
     name_of = ItemNames().of
     report["marks"] = 0
     # Numbers count, too, from where so many items all have one name, which tells none apart; and those of these items.
@@ -253,7 +259,9 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
         if digest.count + len(names) == len(numbered) < _MANY_ALIKE and name is not None and name == first:
             numbered.append(name_of(item, with_numbers=True) or b"")
             if with_numbers := len(numbered) == _MANY_ALIKE:
-                name = b"\0".join(numbered)
+                name, are_apart = b"\0".join(numbered), len({*numbered}) > 1
+        else:
+            are_apart = are_apart or name != first
         # One that has none counts as any other such, so that the others are compared.
         names.append(name or b"")
         are_named = are_named or name is not None
@@ -262,7 +270,7 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
             names.clear()
             place = _PLACES.get(digest.count)
             if place is not None and report["number"] == number:  # else a later pass has the memory
-                report["values"][place], report["has_names"] = digest.value, are_named
+                report["values"][place], report["has_names"] = digest.value, are_named + (are_named and are_apart)
                 report["marks"] = place + 1  # last: the mark is there when it counts
             wanted = min(_AT_ONCE, digest.until_mark)
         yield item
@@ -271,9 +279,10 @@ def marked(items: Iterator[T], report: np.void) -> Iterator[T]:
     read = digest.count
     if read == len(numbered) < _MANY_ALIKE:
         digest.add_names(numbered)
+        are_apart = len({*numbered}) > 1
     digest.end()
     if report["number"] == number:
-        report["end"], report["has_names"] = digest.marks[END], are_named
+        report["end"], report["has_names"] = digest.marks[END], are_named + (are_named and are_apart)
         report["read"] = read
 
 

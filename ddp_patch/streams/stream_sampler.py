@@ -313,23 +313,30 @@ class StreamSource(ItemSource[None]):
         self._notes[note.worker_index].append(note)
 
     def note_first_batch(self) -> None:
+        """Say that the ranks cannot compare the items that were read, if none of them has a name."""
+        if self.reports.are_unnamed:
+            self._tell_of_names("its items have no string and no whole number that names them")
+
+    def _tell_of_names(self, why: str) -> None:
         """Say once, on one rank, that the ranks cannot compare the items that were read.
 
         Warns:
-            StreamOrderWarning: None of them has a name.
+            StreamOrderWarning: They cannot.
         """
-        if self.reports.are_unnamed and self._passes.may_say("unnamed"):
+        if self._worker.is_compared and self._passes.may_say("unnamed"):
             warnings.warn(
-                f"The ranks cannot compare in which order they read {self._worker.name}: its items have no string and "
-                "no whole number that names them, and tensors and floats may be augmented. If each rank reads its own "
-                f"order, samples are lost. {_SEED}. To let the ranks compare, give each item a string or a whole "
-                "number that names it. If they read one order, ignore this StreamOrderWarning.",
+                f"The ranks cannot compare in which order they read {self._worker.name}: {why}, and tensors and floats "
+                f"may be augmented. If each rank reads its own order, samples are lost. {_SEED}. To let the ranks "
+                "compare, give each item a string or a whole number that names it. If they read one order, ignore this "
+                "StreamOrderWarning.",
                 StreamOrderWarning,
                 stacklevel=2,
             )
 
     def note_loop_end(self) -> None:
-        """Warn once, on one rank, if reading took most of a pass, and ``share="by_worker"`` would read less."""
+        """Say that all items have one name, if so; and if reading took most of a pass, what would read less."""
+        if self.reports.are_alike:
+            self._tell_of_names("all of its items have the same strings and whole numbers")
         self._worker.forget(self.reports.number)  # persistent workers keep the sampler's iterator, which has no end
         ranks, lengths = self._plan.num_replicas, self.reports.lengths
         spent_s, took_s = max(self.reports.of("spent_ms")) / 1000, perf_counter() - self._began_s

@@ -209,7 +209,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
             self._use_own_states()
         self._report["way"] = asked
         if worker.splits_itself and worker.plan.num_replicas > 1:
-            self._require_split_by_worker(asked=asked)
+            self._require_split_by_worker(asked=asked and worker.may_split)
         if not worker.splits_itself and worker.shared.readers > 1:
             self._require_one_way()
         if first is _NOTHING:
@@ -252,7 +252,7 @@ class WorkerPass(AbstractContextManager[None], Generic[T]):
         if not asked:
             raise UnsupportedLoaderError(
                 f"{name} cannot be read with share='by_worker': it gave its first item, and had not asked "
-                "get_worker_info() which worker it is in (id, num_workers or seed), so each rank would read all of it. "
+                "get_worker_info() which worker it is in (id or num_workers), so each rank would read all of it. "
                 "Leave share out: then each rank keeps its share of the stream."
             )
 

@@ -124,7 +124,8 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
             patched = patch_dataloader_to_ddp(given)
             is_same = patched.sampler is given.sampler and patched.dataset is given.dataset
             told[name] = "as it is" if is_same else "patched", check_loaders_is_patched(patched)
-            list(patched)
+            for _ in range(3):
+                list(patched)
         except RankMismatchError as error:
             told[name] = str(error), False
     assert len(patch_dataloader_to_ddp(DataLoader(part(rank, ranks)), order="seeded")) == 25  # it is not looked at
@@ -133,9 +134,10 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
 
 def test_what_is_sharded_already_is_known_or_told() -> None:
     first, second = run_ranks(outcomes, 2)
-    assert first == second
     for name, (_, expected) in CASES.items():
-        said, counts = first[name]
+        said, counts = max(first[name], second[name], key=lambda outcome: len(outcome[0]))
+        if name != "stored for a log":  # of which a rank that has ended hears nothing
+            assert first[name] == second[name]
         if len(expected) == 1:
             assert ([said], counts) == (expected, True), name
         else:

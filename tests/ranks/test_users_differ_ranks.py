@@ -1,6 +1,7 @@
 """What differs between ranks after the patch, so that samples would be lost: some rank raises within that epoch."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ from quick import soaked
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Subset,
@@ -148,6 +150,24 @@ def each_rank_gives_its_sampler_a_generator_later(job: Job) -> None:
     train = job.patch(loader(sampler=sampler))
     sampler.generator = torch.Generator().manual_seed(job.rank)
     job.train(train, epochs=2)
+
+
+class Queued(Dataset[int]):
+    """Gives what comes next, whatever is asked for."""
+
+    def __init__(self) -> None:
+        self.queue = deque(range(1000))
+
+    def __len__(self) -> int:
+        return LONG
+
+    def __getitem__(self, index: int) -> int:
+        return self.queue.popleft()
+
+
+@program("error", tells=("are also rank", "Queued.__getitem__", "whatever its index"))
+def a_dataset_ignores_its_index(job: Job) -> None:
+    job.train(job.patch(loader(Queued())), range(LONG), epochs=3)
 
 
 @program("error")

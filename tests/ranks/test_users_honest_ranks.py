@@ -205,6 +205,12 @@ def items_without_a_stable_hash(job: Job) -> None:
     job.train(job.patch(loader(users.Stream(480, users.Opaque))), range(480), epochs=3)
 
 
+@program("complete", tells=("same strings and whole numbers", "StreamOrderWarning"))
+def items_of_one_name(job: Job) -> None:
+    given = users.Stream(480, lambda number: {"source": "web", "id": torch.tensor([number])})
+    job.train(job.patch(loader(given)), range(480), epochs=2)
+
+
 @program("complete", tells=("tensors and floats",))
 def items_that_are_noise(job: Job) -> None:
     job.train(job.patch(loader(users.Stream(480, lambda number: {"id": number + users.noise()}))), range(480))

@@ -1,10 +1,13 @@
 """Which samples datasets hold, at the patch and in each pass: what ranks may rightly differ in is never told."""
 
 import random
+import tempfile
 import tracemalloc
-from collections import deque, namedtuple
+from array import array
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,6 +102,13 @@ def noise(rank: int, n: int = N) -> Any:
     return np.random.default_rng(rank).random(n)
 
 
+def mapped(rank: int) -> Any:
+    with tempfile.TemporaryFile() as file:
+        found = np.memmap(file, dtype=np.int64, mode="w+", shape=(N,))
+    found[:] = range(rank, 2 * N, 2)
+    return Holding(rows=found)
+
+
 # ---- at the patch ----
 
 BY_HAND: dict[str, Make] = {
@@ -115,6 +125,10 @@ BY_HAND: dict[str, Make] = {
     "a list in another order": lambda rank: names()[:: -1 if rank else 1],
     "names in folders of their own": part([f"/data/{index}/image.png" for index in range(2 * N)]),
     "a dataset of objects": hold(samples=[*map(Numbered, range(2 * N))]),
+    "an array": lambda rank: array("q", range(rank, 2 * N, 2)),
+    "a file in memory": mapped,
+    "a dict of another class": lambda rank: Holding(split=OrderedDict(train=names()[rank::2])),
+    "an object": lambda rank: Holding(index=SimpleNamespace(files=names()[rank::2])),
     "two samples of each": lambda rank: Holding(n=2 * N, paths=names()[rank::2]),
 }
 ALIKE: dict[str, Make] = {

@@ -323,6 +323,32 @@ def test_batches_of_any_shape_have_hashes(shape: tuple[int, ...]) -> None:
     assert row_hashes(torch.zeros(shape), most=0) == []
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"key": ["a", "b", "c"], "label": ["cat", "cat", "cat"]},
+        {"id": torch.tensor([3, 1, 2]), "label": torch.tensor([0, 0, 1])},
+        {"id": np.arange(3)},
+        (["a", "b", "c"], [1, 1, 1]),
+    ],
+)
+def test_where_names_tell_samples_apart_the_rest_may_be_augmented(named: Any) -> None:
+    one, other = (row_hashes([named, torch.rand(3, 4)], most=9) for _ in range(2))
+    assert one == other
+    assert len({*one}) == 3
+
+
+def test_labels_name_no_samples() -> None:
+    labels = ["cat", "cat", "dog"], torch.tensor([1, 1, 2])
+    assert row_hashes([*labels, torch.zeros(3)], most=9) != row_hashes([*labels, torch.ones(3)], most=9)
+
+
+def test_a_single_value_is_a_sample() -> None:
+    for value in (7, "7", 0.5, torch.tensor(7), np.int64(7)):
+        assert len(row_hashes(value, most=9)) == 1
+    assert row_hashes(torch.tensor(7), most=9) != row_hashes(torch.tensor(8), most=9)
+
+
 @pytest.mark.parametrize("kind", [torch.as_tensor, np.asarray])
 def test_of_a_large_sample_some_bytes_count_wherever_they_lie(kind: Callable[[Any], Any]) -> None:
     batch = np.random.default_rng(0).random((4, 3, 64, 64))

@@ -296,6 +296,7 @@ def test_loaders_whose_shares_cannot_be_told(name: str, operation: Any, monkeypa
     """At the call, before anything is drawn."""
     patched_one = "patch_dataloader_to_ddp()"
     not_patched = (name, "DataLoader", "not patched"), (patched_one, "rank=0, num_replicas=1")
+    sharded = (name, "a DistributedSampler shards", "not this package"), "Patch the loader"
     for given, error, facts, remedy in (
         ([1], NotALoaderError, (name, "torch.utils.data.DataLoader", "[1] (list)"), "loader itself"),
         (
@@ -316,7 +317,7 @@ def test_loaders_whose_shares_cannot_be_told(name: str, operation: Any, monkeypa
             (name, "Doubled", "sharded sampler"),
             patched_one,
         ),
-        (loader(sampler=DistributedSampler(Indices(), rank=0, num_replicas=1)), NotPatchedError, *not_patched),
+        (loader(sampler=DistributedSampler(Indices(), rank=0, num_replicas=1)), NotPatchedError, *sharded),
     ):
         with raises(error, facts, remedy):
             operation(given)

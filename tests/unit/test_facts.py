@@ -266,6 +266,59 @@ def test_an_iterator_alone_will_do() -> None:
         patched(Limited(None, itertools.islice(range(9), 9)))
 
 
+class Fast(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        order = torch.randperm(len(self.dataset)).tolist()  # type: ignore[arg-type]  # it has a length
+        return (torch.tensor([self.dataset[place] for place in order[at : at + 4]]) for at in range(0, len(order), 4))
+
+
+class Kept(DataLoader[Any]):
+    def __init__(self, dataset: Any) -> None:
+        self.order = range(len(dataset))
+        super().__init__(dataset, 4)
+
+    def __iter__(self) -> Any:
+        yield from self.batches()
+
+    def batches(self) -> Iterator[Any]:
+        for place in self.order:
+            yield self.dataset[place]
+
+
+class Drawing(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for batch in self.batch_sampler or ():
+            yield torch.tensor([self.dataset[place] for place in batch])
+
+
+class After(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        assert len(self.dataset)  # type: ignore[arg-type]  # as above
+        yield from super().__iter__()
+
+
+class HandedOn(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return batches_of(len(self.dataset), self)  # type: ignore[arg-type]  # as above
+
+
+def batches_of(_n: int, loader: Any) -> Iterator[Any]:
+    yield from DataLoader.__iter__(loader)
+
+
+@pytest.mark.parametrize("kind", [Fast, Kept])
+def test_a_loader_that_reads_its_dataset_past_its_samplers_is_refused(kind: Any) -> None:
+    facts = (kind.__name__, "reads range without loader.sampler", "every rank would get all")
+    with raises(UnsupportedLoaderError, facts, ("super().__iter__()", "a DataLoader")):
+        patch_dataloader_to_ddp(kind(range(FEW)), rank=0, num_replicas=2)
+
+
+@pytest.mark.parametrize("kind", [Drawing, After, HandedOn])
+def test_a_loader_that_draws_from_its_samplers_or_may_do_so_is_patched(kind: Any) -> None:
+    loader = patch_dataloader_to_ddp(kind(range(FEW), 4), rank=1, num_replicas=2)
+    assert [batch.tolist() for batch in loader] == [[1, 3, 5, 7], [9, 11]]
+
+
 @pytest.mark.parametrize("dataset", [ByIndex(Clips()), InClosure(Clips()), Random(), range(FEW), Limited([1, 2])])
 def test_what_reads_its_index_or_holds_no_stream_is_patched(dataset: Any) -> None:
     assert len(patched(dataset)) == 2

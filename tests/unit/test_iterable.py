@@ -219,6 +219,21 @@ def test_a_patched_loader_that_was_made_anew_without_its_sampler_raises(workers:
         list(DataLoader(patched.dataset, 2, num_workers=workers))
 
 
+class BySeed(IterableDataset[int]):
+    """Asks for its seed, and gives all in an order of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(random.Random(info.seed if info else 0).sample(range(N), N))
+
+
+def test_a_seed_alone_is_not_what_a_dataset_splits_itself_by() -> None:
+    given = DataLoader(BySeed(), 2, num_workers=2)
+    patched = patch_dataloader_to_ddp(given, share="by_worker", uneven="keep", rank=0, num_replicas=2)
+    with raises(UnsupportedLoaderError, ("BySeed", "id or num_workers", "read all of it"), "Leave share out"):
+        list(patched)
+
+
 class Opens(IterableDataset[int]):
     """Has something open while it is read, as a file or threads."""
 
@@ -227,7 +242,7 @@ class Opens(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.open += 1
-        assert get_worker_info() is None or get_worker_info().seed  # type: ignore[union-attr]  # with "by_worker"
+        assert get_worker_info() is None or get_worker_info().id >= 0  # type: ignore[union-attr]  # with "by_worker"
         try:
             yield from range(N)
         finally:
