@@ -348,6 +348,15 @@ SCRIPTS: Mapping[str, str] = {
                 optimizer.step()
                 history.append(loss.sum().item())
     """,
+    "one batch in an epoch, of fewer samples than may be": """
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for size in (119, 128, 60):
+            loader = DataLoader(data, size, shuffle=True, drop_last=size == 60)
+            for epoch in range(3):
+                fit(loader)
+                history.append(epoch)
+    """,
     "random numbers where batches stay whole": """
         model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.3), nn.Linear(9, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -331,7 +331,7 @@ class OneProcess(Summary):
             while not is_divided:
                 self._gradients.weight.take_whole()
                 self._note_given(known)
-                with self._gradients.looking(loader.batch_size) if may_go_on and not asked else nullcontext():
+                with self._gradients.looking(_samples_of_first(loader)) if may_go_on and not asked else nullcontext():
                     yield own, own
                 asked += 1
                 if self._lockstep.backwards > before:
@@ -339,14 +339,14 @@ class OneProcess(Summary):
                     if may_go_on and not known.record.note:
                         why = self._why_whole(known) if asked == 1 else "several batches before one backward()"
                         known.record.note = why
-                        if not why:
-                            own, is_divided = self._go_on_divided(known, loader), True
+                        if not why and (parts := self._go_on_divided(known, loader)) is not None:
+                            own, is_divided = parts, True
                             break
                     self._numbers.enter(key, "whole")
             self._numbers.enter(key, "own")
-            parts = own if self._lockstep.ranks == 1 else self._weighed(known, loader, own)
+            batches = own if self._lockstep.ranks == 1 else self._weighed(known, loader, own)
             while True:
-                yield own, parts
+                yield own, batches
         finally:
             self._numbers.leave(key)
             if is_divided or may_go_on:
@@ -366,11 +366,13 @@ class OneProcess(Summary):
         are_uneven = not all(each.is_even for each in (known, *others) if others & {*self._running})
         return self._gradients.why_whole or "batches of several loaders before one backward()" * are_uneven
 
-    def _go_on_divided(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Return an iterator of this rank's part of each batch but the first, which was whole."""
+    def _go_on_divided(self, known: _Loader, loader: DataLoader[Any]) -> Iterator[Any] | None:
+        """Return what gives this rank's part of each batch but the first, which was whole; None if that was all."""
         with unpatched():
             numbers = GlobalState.capture().copied()
             state = loader_state(known.whole, batches_done=1)
+            if state["epoch"] != patched_sampler("autopatch", known.whole).rank_passes.epochs.current:
+                return None  # it was the last one, and the state is where the next epoch begins
             forget_iterator(known.whole)
             self._divide(known, loader)
             resume_loader(loader, state, counts_rest=False)
@@ -416,6 +418,12 @@ class OneProcess(Summary):
                 f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. "
                 f"If the script counts on the batch size, take that from the batch, or pass --whole {step.name}."
             )
+
+
+def _samples_of_first(loader: DataLoader[Any]) -> int | None:
+    """Return how many samples the first batch of a loader has; None if that is not known."""
+    size, length = loader.batch_size, length_of(loader.sampler, ())
+    return size if size is None or length is None else min(size, length)
 
 
 def _is_initialized() -> bool:
