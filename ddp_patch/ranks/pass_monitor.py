@@ -187,10 +187,7 @@ class PassMonitor:
         """
         if self.mailbox is None:
             return
-        if more := self.log.settle():
-            self._made += more
-            if not (self._slack or self.has_own_lengths) and (made := self._made_by_all) is not None:
-                made[self.mailbox.group] += more
+        self._settle(self.mailbox)
         times = _TIMES_AT_AN_END if at_end else _TIMES_THEIR_COST
         began_s = perf_counter()
         if self._comparisons >= _FREE and began_s - self._ended_s < times * self._cost_s:
@@ -198,6 +195,19 @@ class PassMonitor:
         self._exchange(self.mailbox)
         self._ended_s = perf_counter()
         self._comparisons, self._cost_s = self._comparisons + 1, self._ended_s - began_s
+
+    def report(self) -> None:
+        """Report how far this rank has come, and compare nothing."""
+        if self.mailbox is not None:
+            self._settle(self.mailbox)
+            self.mailbox.post(text_of(self.log.record()), "passes")
+
+    def _settle(self, mailbox: Mailbox) -> None:
+        """Count the passes that are more than looks."""
+        if more := self.log.settle():
+            self._made += more
+            if not (self._slack or self.has_own_lengths) and (made := self._made_by_all) is not None:
+                made[mailbox.group] += more
 
     def _exchange(self, mailbox: Mailbox) -> None:
         """Leave this rank's record, and compare the log with what others have left by now."""

@@ -99,6 +99,7 @@ class WatchedPass:
         """Record that the loop was given an error of the loader's instead of a batch."""
         self.state = State.FAILED
         self._tell_log()
+        self._monitor.report()  # the others may not wait for this rank's next comparison
 
     def end_loop(self) -> None:
         """Record that the loop was told of an end: of the pass, or before it, by an iterator of the user's.
