@@ -337,7 +337,9 @@ def require_alike(script: Script, one: Ran, many: Ran, *, still: bool) -> float:
 def checked(script: Script, folder: Path, differs: float) -> str:
     """Return what ``--check`` says of two ranks; it may not say that they do the same if their parameters differ."""
     done = started(script, folder, "--check", "--steps", "6", "-n", "2")
-    verdict = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip().splitlines()[-1]
+    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
+    begins = max(number for number, line in enumerate(lines) if not line.startswith(" "))  # the others go on with it
+    verdict = " ".join(line.strip() for line in lines[begins:])
     if verdict.startswith("The same.") and differs > ALIKE:
         raise SystemExit(f"{script.path}: --check says {verdict!r}, and the parameters differ by {differs:.1e}")
     return verdict
