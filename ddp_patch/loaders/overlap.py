@@ -55,8 +55,11 @@ class Sketch:
 
     def add(self, hashes: Sequence[int]) -> None:
         """Add what comes next: a batch, or an item."""
-        counts, heap = self._counts, self._largest_first
-        for one in self._last:
+        counts, heap, last = self._counts, self._largest_first, self._last
+        if len(counts) == self._most:  # after a while, few are small enough
+            largest = -heap[0]
+            last = [one for one in last if one <= largest]
+        for one in last:
             if one in counts:
                 counts[one] += 1
             elif len(counts) < self._most:
@@ -99,13 +102,15 @@ class NotedIndices:
     def _noted(self, items: Iterator[Any], sketch: Sketch) -> Iterator[Any]:
         for item in items:
             given: Any = list(item) if isinstance(item, Iterator) else item
-            sketch.add([self._hash_of(one) for one in (given if self._gives_batches else (given,))])
+            sketch.add(self._hashes_of(given if self._gives_batches else (given,)))
             yield given
 
-    def _hash_of(self, index: Any) -> int:
-        """Return a hash of an index or a key, the same in every process."""
-        number = index if type(index) is int else number_or_zero(index)
-        return number * _ODD + self._data & _MASK
+    def _hashes_of(self, indices: Sequence[Any]) -> list[int]:
+        """Return a hash of each index or key, the same in every process."""
+        data = self._data
+        if not {int}.issuperset(map(type, indices)):
+            indices = [one if type(one) is int else number_or_zero(one) for one in indices]
+        return [one * _ODD + data & _MASK for one in indices]
 
     def __len__(self) -> int:
         return len(self._wrapped)
