@@ -323,11 +323,13 @@ class OneProcess(Summary):
         """
         key, before, asked = object(), self._lockstep.backwards, 0
         trains_whole = known.trains and not is_divided and not self._replicas.are_evaluated and torch.is_grad_enabled()
-        self._numbers.enter(key, "whole" if trains_whole else "common")
+        self._numbers.enter(key, "common")
         self._running += [known] if is_divided or may_go_on else []
         try:
             own = iter(loader if is_divided else known.whole)
             yield own, own
+            if trains_whole:
+                self._numbers.enter(key, "whole")
             while not is_divided:
                 self._gradients.weight.take_whole()
                 self._note_given(known)
