@@ -36,7 +36,7 @@ from ddp_patch.ranks.log import Progress
 from ddp_patch.ranks.mailbox import Mailbox
 from ddp_patch.ranks.pass_monitor import PassMonitor
 from ddp_patch.ranks.world import World
-from ddp_patch.sharding.batches import batches_of
+from ddp_patch.sharding.batches import patched_facts
 
 WORLDS = (2, 4, 8, 16, 32, 64)
 TIMEOUT_S = 120.0
@@ -151,11 +151,11 @@ def gathering(world: int, rows: int = 64, steps: int = 20) -> float:
     numbers: Any = range(rows * world)
     given = patch_dataloader_to_ddp(DataLoader(numbers, rows), rank=0, num_replicas=world)
     batch = next(iter(given))
-    outputs, batches = batch[:, None].float().repeat(1, 10), batches_of("gather_step", given)
+    outputs, facts = batch[:, None].float().repeat(1, 10), patched_facts("gather_step", given)
     spent = []
     for _ in range(steps):
         begun = process_time()
-        own = OwnOutputs(outputs, partial(share_of_step, given, batches))
+        own = OwnOutputs(outputs, partial(share_of_step, facts))
         spent.append(process_time() - begun)
         headers, data = np.repeat(own.header[None], world, 0), np.repeat(own.data[None], world, 0)
         keys = np.arange(rows * world).reshape(rows, world).T  # every rank has its own

@@ -26,6 +26,7 @@ from ddp_patch.errors import StreamLengthError, TorchVersionError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 __all__ = [
+    "DRAWS_FROM_SAMPLERS",
     "LOADED_STATE",
     "MAKE_ITERATOR",
     "RUNNING_ITERATOR",
@@ -373,6 +374,11 @@ def has_own_iteration(loader_kind: type) -> bool:
     iterates: type = next((base for base in loader_kind.__mro__ if "__iter__" in vars(base)), DataLoader)
     return iterates is not DataLoader and not iterates.__module__.startswith(f"{_TORCHDATA}.")
 
+
+# What a loader's own iteration names if it draws from the loader's samplers, or leaves that to its base class.
+DRAWS_FROM_SAMPLERS: Final = frozenset(
+    {"sampler", "batch_sampler", "_index_sampler", "__iter__", "iterator", MAKE_ITERATOR, RUNNING_ITERATOR}
+)
 
 # Holds the one variable that ``get_worker_info()`` reads in a process.
 _WORKER: Final[Any] = private("torch.utils.data._utils.worker", "Sharing an iterable dataset")

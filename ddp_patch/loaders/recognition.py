@@ -24,6 +24,7 @@ from ddp_patch.compat.private_packages import (
     splits_by_node,
     webdataset_world,
 )
+from ddp_patch.compat.private_torch import DRAWS_FROM_SAMPLERS
 from ddp_patch.errors import AssumedShardedWarning, DDPPatchError, NotALoaderError, message_of
 from ddp_patch.loaders.samples import inner_samplers, iterated_by, nested_samplers
 from ddp_patch.walks import code_run, held, stored, walk
@@ -236,7 +237,7 @@ def ignores_index(kind: type) -> bool:
         ...     def __getitem__(self, index):
         ...         return next(self.iterator)
         >>> [name for _, name in streams_in(Limited([1, 2]))], ignores_index(Limited)
-        (['iterator'], True)
+        (['iterator', ''], True)
     """
     method = getattr(kind, "__getitem__", None)
     if not isinstance(method, FunctionType) or hasattr(kind, "__getitems__") or method.__code__.co_argcount < 2:
@@ -244,12 +245,6 @@ def ignores_index(kind: type) -> bool:
     index = method.__code__.co_varnames[1]
     named = (step.argval for step in get_instructions(method))
     return not any(index in name if isinstance(name, tuple) else name == index for name in named)
-
-
-# What a loader's iteration names if it draws from its samplers, or leaves that to another class.
-_DRAWING = frozenset(
-    {"sampler", "batch_sampler", "_index_sampler", "_get_iterator", "__iter__", "_iterator", "iterator"}
-)
 
 
 def ignores_samplers(kind: type) -> bool:
@@ -268,7 +263,7 @@ def ignores_samplers(kind: type) -> bool:
     run = [*code_run(kind, ["__iter__"])]
     names = {name for code in run for name in code.co_names}
     itself = {code.co_varnames[0] for code in run if code.co_argcount and not code.co_name.startswith("<")}
-    return "dataset" in names and not names & _DRAWING and not any(_hands_on(itself, code) for code in run)
+    return "dataset" in names and not names & DRAWS_FROM_SAMPLERS and not any(_hands_on(itself, code) for code in run)
 
 
 def _hands_on(names: Set[str], code: CodeType) -> bool:

@@ -32,9 +32,10 @@ from ddp_patch.ranks.pass_monitor import PassMonitor
 class Rank:
     """A rank that makes passes over a loader."""
 
-    def __init__(self, *, has_one_order: bool = False) -> None:
+    def __init__(self, *, has_one_order: bool = False, forgets_looks: bool | None = None) -> None:
         self.log = Log()
         self.log.has_one_order = has_one_order
+        self.log.forgets_looks = has_one_order if forgets_looks is None else forgets_looks
 
     def takes(
         self,
@@ -100,6 +101,16 @@ CASES: dict[str, tuple[Rank, Rank, Rule | None]] = {
         Rank(has_one_order=True).takes(0, LOOK).takes(1, 3),
         Rank(has_one_order=True).takes(0, 4),
         None,
+    ),
+    "one order, and looks that count": (
+        Rank(forgets_looks=False, has_one_order=True).takes(0, LOOK).takes(1, 3),
+        Rank(has_one_order=True).takes(0, 4),
+        "length",
+    ),
+    "looks that do not count, and epochs that do": (
+        Rank(forgets_looks=True).takes(0, LOOK).takes(1, 3),
+        Rank(forgets_looks=True).takes(0, 4),
+        "passes",
     ),
     "one order: left": (
         Rank(has_one_order=True).takes(0, 3).takes(1, 2),
