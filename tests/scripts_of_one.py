@@ -357,6 +357,41 @@ SCRIPTS: Mapping[str, str] = {
                 fit(loader)
                 history.append(epoch)
     """,
+    "loops that ask for no end, as ignite's, and numbers of a loss afterwards": """
+        class Engine:
+            def __init__(self, step):
+                self.step = step
+
+            def run(self, epochs, after=lambda: None):
+                batches = iter(loader)
+                for _ in range(epochs):
+                    done = 0
+                    while done < len(loader):
+                        try:
+                            batch = next(batches)
+                        except StopIteration:
+                            batches = iter(loader)
+                            continue
+                        self.step(*batch)
+                        done += 1
+                    after()
+
+        def train(a, b):
+            model.train()
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(a), b)
+            loss.backward()
+            optimizer.step()
+            history.extend([(loss * 2).item(), (-loss / 3 * 1).item()])
+
+        def look(a, b):
+            model.eval()
+            with torch.no_grad():
+                F.mse_loss(model(a), b)
+
+        loader = DataLoader(data, 32, shuffle=True)
+        Engine(train).run(2, after=lambda: Engine(look).run(1))
+    """,
     "random numbers where batches stay whole": """
         model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.3), nn.Linear(9, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

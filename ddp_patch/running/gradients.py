@@ -96,6 +96,7 @@ class StepWeight:
 
         A batch of a divided pass that was taken before, and waits for its ``backward()``, keeps its weight.
         """
+        self.taken = [each for each in self.taken if not each[0].is_over]
         if not self.taken:
             self._weight, self._last, self.samples = 1.0, None, None
 
@@ -142,6 +143,7 @@ COMPILED = "compiled, and taken for a mean over samples"
 _TERMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
 _PASSED_ON = ("Neg", "ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Clone", "Alias", "NanToNum")
 _SCALED = ("Mul", "Div")
+_PROPORTIONAL = (*_SCALED, "Neg")
 _MOST_OPERATIONS = 300  # that a loss is made of, above what it reduces
 _MOST_OF_WEIGHTS = 64
 _SAVED = {1: MEAN, 2: SUM}  # as torch saves them
@@ -442,10 +444,18 @@ class Gradients:
         return reading
 
     def _whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole batch's loss for a part's, which was the root of a ``backward()``; else the tensor."""
-        node = tensor.grad_fn
-        if node is None or self.weight.samples is None or tensor.numel() != 1 or node not in self._wholes:
+        """Return the whole batch's loss for a part's, which was the root of a ``backward()``; else the tensor.
+
+        What is proportional to a loss stands for it, as where a script divides it again.
+        """
+        node: Any = tensor.grad_fn
+        if node is None or self.weight.samples is None or tensor.numel() != 1:
             return tensor
+        while node not in self._wholes:
+            inner = [each for each, _ in node.next_functions if each is not None]
+            if len(inner) != 1 or _name_of(node) not in _PROPORTIONAL:
+                return tensor
+            node = inner[0]
         part, whole = (each.view(tensor.shape) for each in self._wholes[node])
         own = _detach(tensor)
         return whole if not part or torch.equal(own, part) else own * (whole / part)

@@ -325,6 +325,8 @@ class OneProcess(Summary):
         trains_whole = known.trains and not is_divided and not self._replicas.are_evaluated and torch.is_grad_enabled()
         self._numbers.enter(key, "common")
         self._running += [known] if is_divided or may_go_on else []
+        if known.weights is not None:
+            known.weights.is_over = True  # some loops take as many batches as there are, and never ask for the end
         try:
             own = iter(loader if is_divided else known.whole)
             yield own, own
@@ -385,8 +387,6 @@ class OneProcess(Summary):
     def _weighed(self, known: _Loader, loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a divided pass, and note the weight of each."""
         step, ranks = self._gradients.weight, self._lockstep.ranks
-        if known.weights is not None:
-            known.weights.is_over = True  # some loops take as many batches as there are, and never ask for the end
         known.weights = weights = PassWeights(known.record.place)
         for batch, record in steps_of("autopatch", patched_facts("autopatch", loader), iterator):
             whole, part = record.samples_of_all or 1, record.real_samples  # a divided batch's are known
