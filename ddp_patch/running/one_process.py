@@ -325,8 +325,8 @@ class OneProcess(Summary):
         trains_whole = known.trains and not is_divided and not self._replicas.are_evaluated and torch.is_grad_enabled()
         self._numbers.enter(key, "common")
         self._running += [known] if is_divided or may_go_on else []
-        if known.weights is not None:
-            known.weights.is_over = True  # some loops take as many batches as there are, and never ask for the end
+        if known.weights is not None:  # some loops take as many batches as there are, and never ask for the end
+            self._end(known.weights, least=2)
         try:
             own = iter(loader if is_divided else known.whole)
             yield own, own
@@ -393,7 +393,11 @@ class OneProcess(Summary):
             self._note_given(known)
             step.take(weights, ranks * part / whole, (part, whole), batch)
             yield batch
-        if weights.weights and not (weights.has_trained or weights.is_over):
+        self._end(weights)
+
+    def _end(self, weights: PassWeights, least: int = 1) -> None:
+        """Let a divided pass be over; tell the user if it gave so many batches and trained with none."""
+        if len(weights.weights) >= least and not (weights.has_trained or weights.is_over):
             self._tell(
                 f"The loader made at {weights.name} was divided, and backward() was not called in its pass: what was "
                 "computed is of a part. If it evaluates, iterate it under torch.no_grad(), or pass --whole "
