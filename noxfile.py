@@ -308,7 +308,8 @@ def unpatched(session: nox.Session) -> None:
 def scripts(session: nox.Session) -> None:
     """Run scripts of others as one process, for ``docs/autopatch.md``; needs ``-- FOLDER``, their checkouts."""
     pinned = ("-c", "constraints-packages.txt")
-    session.install(*pinned, ".[packages]", "pytorch-ignite", "requests", "tensorboard")
+    needed = ("fire", "h5py", "numpydoc", "pytorch-ignite", "requests", "skorch", "tensorboard")
+    session.install(*pinned, ".[packages]", *needed)
     session.run("python", "benchmarks/scripts.py", *session.posargs)
 
 

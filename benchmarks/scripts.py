@@ -13,6 +13,7 @@ the parameters of one, and print its evaluation.
 import json
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -25,7 +26,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import h5py
+import numpy as np
+import pandas as pd
 import torch
+from PIL import Image
 
 RANKS = (1, 2, 3)
 LIMIT_S = 900.0
@@ -37,6 +42,8 @@ ALIKE = 1e-3  # as it is, in single precision, if --check says that ranks do the
 RECORDER = """
 import atexit, os, pathlib
 if "RECORD_TO" in os.environ and "RANK" in os.environ:
+    import random
+    import numpy
     import torch
     from torch.nn import functional
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -48,17 +55,22 @@ if "RECORD_TO" in os.environ and "RANK" in os.environ:
     fetch, normalise, attend = Fetcher.fetch, functional.batch_norm, functional.scaled_dot_product_attention
 
     def fetching(self, index):
-        indices, dataset, collate = index, self.dataset, self.collate_fn
-        if not isinstance(indices, (list, tuple)):
+        if not isinstance(index, (list, tuple)):
             return fetch(self, index)
+        samples = [sample(self.dataset, int(one)) for one in index]
+        return tree_map(doubled, self.collate_fn(tree_map(doubled, samples)))
+
+    def sample(dataset, index):
+        kept = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(index)
         if hasattr(dataset, "set_random_state"):  # as MONAI's have it
-            samples = [(dataset.set_random_state(seed=int(one)), dataset[one])[1] for one in indices]
-            return collate(tree_map(doubled, samples))
-        self.collate_fn = lambda samples: tree_map(doubled, collate(tree_map(doubled, samples)))
+            dataset.set_random_state(seed=index)
         try:
-            return fetch(self, index)
+            return dataset[index]
         finally:
-            self.collate_fn = collate
+            for restore, state in zip((random.setstate, numpy.random.set_state, torch.set_rng_state), kept):
+                restore(state)
 
     def doubled(value):
         is_single = isinstance(value, torch.Tensor) and value.dtype == torch.float32
@@ -88,6 +100,16 @@ if "RECORD_TO" in os.environ and "RANK" in os.environ:
         functional.dropout = functional.dropout2d = lambda input, *args, **options: input
         functional.batch_norm, functional.scaled_dot_product_attention = steady, attending
         torch.randn_like, Fetcher.fetch = torch.zeros_like, fetching
+        torch.Tensor.float, torch.nn.Module.float = torch.Tensor.double, torch.nn.Module.double
+"""
+# What some scripts need to run at all: files of ours have not the checksums of CIFAR-10's, and NumPy 2 has no Inf.
+ANY_CHECKSUM = """
+import torchvision.datasets.cifar
+torchvision.datasets.cifar.check_integrity = lambda *args, **options: True
+"""
+OLD_NUMPY = """
+import numpy
+numpy.Inf = numpy.inf
 """
 
 
@@ -101,6 +123,7 @@ class Script:
         evaluation: Finds the numbers of its evaluations in what it prints; nothing if it prints none.
         data: Makes its data, in the folder above the one that it runs in, which has a copy of its own folder beside it.
         arguments: Its own.
+        shim: What Python runs before it.
         steps: Compare the parameters after so many steps of the optimizer, and no evaluation: from then on, its
             training makes much of a rounding, on one rank, too. Default: compare at the end.
     """
@@ -110,6 +133,7 @@ class Script:
     evaluation: str = "$^"
     data: Callable[[Path], object] = lambda folder: None
     arguments: Sequence[str] = ()
+    shim: str = ""
     steps: int = 0
 
 
@@ -206,9 +230,70 @@ def tokens(at: Path) -> None:
     copied("configurator.py", "model.py")(at)
 
 
+def cifar(at: Path) -> None:
+    """Write six files of 17 images each, in CIFAR-10's format."""
+    folder = at / "run" / "datasets" / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    numbers = np.random.default_rng(0)
+    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
+        images = numbers.integers(256, size=(17, 3072), dtype=np.uint8)
+        labels = numbers.integers(10, size=17).tolist()
+        (folder / name).write_bytes(pickle.dumps({"data": images, "labels": labels}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [*"0123456789"]}))
+
+
+def patches(at: Path) -> None:
+    """Write 70 patches to train on and five images to test on, each beside a noisy copy."""
+    numbers = np.random.default_rng(0)
+
+    def pair(*shape: int) -> tuple[np.ndarray, np.ndarray]:
+        sharp = numbers.integers(256, size=shape).astype(np.float32)
+        return (sharp + numbers.normal(scale=20, size=shape)).clip(0, 255).astype(np.float32), sharp
+
+    with h5py.File(at / "run" / "train.h5", "w") as file:
+        file["lr"], file["hr"] = pair(70, 33, 33)
+    with h5py.File(at / "run" / "eval.h5", "w") as file:
+        for number in range(5):
+            file[f"lr/{number}"], file[f"hr/{number}"] = pair(40, 36)
+
+
+def hours(at: Path) -> None:
+    """Write 400 hours of seven noisy waves."""
+    numbers, place = np.random.default_rng(0), np.arange(400)
+    table: dict[str, object] = {"date": pd.date_range("2016-07-01", periods=400, freq="h").strftime("%F %T")}
+    for name in ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"):
+        table[name] = np.sin(place / 24 * math.tau + numbers.random() * 6) + numbers.normal(scale=0.3, size=400)
+    pd.DataFrame(table).to_csv(at / "run" / "x.csv", index=False)
+
+
+def written_words(at: Path) -> None:
+    """Write 43 images to train on and 11 to test on, in Synth90k's format, and make its configuration small."""
+    root = at / "run" / "data" / "mnt" / "ramdisk" / "max" / "90kDICT32px"
+    (at / "run" / "checkpoints").mkdir()
+    letters, numbers = random.Random(0), np.random.default_rng(0)
+    for kind, count in (("train", 43), ("val", 11)):
+        (root / kind).mkdir(parents=True)
+        for number in range(count):
+            pixels = numbers.integers(256, size=(31, 60 + number % 30), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / kind / f"{number}.jpg")
+        told = [f"./{kind}/{number}.jpg {number % 20}\n" for number in range(count)]
+        (root / f"annotation_{kind}.txt").write_text("".join(told))
+    lexicon = ["".join(letters.choices("abcdefghij0123", k=letters.randrange(2, 7))) for _ in range(20)]
+    (root / "lexicon.txt").write_text("\n".join(lexicon) + "\n")
+    small = "train_config |= dict(epochs=2, train_batch_size=8, show_interval=2, valid_interval=3, save_interval=6)\n"
+    with (at / "code" / "config.py").open("a") as file:
+        file.write(f"{small}train_config |= dict(cpu_workers=0, rnn_hidden=16)\n")
+
+
 SMALL = ("--max-steps", "501", "--n-layer", "1", "--n-embd", "8", "--n-embd2", "8", "--type", "bow")
 GPT = ("--dataset=x", "--device=cpu", "--compile=False", "--max_iters=4", "--n_layer=2", "--n_head=2", "--n_embd=16")
 GPT += ("--block_size=16", "--batch_size=4", "--eval_iters=2", "--gradient_accumulation_steps=2", "--dtype=float32")
+CONTRASTS = ("-dataset-name", "cifar10", "-j", "0", "--epochs", "2", "-b", "16", "--disable-cuda", "--out_dim", "16")
+SHARPER = ("--train-file", "train.h5", "--eval-file", "eval.h5", "--outputs-dir", "out", "--num-epochs", "3")
+SHARPER += ("--num-workers", "0")
+FORECAST = ("--is_training", "1", "--model_id", "x", "--model", "DLinear", "--data", "custom", "--root_path", ".")
+FORECAST += ("--data_path", "x.csv", "--features", "M", "--seq_len", "24", "--label_len", "12", "--pred_len", "8")
+FORECAST += ("--enc_in", "7", "--train_epochs", "3", "--itr", "1", "--num_workers", "0", "--learning_rate", "0.005")
 TUTORIAL = "tutorials/02-intermediate"
 AVERAGE = r"Average loss: ([\d.]+), Accuracy: (\d+)"
 ACCURACY = r"Accuracy of the \D*[\d,]*\D*: ([\d.]+)"
@@ -231,7 +316,8 @@ SCRIPTS = [
     Script(
         "ignite",
         "examples/mnist/mnist.py",
-        r"Results.*accuracy: ([\d.]+) Avg loss: ([\d.]+)",
+        # Its "Training Results" are of a part: it begins the pass before it says that it evaluates.
+        r"Validation Results.*accuracy: ([\d.]+) Avg loss: ([\d.]+)",
         lambda at: mnist(at / "run"),
         ("--epochs", "2"),
     ),
@@ -268,7 +354,7 @@ SCRIPTS = [
         r"Avg Accuracy: ([\d.]+) Avg Loss: ([\d.]+)",
         lambda at: [shutil.copy(at / "checkout" / "python_environment_check.py", at / "code"), mnist(at / "run")],
     ),
-    Script("skorch", "examples/cli/train.py", arguments=("net",)),
+    Script("skorch", "examples/cli/train.py", arguments=("net", "--batch_size", "16")),
     Script(
         "TCN",
         "TCN/mnist_pixel/pmnist_test.py",
@@ -280,6 +366,10 @@ SCRIPTS = [
         ("--epochs", "1", "--cuda", "--levels", "2", "--nhid", "4"),
     ),
     Script("nanoGPT", "train.py", data=tokens, arguments=GPT),
+    Script("SimCLR", "run.py", data=cifar, arguments=CONTRASTS, shim=ANY_CHECKSUM),
+    Script("SRCNN-pytorch", "train.py", r"psnr: ([\d.]+)", patches, SHARPER),
+    Script("LTSF-Linear", "run_longExp.py", r"Vali Loss: ([\d.]+) Test Loss: ([\d.]+)", hours, FORECAST, OLD_NUMPY),
+    Script("crnn-pytorch", "src/train.py", r"valid_evaluation: loss=([\d.]+), acc=([\d.]+)", written_words),
 ]
 
 
@@ -370,7 +460,7 @@ def main(checkouts: Path, *chosen: str) -> None:
             folder = Path(temporary) / "x"
             (folder / "run").mkdir(parents=True)
             (folder / "home").mkdir()
-            (folder / "sitecustomize.py").write_text(RECORDER)
+            (folder / "sitecustomize.py").write_text(RECORDER + script.shim)
             (folder / "checkout").symlink_to(checkouts / script.repository)
             shutil.copytree((checkouts / script.repository / script.path).parent, folder / "code", ignore=GIT)
             script.data(folder)
