@@ -293,7 +293,7 @@ def test_passes_that_all_ranks_leave_leave_nothing_behind() -> None:
         assert [what for what, holds in found if not holds] == []
 
 
-TIMEOUT = 8.0  # seconds that ranks wait for each other where one does not come
+TIMEOUT = 30.0  # seconds that ranks wait for each other where one does not come
 
 
 def breaks_off(rank: int, case: Case) -> None:
@@ -332,7 +332,7 @@ def hands_over_what_cannot_be_pickled(rank: int) -> None:
 def stops_for_long(rank: int) -> None:
     for step, _ in enumerate(made(Case([40, 40, 40]), timeout=TIMEOUT)):
         if rank == 1 and step == 2:
-            time.sleep(2.5 * TIMEOUT)
+            time.sleep(TIMEOUT + 10)
 
 
 def is_in_another_epoch(rank: int) -> None:
@@ -399,7 +399,7 @@ def faults(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_rank_that_goes_its_own_way_is_named_to_the_others(tmp_path: Path) -> None:
     with suppress(RanksFailedError):  # below, what each rank has said
-        run_ranks(faults, 3, str(tmp_path), timeout=150, grace=30)
+        run_ranks(faults, 3, str(tmp_path), timeout=300, grace=30)
     for number, (act, expected) in enumerate(FAULTS):
         for rank, word in enumerate(expected):
             path = tmp_path / f"{number}-{rank}"
