@@ -124,7 +124,7 @@ class PassMonitor:
     @property
     def compares_samples(self) -> bool:
         """Whether ranks compare the samples that each was given; of several explicit worlds, nobody knows whose."""
-        return self.mailbox is not None and self.mailbox.read_one_stream and self.why_in_common is not None
+        return self.why_in_common is not None and self.mailbox is not None and self.mailbox.read_one_stream
 
     def note_read(self, begun: LoggedPass) -> None:
         """Record that samples were read in a pass: what that has changed in the dataset is no change of the user's."""
@@ -159,7 +159,8 @@ class PassMonitor:
         made = self._made_by_all
         others = None if is_own or made is None else made[self.mailbox.group] - self._made - self._made_before
         begun = LoggedPass(epoch, begins_at, told, marks, others)
-        begun.sketch = begun.sketch if sketch is None else sketch
+        if sketch is not None:
+            begun.sketch = sketch
         self.log.begin(begun)
         self._latest = begun
         if self.held is not None:
@@ -219,8 +220,8 @@ class PassMonitor:
                 continue
             if (found := difference(self.log, record, self._slack)) is not None:
                 self._tell(mailbox, rank, found)
-            if self.compares_samples and rank not in self.replicas:
-                self._compare_samples(mailbox, rank, record)
+            if (why := self.why_in_common) is not None and mailbox.read_one_stream and rank not in self.replicas:
+                self._compare_samples(mailbox, rank, record, why)
 
     def _tell(self, mailbox: Mailbox, rank: int, found: Difference) -> None:
         """Raise a mismatch, and leave it for all."""
@@ -230,7 +231,7 @@ class PassMonitor:
         is_unequal = found.rule == "length" and shorter(found).state is State.ENDED
         self._raise(mailbox, mismatch_text(self._name, (mailbox.rank, rank), found, why), is_length=is_unequal)
 
-    def _compare_samples(self, mailbox: Mailbox, rank: int, record: Record) -> None:
+    def _compare_samples(self, mailbox: Mailbox, rank: int, record: Record, why: Callable[[], str]) -> None:
         """Raise RankMismatchError if another rank's part of the data has more in common with this one's than chance."""
         for theirs in record:
             mine = self.log.entry(theirs.number)
@@ -241,11 +242,11 @@ class PassMonitor:
             else:  # each pass shows little
                 self._in_common[mine.number, rank] = found
                 are_same = are_no_chance(*map(sum, zip(*self._in_common.values(), strict=True)))
-            if found[0] and are_same and self.why_in_common is not None:
+            if found[0] and are_same:
                 text = (
                     f"Iterating the {self._name}: of {len({*mine.sketch})} samples of {ranks_text([mailbox.rank])} "
                     f"that were looked at, {found[0]} are also {ranks_text([rank])}'s, though each rank should have a "
-                    f"part of its own. {self.why_in_common()}"
+                    f"part of its own. {why()}"
                 )
                 self._raise(mailbox, text, is_length=False)
 

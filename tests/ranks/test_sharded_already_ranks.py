@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from messages import Words, assert_tells
 from quick import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -130,6 +131,31 @@ def outcomes(rank: int, ranks: int) -> dict[str, tuple[str, bool]]:
             told[name] = str(error), False
     assert len(patch_dataloader_to_ddp(DataLoader(part(rank, ranks)), order="seeded")) == 25  # it is not looked at
     return told
+
+
+class RASampler(Made):
+    """Repeats each sample on all ranks, which augment it differently."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N))
+
+
+def in_common(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+    everything: Any = DistributedSampler(Indices(100), 1, 0)
+    replicated = patch_dataloader_to_ddp(DataLoader(Indices(100), 4, sampler=everything), device_mesh=mesh)
+    repeated = patch_dataloader_to_ddp(DataLoader(Indices(100), 4, sampler=RASampler(rank, ranks)))
+    for _ in range(3):
+        for loader in (replicated, repeated):
+            list(loader)
+            dist.barrier()
+
+
+def test_ranks_that_replicate_each_other_and_repeated_augmentation_may_have_all_in_common() -> None:
+    run_ranks(in_common, 2)
 
 
 def test_what_is_sharded_already_is_known_or_told() -> None:
