@@ -19,11 +19,25 @@ _STDERR = 2
 
 def main() -> None:
     """Run the command line."""
+    if sys.argv[1:2] == ["run"]:
+        _hash_alike()
     with _ended_by_interrupts():
         from ddp_patch.__main__ import loaded
 
         run = loaded(sys.argv[1:])
     run()
+
+
+def _hash_alike() -> None:
+    """Start this process anew where Python would hash strings otherwise in each: a single rank then runs in this one.
+
+    It takes no time before torch is imported. Ranks of a launcher, and ``python -m ddp_patch``, which has imported it,
+    go on as they are.
+    """
+    is_random = os.environ.get("PYTHONHASHSEED", "random") == "random"
+    if is_random and os.name == "posix" and "RANK" not in os.environ and "torch" not in sys.modules:
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - this very command
 
 
 @contextmanager

@@ -109,14 +109,15 @@ def alone(parameters: int, turns: int) -> list[float]:
 def of_one_rank(repeats: int) -> dict[str, float]:
     """Return how much longer a script of some seconds takes with ``-n 1``: medians of ratios of runs side by side.
 
-    Both its training and the whole command count, which starts Python twice and imports torch twice; and the command's
-    seconds of the processor, which other programs on the machine do not change.
+    Both its training and the whole command count, and the command's seconds of the processor, which other programs on
+    the machine do not change.
     """
     ratios: dict[str, list[float]] = {"training": [], "command": [], "command's processor": []}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
         script.write_text(SCRIPT)
-        ways = [[sys.executable, str(script)], [sys.executable, "-m", "ddp_patch", "run", "-n", "1", str(script)]]
+        command = str(Path(sys.executable).with_name("ddp-patch"))
+        ways = [[sys.executable, str(script)], [command, "run", "-n", "1", str(script)]]
         for _ in range(repeats):
             found = []
             for way in ways:

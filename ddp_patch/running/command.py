@@ -17,9 +17,11 @@ from ddp_patch.options import Options
 from ddp_patch.running.check import RECORDING, check, recorded
 from ddp_patch.running.context import running
 from ddp_patch.running.launch import (
+    ALONE,
     ONE_NODE,
     drawn_seed,
     end_with_launcher,
+    hashes_alike,
     hide,
     is_rank,
     is_started,
@@ -71,11 +73,15 @@ def run(arguments: Sequence[str]) -> None:
     recording = Path(os.environ[RECORDING]) if RECORDING in os.environ else None
     if starts and given.check and recording is None:
         sys.exit(check(int(given.nproc_per_node), given.training_script, arguments))
-    if starts:
-        with made_equal(given.keep_shadows if recording is None else recording / "files"):
-            sys.exit(started(given, arguments))
-    rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
+    # A single rank is this process, if Python hashes strings in it as in all others.
+    is_here = is_one and given.nproc_per_node == "1" and hashes_alike() and not _wants_ranks(given)
     with ExitStack() as stack:
+        if starts:
+            stack.enter_context(made_equal(given.keep_shadows if recording is None else recording / "files"))
+            if not is_here:
+                sys.exit(started(given, arguments))
+            os.environ.update(ALONE)
+        rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
         session: EachRank | OneProcess = EachRank({}, options, only, excepted, dry_run=given.dry_run)

@@ -36,6 +36,7 @@ __all__ = [
     "drawn_seed",
     "end_with_launcher",
     "group_made",
+    "hashes_alike",
     "hide",
     "is_rank",
     "is_started",
@@ -139,10 +140,11 @@ def drawn_seed() -> int:
 
 def end_with_launcher() -> None:
     """Let Linux end this rank when its launcher is killed, and let Ctrl-C be told to it alone, not to its workers."""
+    launcher = int(os.environ[_STARTED])
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
-    if sys.platform == "linux":
+    if sys.platform == "linux" and launcher != os.getpid():
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != int(os.environ[_STARTED]):  # it was killed before
+        if os.getppid() != launcher:  # it was killed before
             os._exit(1)
 
 
@@ -182,6 +184,11 @@ def started(given: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
+def hashes_alike() -> bool:
+    """Return whether every process that Python starts here hashes strings as the others do."""
+    return os.environ.get("PYTHONHASHSEED", "random") != "random"
+
+
 @contextmanager
 def made_equal(kept: Path | None) -> Iterator[None]:
     """Let all that should be equal on the ranks start equal, while they run: hashes, the file system.
@@ -191,7 +198,7 @@ def made_equal(kept: Path | None) -> Iterator[None]:
     """
     folder = tempfile.mkdtemp(prefix="ddp_patch-") if kept is None else str(kept.resolve())
     equal = {_STARTED: str(os.getpid()), _SHADOWS: folder}
-    if os.environ.get("PYTHONHASHSEED", "random") == "random":
+    if not hashes_alike():
         equal["PYTHONHASHSEED"] = "0"
     alone = {name: text for name, text in os.environ.items() if name not in OF_RANK}
     try:

@@ -213,6 +213,18 @@ main()
     assert "__main__" in done.stdout
 
 
+def test_a_single_rank_is_the_command_itself_and_hashes_as_several_do(folder: Path) -> None:
+    (folder / "script.py").write_text("import os, sys; print(os.getpid(), hash('ddp_patch')); sys.exit(7)")
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
+    command = [sys.executable, "-c", "from _ddp_patch_command import main; main()", "run", "-n", "1", "script.py"]
+    with subprocess.Popen(command, env=environment, stdout=-1, text=True) as started:  # noqa: S603 - our own command
+        out, _ = started.communicate(timeout=SECONDS)
+    alike = {**environment, "PYTHONHASHSEED": "0"}
+    asked = [sys.executable, "-c", "print(hash('ddp_patch'))"]
+    hashed = subprocess.run(asked, env=alike, capture_output=True, text=True, check=True)  # noqa: S603 - this very Python
+    assert (started.returncode, out.split()) == (7, [str(started.pid), hashed.stdout.strip()])
+
+
 # Ctrl-C: one word, exit code 130, and no traceback, neither of this process nor of a rank.
 
 
