@@ -73,6 +73,8 @@ if "RECORD_TO" in os.environ and "RANK" in os.environ:
                 restore(state)
 
     def doubled(value):
+        if hasattr(value, "edge_index"):  # a graph of torch_geometric
+            return value.apply(doubled)
         is_single = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         return value.double() if is_single else value
 

@@ -271,6 +271,22 @@ SCRIPTS: Mapping[str, str] = {
                 model.eval()
                 history.append(F.mse_loss(model(a), b).item())
     """,
+    "losses that are read before their backward(), terms of losses": """
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(2):
+            for a, b in DataLoader(data, 10, shuffle=True):
+                out = model(a)
+                error, size, total = F.mse_loss(out, b), out.abs().mean(), (out - b).abs().sum()
+                loss = error + 0.1 * size
+                history += [loss.item(), float(total.detach()), float(2 * size)]
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                history += [error.item(), size.item(), loss.item()]
+            with torch.enable_grad():
+                history.append(F.mse_loss(model(x), y, reduction="sum").item())
+    """,
     "losses that compare samples, or weigh classes": """
         history.append(0.0)
         model, other = net(), net()

@@ -50,6 +50,8 @@ __all__ = [
     "lacking",
     "length_not_noted",
     "noted_worker_info",
+    "operation_number",
+    "operations_so_far",
     "private",
     "rank_noted",
     "replace_worker_seed",
@@ -120,6 +122,18 @@ def backward_in_progress() -> Callable[[], bool]:
     """
     number: Callable[[], int] = private("torch._C._current_graph_task_id", "Averaging gradients where backward() ends")
     return lambda: number() != -1
+
+
+def operation_number(node: Any) -> int:
+    """Return how many operations that have a gradient were there before one; -1 if this torch does not tell."""
+    number: int = getattr(node, "_sequence_nr", lambda: -1)()
+    return number
+
+
+def operations_so_far() -> int:
+    """Return how many operations that have a gradient were there in this thread."""
+    with torch.enable_grad():
+        return operation_number(torch.zeros((), requires_grad=True, device="cpu").clone().grad_fn)
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:

@@ -73,14 +73,11 @@ def run(arguments: Sequence[str]) -> None:
     recording = Path(os.environ[RECORDING]) if RECORDING in os.environ else None
     if starts and given.check and recording is None:
         sys.exit(check(int(given.nproc_per_node), given.training_script, arguments))
-    # A single rank is this process, if Python hashes strings in it as in all others.
-    is_here = is_one and given.nproc_per_node == "1" and hashes_alike() and not _wants_ranks(given)
     with ExitStack() as stack:
         if starts:
+            is_here = is_one and given.nproc_per_node == "1" and hashes_alike() and not _wants_ranks(given)
             stack.enter_context(made_equal(given.keep_shadows if recording is None else recording / "files"))
-            if not is_here:
-                sys.exit(started(given, arguments))
-            os.environ.update(ALONE)
+            _start(given, arguments, is_here=is_here)
         rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
@@ -129,6 +126,13 @@ def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Itera
     unused = [f"--{name.replace('_', '-')}" for name in _OF_ONE if getattr(given, name) and not is_one]
     if unused:
         yield f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for."
+
+
+def _start(given: argparse.Namespace, arguments: Sequence[str], *, is_here: bool) -> None:
+    """Start ranks, and exit with their code; a single one may be this process, where Python hashes as in the others."""
+    if not is_here:
+        sys.exit(started(given, arguments))
+    os.environ.update(ALONE)
 
 
 def _wants_ranks(given: argparse.Namespace) -> bool:

@@ -1,11 +1,16 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
 import math
+import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from linecache import getline
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +18,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_patch.compat.private_torch import backward_in_progress, has_gradient_hooks
+from ddp_patch.compat.private_torch import (
+    backward_in_progress,
+    has_gradient_hooks,
+    operation_number,
+    operations_so_far,
+)
 from ddp_patch.errors import UnsupportedLoaderError
+from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas
 from ddp_patch.walks import nested
 
@@ -52,6 +63,7 @@ class StepWeight:
     Attributes:
         samples: How many samples this rank's part of that batch has, and the whole; None where batches are whole.
         was_divided: Whether there was a batch that is not whole.
+        begins: How many operations that have a gradient were there when it was taken.
         taken: The passes and weights of the batches that were taken since the last ``backward()``.
 
     Examples:
@@ -66,12 +78,18 @@ class StepWeight:
         self._last: PassWeights | None = None
         self.samples: tuple[int, int] | None = None
         self.was_divided: bool = False
+        self.begins: int = 0
         self.taken: list[tuple[PassWeights, float]] = []
 
     @property
     def name(self) -> str:
         """What errors call the loader of the batch that was taken last."""
         return "" if self._last is None else self._last.name
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the pass that gave the batch that was taken last is over."""
+        return self._last is not None and self._last.is_over
 
     def take(self, of: PassWeights, weight: float, samples: tuple[int, int], batch: object = None) -> None:
         """Note that the script took a batch of a pass.
@@ -82,7 +100,7 @@ class StepWeight:
             samples: How many samples this rank's part has, and the whole batch.
             batch: The batch.
         """
-        self.was_divided = True
+        self.was_divided, self.begins = True, operations_so_far()
         if not of.weights:
             tensors = (part for _, part in nested(batch) if isinstance(part, torch.Tensor))
             of.first = next(map(weakref.ref, tensors), of.first)
@@ -100,6 +118,11 @@ class StepWeight:
         if not self.taken:
             self._weight, self._last, self.samples = 1.0, None, None
 
+    def of_loss(self, *, is_sum: bool) -> float:
+        """Return the weight of a loss of the batch that was taken last, which is a sum over samples or a mean."""
+        part, whole = self.samples or (1, 1)
+        return self._weight if not is_sum else self._weight * whole / part if part else 0.0
+
     def of_backward(self, *, is_sum: bool = False) -> float:
         """Return the weight of a ``backward()``.
 
@@ -114,8 +137,7 @@ class StepWeight:
         for of, _ in taken:
             of.has_trained = True
         if is_sum and self.samples is not None:
-            part, whole = self.samples
-            return self._weight * whole / part if part else 0.0
+            return self.of_loss(is_sum=is_sum)
         last = self._last
         wanted = [(of, weight) for of, weight in taken if of is last or len(of.weights) > 1]  # not mere looks
         names = " and ".join(dict.fromkeys(of.name for of, _ in wanted))
@@ -153,10 +175,20 @@ _detach, _tolist = torch.Tensor.detach, torch.Tensor.tolist
 # Methods of tensors by which a script reads numbers; those of torch and of this package that read more of them.
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
 _NOT_THE_SCRIPT = ("torch.", "ddp_patch.")
+# A product with the size of a batch, in a line that reads a loss.
+_BY_SAMPLES = re.compile(r"\*.*(\.size\(|\.shape\b|\blen\()|(\.size\(|\.shape\b|\blen\().*\*")
 _MOST_READ = 8  # numbers of a tensor that are noted
 
 
-def reductions_of(loss: torch.Tensor, part: int, whole: int, usual: int = 0, weights: Container[Any] = ()) -> set[str]:
+def reductions_of(
+    loss: torch.Tensor,
+    part: int,
+    whole: int,
+    usual: int = 0,
+    weights: Container[Any] = (),
+    since: int = 0,
+    terms: set[Any] | None = None,
+) -> set[str]:
     """Return what the terms of a loss are of the samples of this rank's part of a batch.
 
     A sum that is divided by the number of samples is a mean; one that is divided by the number of samples of the whole
@@ -168,6 +200,8 @@ def reductions_of(loss: torch.Tensor, part: int, whole: int, usual: int = 0, wei
         whole: How many the whole batch has.
         usual: How many most batches have, by which a script may divide all.
         weights: What is trained.
+        since: How many operations were there when the batch was taken: what is older is of another one.
+        terms: Gets the operations that make up the loss, down to what reduces or scales.
 
     Examples:
         >>> x = torch.ones(4, requires_grad=True)
@@ -183,9 +217,13 @@ def reductions_of(loss: torch.Tensor, part: int, whole: int, usual: int = 0, wei
         seen += 1
         if node is None or _is_of_weights(node, weights):
             continue
+        if terms is not None and not by:
+            terms.add(node)
         name, inner = _name_of(node), [each for each, _ in node.next_functions if each is not None]
         kind = _reduction(node, name, part)
-        if kind in {MEAN, SUM}:
+        if kind and operation_number(node) < since:
+            found.add(UNKNOWN)
+        elif kind in {MEAN, SUM}:
             found.add(_scaled(kind, _size_of(node), by, part, whole, usual))
         elif kind:
             found.add(kind)
@@ -329,9 +367,11 @@ class Gradients:
         self._why_whole = ""
         # By the operation that computed a part's loss: that, and the whole batch's; of this step.
         self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._terms, self._kinds = set[Any](), set[str]()  # the operations of the latest losses; what these are
         self._outputs: list[torch.Tensor] = []  # of the model that ran last, while its loss is looked at
         self._is_looking = self._has_own_leaves = False
         self._samples: int | None = None
+        self._looked_at: set[tuple[str, int]] = set()  # lines
         self._lockstep, self._replicas, self._numbers, self._tell = lockstep, replicas, numbers, tell
         self._is_in_backward = backward_in_progress()
 
@@ -432,9 +472,12 @@ class Gradients:
         def reading(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
             whole = self._whole_of(tensor)
             found = read(whole, *args, **options)
-            if whole is not tensor or not self.weight.was_divided or not self._lockstep.notes_reads:
-                return found
             frame = sys._getframe(2)  # above what keeps this from being compiled
+            if whole is not tensor:
+                self._look_at_line(frame)
+                return found
+            if not self.weight.was_divided or not self._lockstep.notes_reads:
+                return found
             if not str(frame.f_globals.get("__name__")).startswith(_NOT_THE_SCRIPT):
                 numbers = [*map(float, _tolist(_detach(tensor).flatten()[:_MOST_READ].real))]
                 size = f"{tuple(tensor.shape)} " if tensor.dim() else ""
@@ -443,10 +486,20 @@ class Gradients:
 
         return reading
 
-    def _whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole batch's loss for a part's, which was the root of a ``backward()``; else the tensor.
+    def _look_at_line(self, frame: FrameType) -> None:
+        """Tell the user, where a line multiplies the whole batch's loss by how many samples a batch has."""
+        place = frame.f_code.co_filename, frame.f_lineno
+        if place not in self._looked_at and _BY_SAMPLES.search(getline(*place)):
+            self._tell(
+                f"At {script_line(frame)}, the loss of a whole batch is multiplied by the size of this rank's part: "
+                "divide the sum of these by the sum of the sizes, not by the number of all samples."
+            )
+        self._looked_at.add(place)
 
-        What is proportional to a loss stands for it, as where a script divides it again.
+    def _whole_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole batch's loss for a part's, and of all that is a mean or a sum over samples; else the tensor.
+
+        What is proportional to the root of a ``backward()`` stands for it, as where a script divides it again.
         """
         node: Any = tensor.grad_fn
         if node is None or self.weight.samples is None or tensor.numel() != 1:
@@ -454,11 +507,28 @@ class Gradients:
         while node not in self._wholes:
             inner = [each for each, _ in node.next_functions if each is not None]
             if len(inner) != 1 or _name_of(node) not in _PROPORTIONAL:
-                return tensor
+                return self._averaged(tensor, self.weight.samples)
             node = inner[0]
         part, whole = (each.view(tensor.shape) for each in self._wholes[node])
         own = _detach(tensor)
         return whole if not part or torch.equal(own, part) else own * (whole / part)
+
+    def _averaged(self, tensor: torch.Tensor, samples: tuple[int, int]) -> torch.Tensor:
+        """Return the whole batch's mean or sum over samples, where every rank reads its part's; else the tensor."""
+        is_of_loop = current_thread() is main_thread() and not (self._lockstep.is_fetching or self._is_in_backward())
+        if not is_of_loop or self.weight.is_over or operation_number(tensor.grad_fn) < self.weight.begins:
+            return tensor
+        kinds = {MEAN} if not samples[0] else self._kinds if tensor.grad_fn in self._terms else self._kinds_of([tensor])
+        if kinds not in ({MEAN}, {SUM}):
+            return tensor
+        line = script_line(sys._getframe()).rpartition(os.sep)[2]  # ranks may have the script in other folders
+        own = _tolist(_detach(tensor).reshape(()))
+        if self._lockstep.meet(f"reads a loss at {line}", own, may_part=True) is not False:
+            return tensor  # what is the same on all is of no part
+        whole = _detach(tensor) * self.weight.of_loss(is_sum=kinds == {SUM})
+        self._lockstep.average([whole])
+        self._wholes[tensor.grad_fn] = _detach(tensor), whole
+        return whole
 
     def _want_whole(self, why: str, *, is_error: bool = False) -> None:
         """Keep batches whole because of what the script does; tell it, or refuse it, where they are divided already."""
@@ -512,14 +582,23 @@ class Gradients:
         """Return whether a loss is a sum over the samples of a divided batch; tell the user where nobody knows."""
         if self.weight.samples is None or not self.weight.samples[0]:
             return False
-        given, weights = (*self.weight.samples, self._samples or 0), {*self._replicas.parameters}
-        kinds = {kind for root in roots if torch.is_tensor(root) for kind in reductions_of(root, *given, weights)}
+        self._terms = set()
+        self._kinds = kinds = self._kinds_of(roots, self._terms)
         if kinds & {WEIGHED, UNKNOWN, COMPILED} or len(kinds) > 1:
             self._tell(
                 f"The loss is {' and '.join(sorted(kinds))}, so its gradient may not be that of the whole batch, where "
                 f"ranks have parts of it. Let the loss be a mean over samples, or pass --whole {self.weight.name}."
             )
         return kinds == {SUM}
+
+    def _kinds_of(self, roots: Iterable[Any], terms: set[Any] | None = None) -> set[str]:
+        """Return what the terms of losses are of the samples of the batch that was taken last."""
+        samples, weights = self.weight.samples or (1, 1), {*self._replicas.parameters}
+        given = (*samples, self._samples or 0, weights, self.weight.begins, terms)
+        try:
+            return {kind for root in roots if torch.is_tensor(root) for kind in reductions_of(root, *given)}
+        except RuntimeError:  # backward() has freed what shows it
+            return {UNKNOWN}
 
     def _average(self, more: Sequence[torch.Tensor]) -> None:
         parameters = self._replicas.parameters

@@ -53,12 +53,13 @@ class Lockstep:
         ranks: How many there are.
         backwards: How often the script called ``backward()``.
         steps: How many steps its optimizers made.
+        is_fetching: Whether a batch is made now.
     """
 
     def __init__(self, tell: Callable[[str], object]) -> None:
         self._tell = tell
         self._reads: list[tuple[str, str]] | None = []  # since the ranks met: a number, and where; None after a report
-        self._is_fetching = False
+        self.is_fetching: bool = False
         self.rank: int = 0
         self.ranks: int = 1
         self.backwards: int = 0
@@ -80,15 +81,17 @@ class Lockstep:
         """What the script has done so far, in words."""
         return f"after {self.backwards} calls of backward() and {counted(self.steps, 'optimizer step')}"
 
-    def meet(self, doing: str, usual: object = 0) -> bool:
+    def meet(self, doing: str, usual: object = 0, *, may_part: bool = False) -> bool | None:
         """Wait until every rank does the same.
 
         Args:
             doing: What this rank does, in words.
             usual: Numbers that may differ.
+            may_part: Whether this rank goes on where others do something else. They then meet without it, and it comes
+                to where they are.
 
         Returns:
-            Whether ``usual`` is the same on every rank.
+            Whether ``usual`` is the same on every rank; None if this rank may go on, and others do something else.
 
         Raises:
             RankMismatchError: Another rank does something else; every rank raises it.
@@ -97,12 +100,16 @@ class Lockstep:
         if self.ranks == 1:
             return True
         reads = crc32(repr([value for value, _ in self._reads or ()]).encode())
-        numbers = [crc32(doing.encode()), self.backwards, self.steps, hash(usual) >> 2, reads]
-        own = torch.tensor(numbers, device="cpu")  # whatever is the default
+        numbers = [may_part, crc32(doing.encode()), self.backwards, self.steps, hash(usual) >> 2, reads]
+        own = torch.tensor(list(map(int, numbers)), device="cpu")  # whatever is the default
         largest = torch.cat([own, -own])
         self._together(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, self._group))
-        *differ, is_unusual, is_read_apart = _tolist(largest[: len(own)] != -largest[len(own) :])
+        _, *differ, is_unusual, is_read_apart = _tolist(largest[: len(own)] != -largest[len(own) :])
         if any(differ):
+            if may_part:
+                return None
+            if largest[0]:  # another rank went on
+                return self.meet(doing, usual)
             raise self._mismatch(doing)
         if self._reads is not None:
             if is_read_apart:
@@ -113,16 +120,16 @@ class Lockstep:
     @contextmanager
     def fetching(self) -> Iterator[None]:
         """While entered, a batch is made, of other samples on each rank: what is read of these is no matter."""
-        before, self._is_fetching = self._is_fetching, True
+        before, self.is_fetching = self.is_fetching, True
         try:
             yield
         finally:
-            self._is_fetching = before
+            self.is_fetching = before
 
     @property
     def notes_reads(self) -> bool:
         """Whether it matters what the script reads now."""
-        return self._reads is not None and len(self._reads) < _MOST_READS and not self._is_fetching
+        return self._reads is not None and len(self._reads) < _MOST_READS and not self.is_fetching
 
     def note_read(self, value: str, frame: FrameType) -> None:
         """Note what the script reads, which the ranks compare when they meet."""
@@ -138,7 +145,7 @@ class Lockstep:
         self._tell(
             f"What is read at {place} differs between the ranks ({value[:60]}{', and ' if others else ''}"
             f"{others[0][:60] if others else ''}): it is of a part of a batch, or a rank's own random number. Of all "
-            "that is computed from a batch that is divided, only the loss that is read after its own backward() is of "
+            "that is computed from a batch that is divided, only a mean or a sum over samples, such as a loss, is of "
             "the whole batch."
         )
 

@@ -225,7 +225,10 @@ def honest(rank: int, world_size: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for batch in loader:
             found["drawn"].append(torch.rand(1).item())
-            model(batch).pow(2).mean().backward()
+            error: Any = model(batch).pow(2).mean()
+            if rank or len(found["drawn"]) != 2:  # as a script that looks at a clock
+                found.setdefault("errors", []).append(error.item() * len(batch))
+            error.backward()
             optimizer.step()
         list(DataLoader(Source(), batch_size=4))
         found["buffers before"] = model[1].running_mean.tolist()
@@ -260,6 +263,7 @@ def test_what_is_equal_on_every_rank_and_what_is_its_own() -> None:
         "The ranks were seeded differently: all go on with the seed of rank 0.",
         "The loss is a mean by weights of the samples, so its gradient may not be that of the whole batch",
         "What is read at",
+        "the loss of a whole batch is multiplied by the size of this rank's part",
         "2 ranks train as one process",
         "Batch normalisation sees this rank's part of each batch",
         "each batch divided over 2 ranks, 5 steps",

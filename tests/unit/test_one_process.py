@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ddp_patch import autopatch
+from ddp_patch.compat.private_torch import operations_so_far
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
 from ddp_patch.running.gradients import MEAN, SUM, UNKNOWN, WEIGHED, PassWeights, StepWeight, is_additive, reductions_of
 from ddp_patch.running.launch import ALONE, backend_here
@@ -111,6 +112,19 @@ def test_what_a_loss_is_of_its_samples(name: str) -> None:
     outputs = torch.randn(PART, CLASSES, requires_grad=True)
     loss = make(outputs.log_softmax(1), torch.randn(PART, CLASSES), torch.randint(0, CLASSES, (PART,)))
     assert reductions_of(loss, PART, WHOLE) == expected
+
+
+def test_a_loss_of_an_earlier_batch_is_of_no_known_form() -> None:
+    outputs = torch.randn(PART, CLASSES, requires_grad=True)
+    kept = outputs.mean()
+    since, terms = operations_so_far(), set[Any]()
+    new = outputs.square().mean()
+    assert reductions_of(new, PART, WHOLE, since=since) == {MEAN}
+    assert reductions_of(kept + new, PART, WHOLE, since=since) == {MEAN, UNKNOWN}
+    assert reductions_of(new + new.mul(2), PART, WHOLE, terms=terms) == {MEAN}
+    assert new.grad_fn in terms
+    reductions_of(outputs.sum() / PART, PART, WHOLE, terms=terms)
+    assert {type(each).__name__ for each in terms} == {"AddBackward0", "MulBackward0", "MeanBackward0", "DivBackward0"}
 
 
 @pytest.mark.parametrize(
