@@ -444,6 +444,8 @@ def tried(script: Script, folder: Path) -> list[str]:
     """
     differs = []
     for still, several in ((True, RANKS[1:]), (False, RANKS[1:2])):
+        for made in [*folder.rglob("processed")]:  # in double precision, by torch_geometric
+            shutil.rmtree(made)
         one = ran(script, folder, 1, still=still)
         differs += [
             require_alike(script, one, ran(script, folder, ranks, still=still), still=still) for ranks in several

@@ -10,9 +10,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 from unittest.mock import patch
 from weakref import WeakSet
@@ -69,7 +70,7 @@ class _Loader:
         seed: What its order follows from.
         is_stream: Whether its dataset is iterable, so that it cannot be read twice.
         is_even: Whether all parts of all its batches have equally many samples, as far as that is known.
-        trains: Whether ``backward()`` was called for its batches.
+        trains_at: Where passes began, by their call stacks, in which ``backward()`` was called for its batches.
         weights: Those of its latest divided pass.
     """
 
@@ -78,7 +79,7 @@ class _Loader:
     seed: int
     is_stream: bool
     is_even: bool = False
-    trains: bool = False
+    trains_at: set[int] = field(default_factory=set)
     weights: PassWeights | None = None
 
 
@@ -196,9 +197,10 @@ class OneProcess(Summary):
             if known.whole is None:
                 return None
             may_train = torch.is_grad_enabled() and not known.record.note
-            is_divided = may_train and (known.trains or known.is_stream) and not self._replicas.are_evaluated
+            place = _call_stack()
+            trains = place in known.trains_at or known.is_stream
+            is_divided = may_train and trains and not self._replicas.are_evaluated
             if is_divided:
-                known.trains = True
                 self._divide(known, loader)
                 _go_on_after(known.whole, loader)
             else:
@@ -206,7 +208,7 @@ class OneProcess(Summary):
                 if known.record.fate == "divided":
                     _go_on_after(loader, known.whole)
             may_go_on = may_train and not known.is_stream
-            sources = self._sources(known, loader, is_divided=is_divided, may_go_on=may_go_on)
+            sources = self._sources(known, loader, place, is_divided=is_divided, may_go_on=may_go_on)
             return _Pass(sources, self._lockstep)
 
     @property
@@ -309,7 +311,7 @@ class OneProcess(Summary):
             self._replicas.tell_of_parts()
 
     def _sources(
-        self, known: _Loader, loader: DataLoader[Any], *, is_divided: bool, may_go_on: bool
+        self, known: _Loader, loader: DataLoader[Any], place: int, *, is_divided: bool, may_go_on: bool
     ) -> Generator[tuple[Iterator[Any], Iterator[Any]]]:
         """Yield the loader's own iterator, and what gives the next batch, when a pass begins, and before each batch.
 
@@ -318,11 +320,12 @@ class OneProcess(Summary):
         Args:
             known: What is known of the loader.
             loader: The loader.
+            place: Where the pass begins: one that begins where none has trained is whole at first.
             is_divided: Whether its batches are divided from the first one on.
             may_go_on: Whether the others are if the script calls ``backward()`` for the first.
         """
         key, before, asked = object(), self._lockstep.backwards, 0
-        trains_whole = known.trains and not is_divided and not self._replicas.are_evaluated and torch.is_grad_enabled()
+        is_whole = not is_divided and not self._replicas.are_evaluated and torch.is_grad_enabled()
         self._numbers.enter(key, "common")
         self._running += [known] if is_divided or may_go_on else []
         if known.weights is not None:  # some loops take as many batches as there are, and never ask for the end
@@ -330,7 +333,7 @@ class OneProcess(Summary):
         try:
             own = iter(loader if is_divided else known.whole)
             yield own, own
-            if trains_whole:
+            if is_whole and place in known.trains_at:
                 self._numbers.enter(key, "whole")
             while not is_divided:
                 self._gradients.weight.take_whole()
@@ -339,11 +342,13 @@ class OneProcess(Summary):
                     yield own, own
                 asked += 1
                 if self._lockstep.backwards > before:
-                    known.trains = True
+                    known.trains_at.add(place)
                     if may_go_on and not known.record.note:
                         why = self._why_whole(known) if asked == 1 else "several batches before one backward()"
                         known.record.note = why
-                        if not why and (parts := self._go_on_divided(known, loader)) is not None:
+                        if why:
+                            known.record.note_fate("whole", known.whole, "whole on every rank,")
+                        elif (parts := self._go_on_divided(known, loader)) is not None:
                             own, is_divided = parts, True
                             break
                     self._numbers.enter(key, "whole")
@@ -424,6 +429,16 @@ class OneProcess(Summary):
                 f"ddp_patch: each rank has a part of each batch here, this one {part} of {whole} samples. "
                 f"If the script counts on the batch size, take that from the batch, or pass --whole {step.name}."
             )
+
+
+def _call_stack() -> int:
+    """Return a number that stands for all lines of the call stack."""
+    frame: FrameType | None = sys._getframe(1)
+    lines = list[tuple[str, int]]()
+    while frame is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return hash(tuple(lines))
 
 
 def _samples_of_first(loader: DataLoader[Any]) -> int | None:

@@ -76,9 +76,12 @@ def trained(model: Any, loader: Any, steps: int = 100) -> torch.optim.Optimizer:
 
 
 def parts_of_two_batches(rank: int, loader: Any, model: Any) -> None:
-    optimizer = trained(model, loader)
-    sum(model(batch).mean() for batch in loader).backward()
-    optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for is_one_step in (False, True):
+        losses = (model(batch).mean() for batch in loader)
+        for loss in [sum(losses)] if is_one_step else losses:
+            loss.backward()
+            optimizer.step()
 
 
 def used_again(rank: int, loader: Any, model: Any) -> None:
@@ -86,10 +89,13 @@ def used_again(rank: int, loader: Any, model: Any) -> None:
 
 
 def without_optimizer(rank: int, loader: Any, model: Any) -> None:
-    trained(model, loader)  # whose optimizer is gone
-    for batch in loader:
-        model(batch).mean().backward()
-        model.weight.data -= 0.1 * model.weight.grad
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for batch in loader:
+            model(batch).mean().backward()
+            if optimizer is not None:
+                optimizer.step()
+        optimizer = None
 
 
 def changed_by_hand(rank: int, loader: Any, model: Any) -> None:
@@ -102,10 +108,11 @@ def changed_by_hand(rank: int, loader: Any, model: Any) -> None:
 
 
 def steps_within_backward(rank: int, loader: Any, model: Any) -> None:
-    optimizer = trained(model, loader)
-    model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
-    for batch in loader:
-        model(batch).mean().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(loader):
+        model(batch).pow(2).mean().backward()
+        if number == 2:
+            model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
 
 
 def other_ways(rank: int, loader: Any, model: Any) -> None:
@@ -122,9 +129,10 @@ def left_earlier(rank: int, loader: Any, model: Any) -> None:
 
 
 def of_a_fixed_size(rank: int, loader: Any, model: Any) -> None:
-    _optimizer = trained(model, loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in loader:
-        model(batch).view(5, 1)
+        model(batch).view(5, 1).mean().backward()
+        optimizer.step()
 
 
 def drifting(rank: int, loader: Any, model: Any) -> None:
@@ -145,8 +153,9 @@ def other_data(rank: int, loader: Any, model: Any) -> None:
 
 
 def graphs_of_gradients(rank: int, loader: Any, model: Any) -> None:
-    _optimizer = trained(model, loader)
-    model(next(iter(loader))).mean().backward(create_graph=True)
+    _optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, batch in enumerate(loader):
+        model(batch).mean().backward(create_graph=number == 2)
 
 
 def parallel(rank: int, loader: Any, model: Any) -> None:
@@ -170,7 +179,7 @@ WRONG: list[tuple[Callable[..., None], type[Exception], list[str]]] = [
     (changed_by_hand, RankMismatchError, ["no longer train the same model", "differ first in weight"]),
     (steps_within_backward, UnsupportedLoaderError, ["makes a step while backward() runs"]),
     (other_ways, RankMismatchError, ["rank 0 begins to iterate", "rank 1 calls backward()", "after 4 calls"]),
-    (left_earlier, RankMismatchError, ["rank 0 begins to iterate a loader that is divided", "rank 1 calls backward()"]),
+    (left_earlier, RankMismatchError, ["rank 0 begins to iterate a loader", "rank 1 calls backward()"]),
     (
         of_a_fixed_size,
         RuntimeError,
@@ -223,22 +232,24 @@ def honest(rank: int, world_size: int) -> dict[str, Any]:
         items = random_loader(3, 5, 2, batch_size=None)
         model: Any = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for batch in loader:
-            found["drawn"].append(torch.rand(1).item())
-            error: Any = model(batch).pow(2).mean()
-            if rank or len(found["drawn"]) != 2:  # as a script that looks at a clock
-                found.setdefault("errors", []).append(error.item() * len(batch))
-            error.backward()
-            optimizer.step()
-        list(DataLoader(Source(), batch_size=4))
-        found["buffers before"] = model[1].running_mean.tolist()
         classes = nn.Parameter(torch.ones(2, 3))
         weighing = torch.optim.SGD([classes], lr=0.01)
-        for batch in loader:
-            targets = torch.zeros(len(batch), dtype=torch.int64)
-            loss: Any = nn.functional.cross_entropy(batch @ classes, targets, weight=torch.ones(3))
-            loss.backward()
-            weighing.step()
+        for is_weighed in (False, True):
+            for batch in loader:
+                if is_weighed:
+                    targets = torch.zeros(len(batch), dtype=torch.int64)
+                    loss: Any = nn.functional.cross_entropy(batch @ classes, targets, weight=torch.ones(3))
+                    loss.backward()
+                    weighing.step()
+                    continue
+                found["drawn"].append(torch.rand(1).item())
+                error: Any = model(batch).pow(2).mean()
+                if rank or len(found["drawn"]) != 2:  # as a script that looks at a clock
+                    found.setdefault("errors", []).append(error.item() * len(batch))
+                error.backward()
+                optimizer.step()
+        list(DataLoader(Source(), batch_size=4))
+        found["buffers before"] = model[1].running_mean.tolist()
         for batch in items:
             model(batch).pow(2).mean().backward()
         found["after"], found["python"] = torch.rand(1).item(), random.random()
