@@ -318,7 +318,6 @@ SCRIPTS = [
     Script(
         "ignite",
         "examples/mnist/mnist.py",
-        # Its "Training Results" are of a part: it begins the pass before it says that it evaluates.
         r"Validation Results.*accuracy: ([\d.]+) Avg loss: ([\d.]+)",
         lambda at: mnist(at / "run"),
         ("--epochs", "2"),
