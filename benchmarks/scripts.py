@@ -318,7 +318,7 @@ SCRIPTS = [
     Script(
         "ignite",
         "examples/mnist/mnist.py",
-        r"Validation Results.*accuracy: ([\d.]+) Avg loss: ([\d.]+)",
+        r"Results.*accuracy: ([\d.]+) Avg loss: ([\d.]+)",
         lambda at: mnist(at / "run"),
         ("--epochs", "2"),
     ),

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +17,8 @@ from ddp_patch.options import Options
 from ddp_patch.running.check import RECORDING, check, recorded
 from ddp_patch.running.context import running
 from ddp_patch.running.launch import (
-    ALONE,
     ONE_NODE,
+    alone,
     drawn_seed,
     end_with_launcher,
     hashes_alike,
@@ -75,9 +75,8 @@ def run(arguments: Sequence[str]) -> None:
         sys.exit(check(int(given.nproc_per_node), given.training_script, arguments))
     with ExitStack() as stack:
         if starts:
-            is_here = is_one and given.nproc_per_node == "1" and hashes_alike() and not _wants_ranks(given)
-            stack.enter_context(made_equal(given.keep_shadows if recording is None else recording / "files"))
-            _start(given, arguments, is_here=is_here)
+            kept = given.keep_shadows if recording is None else recording / "files"
+            stack.enter_context(_started(given, arguments, kept, is_one=is_one))
         rank, ranks = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
         told_last: list[str] = []
         stack.callback(lambda: sys.stderr.write("".join(told_last)))
@@ -128,11 +127,14 @@ def _mistakes(given: argparse.Namespace, *, starts: bool, is_one: bool) -> Itera
         yield f"{', '.join(unused)}: only where ranks train as one process, which -n or --mode one asks for."
 
 
-def _start(given: argparse.Namespace, arguments: Sequence[str], *, is_here: bool) -> None:
+def _started(
+    given: argparse.Namespace, arguments: Sequence[str], kept: Path | None, *, is_one: bool
+) -> AbstractContextManager[None]:
     """Start ranks, and exit with their code; a single one may be this process, where Python hashes as in the others."""
-    if not is_here:
+    if is_one and given.nproc_per_node == "1" and hashes_alike() and not _wants_ranks(given):
+        return alone()
+    with made_equal(kept):
         sys.exit(started(given, arguments))
-    os.environ.update(ALONE)
 
 
 def _wants_ranks(given: argparse.Namespace) -> bool:

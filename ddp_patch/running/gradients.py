@@ -177,6 +177,7 @@ _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__form
 _NOT_THE_SCRIPT = ("torch.", "ddp_patch.")
 # A product with the size of a batch, in a line that reads a loss.
 _BY_SAMPLES = re.compile(r"\*.*(\.size\(|\.shape\b|\blen\()|(\.size\(|\.shape\b|\blen\().*\*")
+_MOST_WHOLES = 16  # losses that are kept beside those of their parts
 _MOST_READ = 8  # numbers of a tensor that are noted
 
 
@@ -527,6 +528,8 @@ class Gradients:
             return tensor  # what is the same on all is of no part
         whole = _detach(tensor) * self.weight.of_loss(is_sum=kinds == {SUM})
         self._lockstep.average([whole])
+        if len(self._wholes) >= _MOST_WHOLES:  # they hold what computed them
+            self._wholes = {}
         self._wholes[tensor.grad_fn] = _detach(tensor), whole
         return whole
 

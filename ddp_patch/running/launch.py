@@ -32,6 +32,7 @@ from ddp_patch.loaders.hooks import OURS
 __all__ = [
     "ALONE",
     "ONE_NODE",
+    "alone",
     "backend_here",
     "drawn_seed",
     "end_with_launcher",
@@ -187,6 +188,13 @@ def started(given: argparse.Namespace, arguments: Sequence[str]) -> int:
 def hashes_alike() -> bool:
     """Return whether every process that Python starts here hashes strings as the others do."""
     return os.environ.get("PYTHONHASHSEED", "random") != "random"
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process be the only rank."""
+    with patch.dict(os.environ, {**ALONE, _STARTED: str(os.getpid()), _SHADOWS: ""}):
+        yield
 
 
 @contextmanager
