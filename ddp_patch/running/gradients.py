@@ -106,7 +106,7 @@ class StepWeight:
             of.first = next(map(weakref.ref, tensors), of.first)
         of.weights.append(weight)
         self._weight, self._last, self.samples = weight, of, samples
-        # Of what is over by now, the script wanted no gradient.
+        # The script wanted no gradient from passes that are over by now.
         self.taken = [*(each for each in self.taken if each[0] is of or not each[0].is_over), (of, weight)]
 
     def take_whole(self) -> None:
@@ -517,7 +517,7 @@ class Gradients:
     def _averaged(self, tensor: torch.Tensor, samples: tuple[int, int]) -> torch.Tensor:
         """Return the whole batch's mean or sum over samples, where every rank reads its part's; else the tensor."""
         is_of_loop = current_thread() is main_thread() and not (self._lockstep.is_fetching or self._is_in_backward())
-        if not is_of_loop or self.weight.is_over or operation_number(tensor.grad_fn) < self.weight.begins:
+        if not is_of_loop or self.weight.is_over or not 0 <= self.weight.begins <= operation_number(tensor.grad_fn):
             return tensor
         kinds = {MEAN} if not samples[0] else self._kinds if tensor.grad_fn in self._terms else self._kinds_of([tensor])
         if kinds not in ({MEAN}, {SUM}):

@@ -144,9 +144,8 @@ class Lockstep:
         others = sorted({read[0] for read in row if read} - {value})
         self._tell(
             f"What is read at {place} differs between the ranks ({value[:60]}{', and ' if others else ''}"
-            f"{others[0][:60] if others else ''}): it is of a part of a batch, or a rank's own random number. Of all "
-            "that is computed from a batch that is divided, only a mean or a sum over samples, such as a loss, is of "
-            "the whole batch."
+            f"{others[0][:60] if others else ''}): it is of a part of a batch, or a rank's own random number. "
+            "Only means and sums over samples that have a gradient, such as losses, are made the whole batch's."
         )
 
     def meet_alike(self, doing: str, found: Callable[[], Sequence[torch.Tensor]]) -> None:
