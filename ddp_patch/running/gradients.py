@@ -1,11 +1,10 @@
 """The gradients of one process on several ranks: each rank's part is weighed, and averaged where backward() ends."""
 
-import math
 import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from linecache import getline
@@ -27,9 +26,10 @@ from ddp_patch.compat.private_torch import (
 from ddp_patch.errors import UnsupportedLoaderError
 from ddp_patch.loaders.hooks import script_line
 from ddp_patch.running.lockstep import Lockstep, RandomNumbers, Replicas
+from ddp_patch.running.losses import COMPILED, MEAN, SUM, UNKNOWN, WEIGHED, Losses, Reductions, is_additive
 from ddp_patch.walks import nested
 
-__all__ = ["MEAN", "SUM", "WEIGHED", "Gradients", "PassWeights", "StepWeight", "is_additive", "reductions_of"]
+__all__ = ["Gradients", "PassWeights", "StepWeight"]
 
 
 # ---- what weight a gradient has ----
@@ -156,196 +156,15 @@ class StepWeight:
             )
 
 
-# ---- what a loss is of the samples of a batch ----
+# ---- what backward() does ----
 
-MEAN, SUM, WEIGHED = "a mean", "a sum", "a mean by weights of the samples"
-UNKNOWN = "of a form that is not known to be a mean or a sum over samples"
-COMPILED = "compiled, and taken for a mean over samples"
-# Operations of which each input is a term, that changes nothing of what it is of the samples.
-_TERMS = ("Add", "Sub", "Rsub", "Stack", "Cat")
-_PASSED_ON = ("Neg", "ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Clone", "Alias", "NanToNum")
-_SCALED = ("Mul", "Div")
-_PROPORTIONAL = (*_SCALED, "Neg")
-_MOST_OPERATIONS = 300  # that a loss is made of, above what it reduces
-_MOST_OF_WEIGHTS = 64
-_SAVED = {1: MEAN, 2: SUM}  # as torch saves them
-_ROUNDING = 1e-6  # of the largest derivative: below it, one is zero
-_grad = torch.autograd.grad
 _detach, _tolist = torch.Tensor.detach, torch.Tensor.tolist
 # Methods of tensors by which a script reads numbers; those of torch and of this package that read more of them.
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__format__", "__repr__")
 _NOT_THE_SCRIPT = ("torch.", "ddp_patch.")
 # A product with the size of a batch, in a line that reads a loss.
 _BY_SAMPLES = re.compile(r"\*.*(\.size\(|\.shape\b|\blen\()|(\.size\(|\.shape\b|\blen\().*\*")
-_MOST_WHOLES = 16  # losses that are kept beside those of their parts
 _MOST_READ = 8  # numbers of a tensor that are noted
-
-
-def reductions_of(
-    loss: torch.Tensor,
-    part: int,
-    whole: int,
-    usual: int = 0,
-    weights: Container[Any] = (),
-    since: int = 0,
-    terms: set[Any] | None = None,
-) -> set[str]:
-    """Return what the terms of a loss are of the samples of this rank's part of a batch.
-
-    A sum that is divided by the number of samples is a mean; one that is divided by the number of samples of the whole
-    batch is a sum. A term that is of no batch, such as a penalty of weights, does not count.
-
-    Args:
-        loss: The root of a ``backward()``.
-        part: How many samples this rank's part has.
-        whole: How many the whole batch has.
-        usual: How many most batches have, by which a script may divide all.
-        weights: What is trained.
-        since: How many operations were there when the batch was taken: what is older is of another one.
-        terms: Gets the operations that make up the loss, down to what reduces or scales.
-
-    Examples:
-        >>> x = torch.ones(4, requires_grad=True)
-        >>> [*map(str, (*reductions_of(x.sum() / 4, 4, 8), *reductions_of(x.sum() / 8, 4, 8)))]
-        ['a mean', 'a sum']
-        >>> reductions_of(x.norm(), 4, 8, weights={x})
-        set()
-    """
-    found, seen = set[str](), 0
-    todo: list[tuple[Any, tuple[tuple[str, float], ...]]] = [(loss.grad_fn, ())]
-    while todo and seen < _MOST_OPERATIONS:
-        node, by = todo.pop()
-        seen += 1
-        if node is None or _is_of_weights(node, weights):
-            continue
-        if terms is not None and not by:
-            terms.add(node)
-        name, inner = _name_of(node), [each for each, _ in node.next_functions if each is not None]
-        kind = _reduction(node, name, part)
-        if kind and operation_number(node) < since:
-            found.add(UNKNOWN)
-        elif kind in {MEAN, SUM}:
-            found.add(_scaled(kind, _size_of(node), by, part, whole, usual))
-        elif kind:
-            found.add(kind)
-        elif name in _SCALED and len(inner) == 1:
-            todo.append((inner[0], (*by, (name, _number(node)))))
-        elif name in (*_TERMS, *_PASSED_ON, "Mul", "Sum", "Mean"):
-            todo += [(each, by) for each in inner]
-        elif name != "AccumulateGrad":
-            found.add(COMPILED if name.startswith("Compiled") else UNKNOWN)
-    return found | ({UNKNOWN} if todo else set())
-
-
-def _name_of(node: Any) -> str:
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
-
-
-def _size_of(node: Any) -> Sequence[int]:
-    """Return the shape of what an operation reduces."""
-    saved = getattr(node, "_saved_self", None)
-    return tuple(saved.shape) if isinstance(saved, torch.Tensor) else getattr(node, "_saved_self_sym_sizes", ())
-
-
-def _has_rows(sizes: Sequence[int], part: int) -> bool:
-    return any(size and size % part == 0 for size in sizes)
-
-
-def _reduction(node: Any, name: str, part: int) -> str:
-    """Return what an operation makes of the samples; nothing if it does not reduce these."""
-    sizes, kind = _size_of(node), _SAVED.get(getattr(node, "_saved_reduction", 0), "")
-    if name.startswith("NllLoss") and kind:
-        weight, total, target = (getattr(node, f"_saved_{of}", None) for of in ("weight", "total_weight", "target"))
-        rows = 0 if target is None else target.numel()
-        are_some_left_out = total is not None and total.device.type == "cpu" and bool(total != rows)
-        if kind == MEAN and (weight is not None or are_some_left_out):
-            return WEIGHED
-        return kind if rows % part == 0 else UNKNOWN
-    if kind:
-        return kind if _has_rows(sizes, part) else UNKNOWN
-    if name not in {"Mean", "Sum"} or not _has_rows(sizes, part):
-        return ""
-    below = node.next_functions[0][0]
-    if below is not None and _name_of(below) in {"Mean", "Sum"} and _reduces_rows(below, part):
-        return UNKNOWN  # which of both is that of the samples
-    return MEAN if name == "Mean" else SUM
-
-
-def _reduces_rows(node: Any, part: int) -> bool:
-    sizes = _size_of(node)
-    dims = {dim if dim < len(sizes) else dim - 2**64 + len(sizes) for dim in getattr(node, "_saved_dim", ())}
-    return 0 in dims and sizes[0] % part == 0
-
-
-def _number(node: Any) -> float:
-    """Return by which number an operation multiplies or divides; none if that is not known."""
-    other = getattr(node, "_saved_other", None)
-    if isinstance(other, torch.Tensor) and other.numel() == 1 and other.device.type == "cpu":
-        return float(other)
-    return float(other) if isinstance(other, int | float) else math.nan
-
-
-def _scaled(kind: str, sizes: Sequence[int], by: Sequence[tuple[str, float]], part: int, whole: int, usual: int) -> str:
-    """Return what a mean or a sum is that was multiplied or divided by some numbers."""
-    if kind == MEAN:  # which is a sum if it is multiplied by the number of samples
-        return UNKNOWN if part > 1 and ("Mul", part) in by else MEAN
-    divisors = [*(number for name, number in by if name == "Div"), *(1 / n for name, n in by if name == "Mul" and n)]
-
-    def are(*numbers: int) -> bool:
-        return any(math.isclose(each, number) for each in divisors for number in numbers)
-
-    is_mean, is_constant = are(part, math.prod(sizes)), part != whole and are(whole, usual)
-    if is_mean or is_constant:
-        return UNKNOWN if is_mean and is_constant else MEAN if is_mean else SUM
-    return UNKNOWN if any(name == "Div" for name, _ in by) else SUM
-
-
-def _is_of_weights(node: Any, weights: Container[Any]) -> bool:
-    """Return whether a term is of nothing but what is trained."""
-    todo, seen = [node], set[Any]()
-    while todo:
-        each = todo.pop()
-        if each in seen:
-            continue
-        seen.add(each)
-        if each is None or len(seen) > _MOST_OF_WEIGHTS or _name_of(each).startswith(("Embedding", "Index", "Gather")):
-            return False
-        if hasattr(each, "variable"):
-            if each.variable not in weights:
-                return False
-        else:
-            todo += [inner for inner, _ in each.next_functions]
-    return True
-
-
-def is_additive(loss: torch.Tensor, outputs: torch.Tensor, samples: int) -> bool:
-    """Return whether a loss adds up what its samples give, as far as a model's outputs for these show.
-
-    A mixed second derivative by the outputs of two samples is zero then. It is computed between two halves of them.
-
-    Args:
-        loss: The loss.
-        outputs: What the loss was computed from, with a row for each sample, or several such tables after each other.
-        samples: How many samples there are.
-
-    Examples:
-        >>> x = torch.arange(4.0, requires_grad=True)
-        >>> is_additive(x.square().mean(), x, 4), is_additive(x.square().mean().sqrt(), x, 4)
-        (True, False)
-    """
-    table = samples if len(outputs) % samples == 0 else len(outputs)
-    is_first = (torch.arange(len(outputs), device=outputs.device) % table) < table // 2
-    try:
-        (slopes,) = _grad(loss, outputs, create_graph=True)
-        some = slopes[is_first]
-        numbers = torch.arange(some.numel(), dtype=some.dtype, device=some.device)
-        (changes,) = _grad((some * numbers.cos().view_as(some)).sum(), outputs, retain_graph=True)
-    except Exception:  # noqa: BLE001 - the loss is not of these, or is linear; or its operations cannot be derived twice
-        return True
-    return not changes[~is_first].abs().max() > _ROUNDING * changes.abs().max()
-
-
-# ---- what backward() does ----
 
 
 class Gradients:
@@ -366,9 +185,7 @@ class Gradients:
     ) -> None:
         self.weight: StepWeight = StepWeight()
         self._why_whole = ""
-        # By the operation that computed a part's loss: that, and the whole batch's; of this step.
-        self._wholes: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._terms, self._kinds = set[Any](), set[str]()  # the operations of the latest losses; what these are
+        self._losses = Losses()
         self._outputs: list[torch.Tensor] = []  # of the model that ran last, while its loss is looked at
         self._is_looking = self._has_own_leaves = False
         self._samples: int | None = None
@@ -445,7 +262,7 @@ class Gradients:
         samples = self._samples or (len(self._outputs[0]) if self._outputs else 0)
         if not samples:
             return
-        kinds = reductions_of(loss, samples, samples, samples, {*self._replicas.parameters}) - {COMPILED}
+        kinds = Reductions(samples, samples, samples, {*self._replicas.parameters}).of(loss) - {COMPILED}
         if loss.numel() > 1:
             self._want_whole("backward() is called for several numbers")
         elif WEIGHED in kinds or UNKNOWN in kinds or len(kinds) > 1:
@@ -502,24 +319,17 @@ class Gradients:
 
         What is proportional to the root of a ``backward()`` stands for it, as where a script divides it again.
         """
-        node: Any = tensor.grad_fn
-        if node is None or self.weight.samples is None or tensor.numel() != 1:
+        if tensor.grad_fn is None or self.weight.samples is None or tensor.numel() != 1:
             return tensor
-        while node not in self._wholes:
-            inner = [each for each, _ in node.next_functions if each is not None]
-            if len(inner) != 1 or _name_of(node) not in _PROPORTIONAL:
-                return self._averaged(tensor, self.weight.samples)
-            node = inner[0]
-        part, whole = (each.view(tensor.shape) for each in self._wholes[node])
-        own = _detach(tensor)
-        return whole if not part or torch.equal(own, part) else own * (whole / part)
+        whole = self._losses.whole_of(tensor)
+        return self._averaged(tensor, self.weight.samples) if whole is None else whole
 
     def _averaged(self, tensor: torch.Tensor, samples: tuple[int, int]) -> torch.Tensor:
         """Return the whole batch's mean or sum over samples, where every rank reads its part's; else the tensor."""
         is_of_loop = current_thread() is main_thread() and not (self._lockstep.is_fetching or self._is_in_backward())
         if not is_of_loop or self.weight.is_over or not 0 <= self.weight.begins <= operation_number(tensor.grad_fn):
             return tensor
-        kinds = {MEAN} if not samples[0] else self._kinds if tensor.grad_fn in self._terms else self._kinds_of([tensor])
+        kinds = self._losses.kinds_of(tensor, self._reductions()) if samples[0] else {MEAN}
         if kinds not in ({MEAN}, {SUM}):
             return tensor
         line = script_line(sys._getframe()).rpartition(os.sep)[2]  # ranks may have the script in other folders
@@ -528,9 +338,7 @@ class Gradients:
             return tensor  # what is the same on all is of no part
         whole = _detach(tensor) * self.weight.of_loss(is_sum=kinds == {SUM})
         self._lockstep.average([whole])
-        if len(self._wholes) >= _MOST_WHOLES:  # they hold what computed them
-            self._wholes = {}
-        self._wholes[tensor.grad_fn] = _detach(tensor), whole
+        self._losses.keep(tensor, whole)
         return whole
 
     def _want_whole(self, why: str, *, is_error: bool = False) -> None:
@@ -561,7 +369,7 @@ class Gradients:
         for root in roots if self._is_looking and len(roots) == 1 else ():
             self._look_at(root)
         if self.weight.taken:
-            self._wholes = {}
+            self._losses.forget()
         weight = self.weight.of_backward(is_sum=self._is_sum(roots))
         with torch.enable_grad():
             weighed = [root * weight if isinstance(root, torch.Tensor) else root for root in roots]
@@ -575,18 +383,13 @@ class Gradients:
         read = [(root, _detach(each).clone()) for root, each in pairs if torch.is_tensor(root) and root.numel() == 1]
         self._average([whole for _, whole in read])
         for root, whole in read:
-            node: Any = root.grad_fn
-            of_one = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]
-            is_multiple = type(node).__name__.startswith(("Mul", "Div")) and len(of_one) == 1
-            for each in [node, *of_one] if is_multiple else [node]:
-                self._wholes[each] = _detach(root), whole
+            self._losses.keep_root(root, whole)
 
     def _is_sum(self, roots: Iterable[Any]) -> bool:
         """Return whether a loss is a sum over the samples of a divided batch; tell the user where nobody knows."""
         if self.weight.samples is None or not self.weight.samples[0]:
             return False
-        self._terms = set()
-        self._kinds = kinds = self._kinds_of(roots, self._terms)
+        kinds = self._losses.kinds_of_roots(roots, self._reductions())
         if kinds & {WEIGHED, UNKNOWN, COMPILED} or len(kinds) > 1:
             self._tell(
                 f"The loss is {' and '.join(sorted(kinds))}, so its gradient may not be that of the whole batch, where "
@@ -594,14 +397,10 @@ class Gradients:
             )
         return kinds == {SUM}
 
-    def _kinds_of(self, roots: Iterable[Any], terms: set[Any] | None = None) -> set[str]:
-        """Return what the terms of losses are of the samples of the batch that was taken last."""
-        samples, weights = self.weight.samples or (1, 1), {*self._replicas.parameters}
-        given = (*samples, self._samples or 0, weights, self.weight.begins, terms)
-        try:
-            return {kind for root in roots if torch.is_tensor(root) for kind in reductions_of(root, *given)}
-        except RuntimeError:  # backward() has freed what shows it
-            return {UNKNOWN}
+    def _reductions(self) -> Reductions:
+        """Return what tells what losses are of the samples of the batch that was taken last."""
+        part, whole = self.weight.samples or (1, 1)
+        return Reductions(part, whole, self._samples or 0, {*self._replicas.parameters}, self.weight.begins)
 
     def _average(self, more: Sequence[torch.Tensor]) -> None:
         parameters = self._replicas.parameters

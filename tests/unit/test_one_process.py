@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ddp_patch import autopatch
 from ddp_patch.compat.private_torch import operations_so_far
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError, WorldError
-from ddp_patch.running.gradients import MEAN, SUM, UNKNOWN, WEIGHED, PassWeights, StepWeight, is_additive, reductions_of
+from ddp_patch.running.gradients import PassWeights, StepWeight
 from ddp_patch.running.launch import ALONE, backend_here
 from ddp_patch.running.lockstep import RandomNumbers, Replicas, models_of, seed_all
+from ddp_patch.running.losses import MEAN, SUM, UNKNOWN, WEIGHED, Reductions, is_additive
 
 TRAIN, TEST = "train", "test"
 BACKWARD, END = "backward", "end"
@@ -111,7 +112,7 @@ def test_what_a_loss_is_of_its_samples(name: str) -> None:
     make, expected = LOSSES[name]
     outputs = torch.randn(PART, CLASSES, requires_grad=True)
     loss = make(outputs.log_softmax(1), torch.randn(PART, CLASSES), torch.randint(0, CLASSES, (PART,)))
-    assert reductions_of(loss, PART, WHOLE) == expected
+    assert Reductions(PART, WHOLE).of(loss) == expected
 
 
 def test_a_loss_of_an_earlier_batch_is_of_no_known_form() -> None:
@@ -119,11 +120,11 @@ def test_a_loss_of_an_earlier_batch_is_of_no_known_form() -> None:
     kept = outputs.mean()
     since, terms = operations_so_far(), set[Any]()
     new = outputs.square().mean()
-    assert reductions_of(new, PART, WHOLE, since=since) == {MEAN}
-    assert reductions_of(kept + new, PART, WHOLE, since=since) == {MEAN, UNKNOWN}
-    assert reductions_of(new + new.mul(2), PART, WHOLE, terms=terms) == {MEAN}
+    assert Reductions(PART, WHOLE, since=since).of(new) == {MEAN}
+    assert Reductions(PART, WHOLE, since=since).of(kept + new) == {MEAN, UNKNOWN}
+    assert Reductions(PART, WHOLE).of(new + new.mul(2), terms) == {MEAN}
     assert new.grad_fn in terms
-    reductions_of(outputs.sum() / PART, PART, WHOLE, terms=terms)
+    Reductions(PART, WHOLE).of(outputs.sum() / PART, terms)
     assert {type(each).__name__ for each in terms} == {"AddBackward0", "MulBackward0", "MeanBackward0", "DivBackward0"}
 
 
