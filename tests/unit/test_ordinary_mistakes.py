@@ -1,6 +1,5 @@
 """Ordinary mistakes: each is told in at most six lines of a terminal, with a remedy that works as it is written."""
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -79,36 +78,6 @@ def test_a_keyword_that_does_not_exist(given: dict[str, Any], remedy: str) -> No
         )
     elif remedy.startswith("did you"):
         assert len(patched(uneven="drop")) == 5
-
-
-# ---- the command ----
-
-
-def run_command(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    (folder / "train.py").write_text("print('the script has begun')")
-    command = [sys.executable, "-m", "ddp_patch", "run", *arguments, "train.py"]
-    ended = subprocess.run(  # noqa: S603 - our own
-        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
-    assert ("begun" in ended.stdout) == (ended.returncode == 0)
-    said = ended.stderr[ended.stderr.find("ddp-patch run: error: ") :]
-    return ended.returncode, said
-
-
-def test_a_seed_or_a_folder_that_is_none_is_told_before_the_script_begins(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    wrong: list[tuple[str, list[str], dict[str, str]]] = [
-        ("argument --seed: '-1' is no whole number", ["--seed", "-1"], {}),
-        ("unset DDP_PATCH_SEED", [], {"DDP_PATCH_SEED": "1.5"}),
-        ("unset DDP_PATCH_SEED", ["-n", "2"], {"DDP_PATCH_SEED": "1" * 10**4}),
-        ("taken/logs'. Pass the path of a folder.", ["-n", "2", "--keep-shadows", "taken/logs"], {}),
-    ]
-    for remedy, arguments, environment in wrong:
-        code, said = run_command(tmp_path, *arguments, **environment)
-        assert (code, remedy in said) == (2, True)
-        assert len(lines_of(said)) <= LINES
-    assert run_command(tmp_path, "-n", "1", "--keep-shadows", "logs", DDP_PATCH_SEED="7")[0] == 0
-    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700  # of nobody else's concern
 
 
 # ---- states ----

@@ -86,7 +86,10 @@ def test_nothing_is_left_of_a_run(folder: Path, capsys: pytest.CaptureFixture[st
     [
         ([], "training_script", {}),
         (["--no-such", "script.py"], "--no-such", {}),
-        (["--seed", "-1", "script.py"], "--seed", {}),
+        (["--seed", "-1", "script.py"], "argument --seed: '-1' is no whole number", {}),
+        (["script.py"], "unset DDP_PATCH_SEED", {"DDP_PATCH_SEED": "1.5"}),
+        (["-n", "2", "script.py"], "unset DDP_PATCH_SEED", {"DDP_PATCH_SEED": "1" * 10**4}),
+        (["-n", "2", "--keep-shadows", "helper.py/logs", "script.py"], "helper.py/logs'. Pass the path of", {}),
         (["--check", "script.py"], "-n 4", {}),
         (["--check", "--mode", "ranks", "-n", "2", "script.py"], "-n 4", {}),
         (["--mode", "one", "--whole", "", "script.py"], "names no file", {}),
@@ -111,7 +114,10 @@ def test_wrong_usage_exits_with_2(
     with pytest.raises(SystemExit) as caught:
         run(arguments)
     assert caught.value.code == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    seen = capsys.readouterr()
+    assert (seen.out, told in " ".join(seen.err.split())) == ("", True)  # the script has not begun
+    said = seen.err[seen.err.find("ddp-patch run: error: ") :].splitlines()
+    assert sum(len(textwrap.wrap(line, 120)) for line in said) <= 6
     assert not dist.is_initialized()
 
 
@@ -216,13 +222,16 @@ main()
 def test_a_single_rank_is_the_command_itself_and_hashes_as_several_do(folder: Path) -> None:
     (folder / "script.py").write_text("import os, sys; print(os.getpid(), hash('ddp_patch')); sys.exit(7)")
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
-    command = [sys.executable, "-c", "from _ddp_patch_command import main; main()", "run", "-n", "1", "script.py"]
-    with subprocess.Popen(command, env=environment, stdout=-1, text=True) as started:  # noqa: S603 - our own command
+    options = ["-n", "1", "--keep-shadows", "logs"]
+    command = [sys.executable, "-c", "from _ddp_patch_command import main; main()", "run", *options, "script.py"]
+    seeded = {**environment, "DDP_PATCH_SEED": "7"}
+    with subprocess.Popen(command, env=seeded, stdout=-1, text=True) as started:  # noqa: S603 - our own command
         out, _ = started.communicate(timeout=SECONDS)
     alike = {**environment, "PYTHONHASHSEED": "0"}
     asked = [sys.executable, "-c", "print(hash('ddp_patch'))"]
     hashed = subprocess.run(asked, env=alike, capture_output=True, text=True, check=True)  # noqa: S603 - this very Python
     assert (started.returncode, out.split()) == (7, [str(started.pid), hashed.stdout.strip()])
+    assert (folder / "logs").stat().st_mode & 0o777 == 0o700  # of nobody else's concern
 
 
 # Ctrl-C: one word, exit code 130, and no traceback, neither of this process nor of a rank.
