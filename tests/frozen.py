@@ -9,5 +9,9 @@ collected: each process that runs tests collects all of them, and forks thousand
 
 import gc
 
+import torch.utils.data._utils
+
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 1.0  # as in conftest.py: of the workers of ranks, too
+
 gc.collect()
 gc.freeze()
