@@ -187,12 +187,7 @@ def svg(shown: Pictured, scheme: str, parts: Sequence[str] = ("shares", "waits")
 
 def _draw_often(panel: "Axes", shown: Pictured) -> None:
     """Draw a strip that says of each column's samples whether they are seen never, once or again."""
-    lefts = np.arange(0, shown.positions, shown.width)
-    widths, below = np.diff(lefts, append=shown.positions), np.zeros(len(lefts))
-    for part, colour in zip(np.array(shown.often), _OFTEN.values(), strict=True):
-        filled = part > 0
-        panel.bar(lefts[filled], part[filled], widths[filled], below[filled], align="edge", linewidth=0, color=colour)
-        below += part
+    _stack(panel, shown, shown.often, [*_OFTEN.values()])
     panel.set(xlim=(0, shown.positions), ylim=(0, 1))
     panel.set_axis_off()
     counts = zip(_OFTEN.items(), shown.seen, strict=True)
@@ -203,24 +198,31 @@ def _draw_often(panel: "Axes", shown: Pictured) -> None:
 def _draw_shares(panel: "Axes", shown: Pictured) -> None:
     """Draw which rank gets the samples of each column, and how often: one rank's part upon the other's."""
     bands = len(shown.bands)
-    colours = [{"facecolor": colour} for colour in _colours(bands)]
+    colours = _colours(bands)
     some = range(bands) if bands <= len(_DISTINCT) else [0, bands // 2, bands - 1]
-    lefts = np.arange(0, shown.positions, shown.width)
-    widths, below = np.diff(lefts, append=shown.positions), np.zeros(len(lefts))
-    for part, look in zip(np.array(shown.got), colours, strict=True):
-        filled = part > 0
-        panel.bar(lefts[filled], part[filled], widths[filled], below[filled], align="edge", linewidth=0, **look)
-        below += part
-    _finish(panel, "Which rank gets it", {_band_name(*shown.bands[band]): colours[band] for band in some})
+    highest = _stack(panel, shown, shown.got, colours)
+    looks = {_band_name(*shown.bands[band]): {"facecolor": colours[band]} for band in some}
+    _finish(panel, "Which rank gets it", looks)
     panel.axhline(1, color=_GREY, linewidth=0.8, linestyle=":")
     each = "a column is a sample" if shown.width == 1 else f"a column is {shown.width} samples"
     panel.set(
         xlim=(0, shown.positions),
-        ylim=(0, max(1.1, 1.05 * below.max())),
+        ylim=(0, max(1.1, 1.05 * highest)),
         ylabel="times seen",
         xlabel=f"samples, in the order in which one process would draw them; {each}",
     )
     panel.locator_params("y", nbins=4, integer=True)
+
+
+def _stack(panel: "Axes", shown: Pictured, parts: Sequence[Sequence[float]], colours: Sequence[Any]) -> float:
+    """Draw bars over the columns, each part's upon those before, and return how high the highest one is."""
+    lefts = np.arange(0, shown.positions, shown.width)
+    widths, below = np.diff(lefts, append=shown.positions), np.zeros(len(lefts))
+    for part, colour in zip(np.array(parts), colours, strict=True):
+        filled = part > 0
+        panel.bar(lefts[filled], part[filled], widths[filled], below[filled], align="edge", linewidth=0, color=colour)
+        below += part
+    return float(below.max())
 
 
 def _draw_waits(panel: "Axes", title: str, ranks: Sequence[int], costs: Costs, longest: float) -> None:
