@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_patch import DDPPatchError, testing
+from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import message_of
 
 R = TypeVar("R")
@@ -56,6 +57,14 @@ def _on_rank(rank: int, world_size: int, fn: Callable[..., R], address: str, *ar
     server._forkserver_address = address
     server.ensure_running = resource_tracker.ensure_running
     return fn(rank, world_size, *args)
+
+
+def keys_now() -> int:
+    """Return how many keys the store has while no rank writes one."""
+    dist.barrier()
+    count: int = default_store().num_keys()
+    dist.barrier()
+    return count
 
 
 def said(act: Callable[[], Any]) -> tuple[str, str]:

@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from gathered import assert_same
 from messages import assert_tells, raises
-from quick import run_each, run_ranks, soaked
+from quick import keys_now, run_each, run_ranks, soaked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_patch import errors, loader_state, patch_dataloader_to_ddp, restore_loader
-from ddp_patch.compat.private_torch import default_store
 from ddp_patch.errors import NoStepsError, RankMismatchError, RanksFailedError, UnsupportedLoaderError
 from ddp_patch.ranks.group import opened
 
@@ -229,14 +228,14 @@ def left_and_begun_again(rank: int, world_size: int) -> list[tuple[str, object]]
         loader = made(Case([7, 3, 12, 1, 0, 5], workers))
         whole = [numbers(batch, 0) for batch in loader]
         loader.set_epoch(1)
-        keys, threads = count_keys(), count_threads()
+        keys, threads = keys_now(), count_threads()
         left = [leave(loader, epoch) for epoch in range(1, 5)]
         # With persistent workers, a loader keeps its iterator, and that its channel.
         found.append(("keys are few", max(left) - keys <= (1 if workers == 0 else 3)))
         found.append(("and do not grow", left[1] == left[-1]))
         found.append(("threads are gone", workers > 0 or count_threads() == threads))
         found.append(("whole after a break", [numbers(batch, 5) for batch in loader] == whole))
-        found.append(("of each group stays who left first", count_keys() - keys <= (1 if workers == 0 else 2)))
+        found.append(("of each group stays who left first", keys_now() - keys <= (1 if workers == 0 else 2)))
         iter(loader)  # is never asked
         loader.set_epoch(1)
         found.append(("the epoch that was set", [numbers(batch, 1) for batch in loader] == whole))
@@ -273,14 +272,7 @@ def leave(loader: Any, epoch: int) -> int:
         numbers(batch, epoch)
         if step == epoch:
             break
-    return count_keys()
-
-
-def count_keys() -> int:
-    dist.barrier()
-    count: int = default_store().num_keys()
-    dist.barrier()
-    return count
+    return keys_now()
 
 
 def count_threads() -> int:

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from quick import run_each, run_ranks
+from quick import keys_now, run_each, run_ranks
 from torch.utils.data import DataLoader
 from zoo import Indices, Source, as_it_is, seed_ambient
 
 from ddp_patch import DDPPatchError, DDPSamplerWrapper, patch_dataloader_to_ddp
-from ddp_patch.compat.private_torch import default_store
 
 MANY = 25
 
@@ -56,13 +55,6 @@ def keys() -> int:
     gc.collect()
     patch_dataloader_to_ddp(given())
     return keys_now()
-
-
-def keys_now() -> int:
-    dist.barrier()
-    count: int = default_store().num_keys()
-    dist.barrier()
-    return count
 
 
 def made_again_and_again(rank: int, world_size: int) -> dict[str, tuple[int, int]]:

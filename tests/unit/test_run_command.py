@@ -124,23 +124,15 @@ def test_wrong_usage_exits_with_2(
 def test_a_check_sees_what_is_no_number() -> None:
     """Of one process alone, or of the ranks; and what else differs beside it."""
     nan, one, two = (torch.tensor([each, 1.0]) for each in (math.nan, 1.0, 2.0))
+
+    def ran(*steps: dict[str, dict[str, torch.Tensor]]) -> _Ran:
+        return _Ran(0, {}, [], "", True, [[*steps]], {}, [])
+
     for a, b, differs_at in ((nan, one, 2), (one, nan, 2), (nan, nan, 0)):
-        ran = [
-            _Ran(
-                0,
-                {},
-                [],
-                "",
-                True,
-                [[{"gradients": {"w": of}, "parameters": {"w": one}} for of in (one, each)]],
-                {},
-                [],
-            )
-            for each in (a, b)
-        ]
-        assert _difference(ran[0], ran[1], 1e-8)[0] == differs_at
-    steps = [{"gradients": {"v": each, "w": nan}, "parameters": {"w": one}} for each in (one, two)]
-    mine, other = (_Ran(0, {}, [], "", True, [[step]], {}, []) for step in steps)
+        first = {"gradients": {"w": one}, "parameters": {"w": one}}
+        mine, other = (ran(first, {"gradients": {"w": each}, "parameters": {"w": one}}) for each in (a, b))
+        assert _difference(mine, other, 1e-8)[0] == differs_at
+    mine, other = (ran({"gradients": {"v": each, "w": nan}, "parameters": {"w": one}}) for each in (one, two))
     assert _difference(mine, other, 1e-8)[0] == 1
 
 

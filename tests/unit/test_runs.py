@@ -8,8 +8,8 @@ import pytest
 import torch
 from messages import raises
 from quick import run_ranks
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
-from zoo import Indices, N
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
+from zoo import Indices, N, Source
 
 from ddp_patch import DDPSamplerWrapper, gather_in_order, loader_state, patch_dataloader_to_ddp, restore_loader
 from ddp_patch.errors import InvalidOptionError, RankMismatchError, UnsupportedLoaderError
@@ -87,18 +87,13 @@ def test_an_epoch_that_other_ranks_began_goes_on_where_they_stopped(kind: str, b
     assert sorted(items(done) + items(more) + items(given(again))) == whole
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(N))
-
-
 @pytest.mark.parametrize(
     ("loader", "options", "fact"),
     [
-        (DataLoader(Stream()), {}, "Stream"),
+        (DataLoader(Source()), {}, "Source"),
         (DataLoader(Indices()), {"cost": [1.0] * N}, "cost="),
         (DataLoader(Indices()), {"share": "within_batches"}, "share='within_batches'"),
-        (DataLoader(Stream()), {"share": "by_worker"}, "share='by_worker'"),
+        (DataLoader(Source()), {"share": "by_worker"}, "share='by_worker'"),
     ],
 )
 def test_what_arranges_items_itself_gives_no_runs(loader: Any, options: Any, fact: str) -> None:

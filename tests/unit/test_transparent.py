@@ -9,7 +9,6 @@ from messages import Words, raises
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -19,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from walked import read, set_elsewhere, told_otherwise
-from zoo import as_it_is
+from zoo import Indices, as_it_is
 
 from ddp_patch import DDPSamplerWrapper, patch_dataloader_to_ddp
 from ddp_patch.errors import InvalidOptionError
@@ -109,7 +108,7 @@ WALKED = [(name, share) for name in SAMPLERS for share in SHARES]
 def test_all_attributes_of_a_sampler_are_there_after_the_patch(name: str, options: dict[str, Any]) -> None:
     sampler = SAMPLERS[name]()
     before = read(sampler)
-    given: Any = DataLoader(Rows(), sampler=sampler, batch_size=4)
+    given: Any = DataLoader(Indices(N), sampler=sampler, batch_size=4)
     wrapper = patch_dataloader_to_ddp(given, rank=0, num_replicas=2, **options).sampler
     assert told_otherwise(before, wrapper) == []
     assert set_elsewhere(sampler, wrapper) == []
@@ -229,11 +228,3 @@ def test_a_users_subclass_keeps_what_it_sets_to_itself() -> None:
     assert own.volume == 11
     assert not hasattr(own.sampler, "volume")
     assert own.limit == N
-
-
-class Rows(Dataset[int]):
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> int:
-        return index
