@@ -106,7 +106,7 @@ def agreeing(samplers: Callable[[int], Sequence[Sampler[int]]]) -> Callable[[int
 
     def operation(rank: int) -> object:
         world = World(rank, HERE.world, {each: each for each in range(HERE.world)})
-        streams = [StreamFacts.of(sampler) for sampler in samplers(rank)]
+        streams = [StreamFacts(sampler) for sampler in samplers(rank)]
         subjects = [Subject(stream.described, stream, label=f"loaders[{at}]") for at, stream in enumerate(streams)]
         return agree(world, Options(timeout=TIMEOUT_S), subjects, f"{len(streams)} loaders")
 

@@ -86,7 +86,7 @@ class DDPSamplerWrapper(ShardedSampler[T]):
         pad_data_to_num_gpus: bool = True,
         **options: Unpack[SharingOptions],
     ) -> None:
-        stream = StreamFacts.of(sampler)
+        stream = StreamFacts(sampler)
         agreed = _agreed_here(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(stream, shuffle_samples_between_gpus, agreed)
 
@@ -153,7 +153,7 @@ class DDPBatchSamplerWrapper(ShardedSampler[T]):
         if _is_made_anew(options):
             _require_itself(self, batch_sampler, drops_last=cast(Any, options)["drop_last"])
             return
-        stream = StreamFacts.of(batch_sampler)
+        stream = StreamFacts(batch_sampler)
         agreed = _agreed_here(type(self), stream, shuffle_samples_between_gpus, pad_data_to_num_gpus, options)
         super().__init__(stream, shuffle_samples_between_gpus, agreed)
 

@@ -65,21 +65,21 @@ class StreamFacts:
 
     Attributes:
         source: What the stream comes from: a sampler, a batch sampler or an iterable dataset.
-        samplers: The source and all samplers nested in it, from the outside in.
-        dataset: What the samples come from, where that is known. It is never copied.
-        holders: What may hold a random generator of the user's.
+        loader: The loader that iterates it; None for a sampler by itself.
     """
 
     source: Any
-    samplers: Sequence[object]
-    dataset: object
-    holders: Sequence[object]
+    loader: DataLoader[Any] | None = None
 
-    @classmethod
-    def of(cls, source: object) -> "StreamFacts":
-        """Look at a sampler by itself."""
-        samplers = tuple(nested_samplers(source))
-        return cls(source, samplers, None, samplers)
+    @cached_property
+    def samplers(self) -> Sequence[object]:
+        """The source and all samplers nested in it, from the outside in."""
+        return tuple(nested_samplers(self.source))
+
+    @property
+    def dataset(self) -> object:
+        """What the samples come from, where that is known. It is never copied."""
+        return None if self.loader is None else self.loader.dataset
 
     @property
     def name(self) -> str:
@@ -120,7 +120,8 @@ class StreamFacts:
         """The generators that ranks begin alike: torch's, and those that samplers draw from alone."""
         of_dataset = {*map(id, random_generators([self.dataset]))}
         of_samplers = {*map(id, random_generators(self.samplers))} - of_dataset
-        found = random_generators(self.holders)
+        holders = self.samplers if self.loader is None else (self.loader, *samplers_in_use(self.loader))
+        found = random_generators(holders)
         return [each for each in found if isinstance(each, torch.Generator) or id(each) in of_samplers]
 
 
@@ -133,7 +134,7 @@ class LoaderFacts(Generic[L]):
     Attributes:
         loader: The loader itself, to be copied.
         unit: What of it is sharded.
-        stream: What is sharded.
+        source: What that comes from: a sampler, a batch sampler or an iterable dataset.
         sharded_by: What shards it already, or None.
         batch_size: How many samples a batch has; None if torch does not make the batches.
         drop_last: Whether torch leaves out a last, incomplete batch.
@@ -148,7 +149,7 @@ class LoaderFacts(Generic[L]):
 
     loader: L
     unit: ShardedUnit
-    stream: StreamFacts
+    source: Any
     sharded_by: object | None
     batch_size: int | None
     drop_last: bool
@@ -163,6 +164,11 @@ class LoaderFacts(Generic[L]):
     def dataset(self) -> Any:
         """The loader's dataset."""
         return self.loader.dataset
+
+    @cached_property
+    def stream(self) -> StreamFacts:
+        """What is sharded."""
+        return StreamFacts(self.source, self.loader)
 
     @property
     def iterated(self) -> Any:
@@ -203,9 +209,7 @@ class LoaderFacts(Generic[L]):
 
     def in_whole_batches(self) -> "LoaderFacts[L]":
         """Return the same look, but at the batches that torch makes of the sampler's indices as what is sharded."""
-        batches = self.iterated
-        stream = replace(self.stream, source=batches, samplers=tuple(nested_samplers(batches)))
-        return replace(self, unit=ShardedUnit.BATCH, stream=stream)
+        return replace(self, unit=ShardedUnit.BATCH, source=self.iterated)
 
     @property
     def described(self) -> dict[str, object]:
@@ -239,7 +243,6 @@ def look_at(loader: L) -> LoaderFacts[L]:
     iterates_itself = has_own_iteration(kind)
     iterated = _iterated(loader, repeater)
     unit, source = _sharded_part(loader, iterated)
-    samplers = tuple(samplers_in_use(loader))
     attributes = getattr(loader, "__dict__", {})
     kept = {name: first_parts(value) for name, value in attributes.items() if name not in _LOOKED_AT_ELSEWHERE}
     running = tuple(name for name, (value, *_) in kept.items() if isinstance(value, RunningLoader))
@@ -250,7 +253,7 @@ def look_at(loader: L) -> LoaderFacts[L]:
     return LoaderFacts(
         loader=loader,
         unit=unit,
-        stream=StreamFacts(source, tuple(nested_samplers(source)), loader.dataset, (loader, *samplers)),
+        source=source,
         sharded_by=sharded_by(loader),
         batch_size=getattr(batching, "batch_size", None),
         drop_last=getattr(batching, "drop_last", False),

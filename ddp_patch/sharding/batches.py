@@ -179,7 +179,7 @@ def patched_facts(operation: str, loader: DataLoader[Any]) -> LoaderFacts[Any]:
             f"{operation} was given a loader with in_order=False, which gives batches as its {facts.num_workers} "
             "workers finish them, so nobody knows which samples a batch has. Use in_order=True."
         )
-    if facts.unit is not ShardedUnit.ITERABLE and facts.stream.source is not sampler:
+    if facts.unit is not ShardedUnit.ITERABLE and facts.source is not sampler:
         raise UnsupportedLoaderError(
             f"{operation} was given a loader whose {type(loader.batch_sampler).__name__} makes batches of a sharded "
             "sampler in its own way, so nobody knows how many samples a batch took. Shard whole batches instead: pass "

@@ -185,7 +185,7 @@ ONE_SHOT: dict[str, tuple[Callable[[], Any], bool]] = {
 @pytest.mark.parametrize(("make", "expected"), ONE_SHOT.values(), ids=ONE_SHOT)
 def test_what_gives_its_items_once_is_told_and_nothing_is_used_up(make: Callable[[], Any], expected: bool) -> None:
     sampler = make()
-    assert StreamFacts.of(sampler).is_one_shot is expected
+    assert StreamFacts(sampler).is_one_shot is expected
     assert len(list(start_iterating(sampler))) == len(list(start_iterating(make())))
 
 
