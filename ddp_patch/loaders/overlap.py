@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from heapq import heappush, heappushpop
+from heapq import nsmallest
 from math import prod
 from typing import Any
 
@@ -48,33 +48,24 @@ class Sketch:
 
     def __init__(self, most: int = 256) -> None:
         self.seen: int = 0
-        self._most = most
-        self._counts: dict[int, int] = {}
-        self._largest_first: list[int] = []  # the same, negative, as a heap
+        self._most, self._largest = most, _MASK
+        self._counts = Counter[int]()
         self._last: Sequence[int] = ()
 
     def add(self, hashes: Sequence[int]) -> None:
         """Add what comes next: a batch, or an item."""
-        counts, heap, last = self._counts, self._largest_first, self._last
-        if len(counts) == self._most:  # after a while, few are small enough
-            largest = -heap[0]
-            last = [one for one in last if one <= largest]
-        for one in last:
-            if one in counts:
-                counts[one] += 1
-            elif len(counts) < self._most:
-                counts[one] = 1
-                heappush(heap, -one)
-            elif one < -heap[0]:
-                counts[one] = 1
-                del counts[-heappushpop(heap, -one)]
+        self._counts.update([one for one in self._last if one <= self._largest])  # after a while, few are small enough
+        if len(self._counts) >= 2 * self._most:
+            kept = nsmallest(self._most, self._counts)
+            self._counts, self._largest = Counter({one: self._counts[one] for one in kept}), kept[-1]
         self.seen += len(self._last)
         self._last = hashes
 
     @property
     def hashes(self) -> list[int]:
         """The hashes in order, each as often as it came, but at most three times."""
-        return sorted(one for one, times in self._counts.items() for _ in range(min(times, _OFTEN)))
+        kept = nsmallest(self._most, self._counts)
+        return [one for one in kept for _ in range(min(self._counts[one], _OFTEN))]
 
 
 class NotedIndices:
