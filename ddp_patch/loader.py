@@ -2,8 +2,9 @@
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from unittest.mock import patch
 
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -192,19 +193,12 @@ class OwnMethods:
             return WatchedIterator(iterator, self._monitor, noted, is_open_ended=steps_of(loader) is None)
         return iterator
 
-    @contextmanager
-    def _collating(self, loader: DataLoader[Any]) -> Iterator[None]:
+    def _collating(self, loader: DataLoader[Any]) -> AbstractContextManager[object]:
         """While entered, a new iterator's workers send small batches by value, each with what they note of it."""
         if self._passes is None or "collate_fn" not in vars(loader):
-            yield
-            return
-        collate_fn = loader.collate_fn
-        noted = with_notes(loader) if self._takes_notes else collate_fn
-        loader.collate_fn = by_value(noted) if loader.num_workers > 0 else noted
-        try:
-            yield
-        finally:
-            loader.collate_fn = collate_fn
+            return nullcontext()
+        noted = with_notes(loader) if self._takes_notes else loader.collate_fn
+        return patch.object(loader, "collate_fn", by_value(noted) if loader.num_workers > 0 else noted)
 
     @contextmanager
     def _noting(self, loader: DataLoader[Any]) -> Iterator[NotedIndices | None]:
@@ -294,8 +288,6 @@ class _OfOriginal:
 
 Loaders: TypeAlias = "DataLoader[Any] | Mapping[str, Loaders] | Sequence[Loaders] | None"
 
-_TOP = "loaders"  # what both functions call what they are given
-
 
 def check_loaders_is_patched(loaders: Loaders) -> bool:
     """Return whether every loader is sharded: by this package, by another ``DistributedSampler``, or by itself.
@@ -343,24 +335,15 @@ loaders['val'][1]. Pass each through patch_dataloader_to_ddp() on every rank.
     if offenders:
         raise NotPatchedError(
             f"Every rank would get all data from {len(offenders)} of {len(found)} loaders: "
-            f"{', '.join('the loader' if place == _TOP else place for place in offenders)}. "
+            f"{', '.join('the loader' if place == place_of(()) else place for place in offenders)}. "
             "Pass each through patch_dataloader_to_ddp() on every rank."
         )
 
 
 def _loaders(given: Loaders) -> list[tuple[str, DataLoader[Any]]]:
     """Return every loader, after the code that gets it, such as ``loaders['val'][1]``."""
-    leaves = list(_leaves(given, _TOP))
-    found = [(place, leaf) for place, leaf in leaves if leaf is not None]
-    if not found:
-        raise _no_loader(*leaves[0])
-    return found
-
-
-def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield all loaders and None, each after the code that gets it."""
-    for path, leaf in nested(given):
-        place = place_of(path, root)
+    leaves = [(place_of(path), leaf) for path, leaf in nested(given)]
+    for place, leaf in leaves:
         if is_empty(leaf):
             raise NotALoaderError(
                 f"Found an empty {type(leaf).__name__} at {place}: there is nothing to check in it. Pass the loaders, "
@@ -369,7 +352,10 @@ def _leaves(given: object, root: str) -> Iterator[tuple[str, Any]]:
         if leaf is not None and not is_loader(leaf):
             raise _no_loader(place, leaf)
         about_to_use(leaf)
-        yield place, leaf
+    found = [(place, leaf) for place, leaf in leaves if leaf is not None]
+    if not found:
+        raise _no_loader(*leaves[0])
+    return found
 
 
 def _no_loader(place: str, found: object) -> NotALoaderError:

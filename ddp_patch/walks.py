@@ -2,12 +2,12 @@
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import reduce
 from itertools import islice
 from operator import getitem
 from types import CodeType, FunctionType, MemberDescriptorType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ __all__ = [
     "KeyPath",
     "Nest",
     "code_run",
-    "copied",
     "elements",
     "first_parts",
     "held",
@@ -32,8 +31,6 @@ __all__ = [
     "stored",
     "walk",
 ]
-
-N = TypeVar("N")
 
 # How many elements of a container are looked at.
 LOOKED_AT: Final = 32
@@ -183,41 +180,14 @@ def _is_container(found: object) -> bool:
     return isinstance(found, Mapping | list | tuple) and not isinstance(found, DataLoader)
 
 
-def place_of(path: KeyPath, root: str = "loaders") -> str:
-    """Return the code that gets the element at these keys.
+def place_of(path: KeyPath) -> str:
+    """Return the code that gets the element of ``loaders`` at these keys.
 
     Examples:
         >>> place_of(("val", 1))
         "loaders['val'][1]"
     """
-    return root + "".join(f"[{_ADDRESS.sub('', repr(key))}]" for key in path)
-
-
-def copied(nest: N, leaves: Sequence[tuple[KeyPath, Any]], new: Mapping[int, Any]) -> N:
-    """Return a copy of nested lists, tuples and dicts, of the same classes, with some elements replaced.
-
-    Args:
-        nest: The lists, tuples and dicts.
-        leaves: What ``nested`` found in them.
-        new: What replaces an element, by that element's id.
-
-    Raises:
-        NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
-    """
-    keys = {id(key): key for path, _ in leaves for key in path}  # a copy of a key may not equal it
-    try:
-        made = copy.deepcopy(nest, keys | dict(new))
-        for inner in {path[:length] for path, _ in leaves for length in range(len(path))}:
-            whole: tuple[Any, Any] = (nest, made)
-            given, clone = (reduce(getitem, inner, part) for part in whole)
-            if getattr(given, "__dict__", None) is given:  # its items are its attributes, which copying alone undoes
-                clone.__dict__ = clone
-        found = dict(nested(made))
-    except Exception as error:
-        raise _not_copied(nest, f"copying it raised {type(error).__name__}: {error}") from error
-    if any(found.get(path) is not new[id(leaf)] for path, leaf in leaves if id(leaf) in new):
-        raise _not_copied(nest, "a copy of it has other elements")
-    return made
+    return "loaders" + "".join(f"[{_ADDRESS.sub('', repr(key))}]" for key in path)
 
 
 def _not_copied(nest: object, why: str) -> NotALoaderError:
@@ -262,9 +232,25 @@ class Nest:
         self.with_replaced(self.loaders.values())  # raises here if it cannot be copied
 
     def with_replaced(self, new: Iterable[Any]) -> Any:
-        """Return the nest with other loaders in it, given in the order of ``loaders``."""
+        """Return a copy of the nest, of the same classes, with other loaders in it, given in the order of ``loaders``.
+
+        Raises:
+            NotALoaderError: One of its dicts, lists or tuples cannot be copied so.
+        """
         replaced = {id(old): each for old, each in zip(self.loaders.values(), new, strict=True)}
-        return copied(self._given, self._leaves, replaced)
+        keys = {id(key): key for path, _ in self._leaves for key in path}  # a copy of a key may not equal it
+        try:
+            made = copy.deepcopy(self._given, keys | replaced)
+            for inner in {path[:length] for path, _ in self._leaves for length in range(len(path))}:
+                given, clone = (reduce(getitem, inner, part) for part in (self._given, made))
+                if getattr(given, "__dict__", None) is given:  # its items are attributes, which copying alone undoes
+                    clone.__dict__ = clone
+            found = dict(nested(made))
+        except Exception as error:
+            raise _not_copied(self._given, f"copying it raised {type(error).__name__}: {error}") from error
+        if any(found.get(path) is not replaced[id(leaf)] for path, leaf in self._leaves if id(leaf) in replaced):
+            raise _not_copied(self._given, "a copy of it has other elements")
+        return made
 
 
 def _is_no_loader(path: KeyPath, leaf: object) -> bool:
